@@ -1,0 +1,31 @@
+# `make demo` and `make test` set up .venv themselves. On a machine with GPUs: make demo EXTRA=gpu
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+EXTRA ?= cpu
+# Where torch's CPU wheels are looked for when the configured package index has none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+READY := .venv/.ready-$(EXTRA)
+
+.PHONY: setup demo demo-short test lint clean
+setup: $(READY)
+
+$(READY): pyproject.toml launch/setup.sh
+	EXTRA=$(EXTRA) PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) bash launch/setup.sh
+	touch $@
+
+demo: $(READY)
+	$(BIN)/grpo-dist train configs/demo.yaml checkpoint.resume=never $(ARGS)
+
+demo-short: $(READY)
+	$(BIN)/grpo-dist train configs/demo.yaml checkpoint.resume=never name=demo-short steps=4 \
+	    data.eval.0.max_rows=64 $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,205 @@
+"""From a configuration to running workers and back: placement, start, teardown.
+
+    async with Cluster(config) as cluster:
+        workers = await cluster.start_training(model_dir)
+
+A Ray cluster that was running before is joined and left running; a private local one is started otherwise, and ends
+with the block. No actor is created before the whole placement is known to fit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.policy import PolicyGroup
+from actors.reference import ReferencePool
+from actors.reward import RewardPool
+from actors.rollout import RolloutPool
+from actors.weight_sync import WeightSync
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.hardware import thread_environment
+from grpo_dist.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Samplers:
+    rollouts: RolloutPool
+    rewards: RewardPool
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use."""
+
+    workers: int
+    gpus: int
+    threads: int
+
+
+class Cluster:
+    """The actors of one run. Use as an async context manager."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._handles: list[Any] = []
+        self._owns_ray = False
+
+    async def __aenter__(self) -> Cluster:
+        self._connect()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        try:
+            await self.stop_workers()
+        finally:
+            if self._owns_ray:
+                ray.shutdown()
+
+    async def start_training(self, model_dir: Path) -> Workers:
+        """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do not fit."""
+        config, demands = self._config, self._placement(training=True)
+        samplers = self._create_samplers(model_dir, demands)
+        policy = self._keep(
+            PolicyGroup(
+                config.policy,
+                model=config.model,
+                model_dir=str(model_dir),
+                algorithm=config.algorithm,
+                temperature=config.sampling.temperature,
+                micro_batch_tokens=config.batch.micro_batch_tokens,
+                total_updates=config.steps * config.batch.updates_per_step,
+                timeouts=config.cluster.timeouts,
+                seed=config.seed,
+                options=self._options(demands["policy"]),
+            )
+        )
+        reference = self._create_reference(model_dir, demands)
+        for handle in self._handles:
+            with refusals():
+                await handle.ready()
+        sync = await WeightSync.connect(
+            policy, samplers.rollouts, config.weight_sync, timeout_s=config.cluster.timeouts.sync_s
+        )
+        return Workers(samplers.rollouts, samplers.rewards, reference, policy, sync)
+
+    async def start_evaluation(self, model_dir: Path) -> Samplers:
+        """Rollout and reward workers alone, on the weights in ``model_dir``."""
+        samplers = self._create_samplers(model_dir, self._placement(training=False))
+        for handle in self._handles:
+            with refusals():
+                await handle.ready()
+        return samplers
+
+    async def stop_workers(self) -> None:
+        """End every actor this cluster started; safe to call twice."""
+        while self._handles:
+            await self._handles.pop().shutdown()
+
+    def _create_samplers(self, model_dir: Path, demands: dict[str, Demand]) -> Samplers:
+        config = self._config
+        rollouts = RolloutPool(
+            config.rollout,
+            model=config.model,
+            model_dir=str(model_dir),
+            max_length=config.max_length,
+            seed=config.seed,
+            options=self._options(demands["rollout"]),
+        )
+        self._keep(rollouts)
+        rewards = RewardPool(config.rewards, options=self._options(demands["rewards"]))
+        return Samplers(rollouts, self._keep(rewards))
+
+    def _create_reference(self, model_dir: Path, demands: dict[str, Demand]) -> ReferencePool | None:
+        config = self._config
+        if not config.needs_reference:
+            return None
+        return self._keep(
+            ReferencePool(
+                config.reference,
+                model=config.model,
+                model_dir=str(model_dir),
+                options=self._options(demands["reference"]),
+            )
+        )
+
+    def _keep(self, handle: Any) -> Any:
+        self._handles.append(handle)
+        return handle
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        address = self._config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+        self._owns_ray = True  # the connection is ours to close; a joined cluster itself goes on
+        local = {"num_cpus": self._config.cluster.num_cpus, "include_dashboard": False} if address == "local" else {}
+        try:
+            ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
+        except ConnectionError as error:
+            raise UserError(
+                f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
+                "or leave cluster.address and RAY_ADDRESS unset for a private local one"
+            ) from error
+
+    def _placement(self, *, training: bool) -> dict[str, Demand]:
+        """What every role takes, checked against what the cluster has. Raises UserError naming the role and the remedy."""
+        config, has = self._config, ray.cluster_resources()
+        gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 1))
+        on_gpu = 1 if gpus else 0
+        # Sampling and training take turns when nothing runs ahead; otherwise each gets half of the CPUs.
+        share = cpus if config.max_staleness == 0 or not training else max(1, cpus // 2)
+        rollout, policy, reference = config.rollout, config.policy, config.reference
+        demands = {
+            "rollout": Demand(
+                rollout.num_workers,
+                on_gpu * rollout.tensor_parallel_size,
+                rollout.threads or max(1, share // rollout.num_workers),
+            ),
+            "rewards": Demand(config.rewards.num_workers, 0, 1),
+        }
+        if training:
+            demands["policy"] = Demand(
+                policy.num_workers, on_gpu, policy.threads or max(1, share // policy.num_workers)
+            )
+        if training and config.needs_reference:
+            demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
+        self._check(demands, gpus, cpus)
+        return demands
+
+    def _check(self, demands: dict[str, Demand], gpus: int, cpus: int) -> None:
+        if gpus:
+            needed = sum(d.workers * d.gpus for d in demands.values())
+            parts = " + ".join(f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus)
+            if needed > gpus:
+                raise UserError(
+                    f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower `policy.num_workers`, "
+                    "`rollout.num_workers` or `rollout.tensor_parallel_size`, or add nodes"
+                )
+            return
+        for role in ("rollout", "policy", "reference"):
+            if role in demands and demands[role].workers > cpus:
+                raise UserError(
+                    f"`{role}.num_workers` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, and "
+                    f"each such worker needs at least one; use at most {cpus}"
+                )
+        if self._config.rollout.tensor_parallel_size > 1:
+            raise UserError(
+                f"`rollout.tensor_parallel_size` = {self._config.rollout.tensor_parallel_size} needs GPUs, and the "
+                "cluster has none; use 1"
+            )
+
+    def _options(self, demand: Demand) -> dict[str, Any]:
+        """Ray options of an actor. CPUs are divided by thread counts, not by Ray: actors that take turns share them."""
+        return {
+            "num_cpus": 0,
+            "num_gpus": demand.gpus,
+            "runtime_env": {"env_vars": thread_environment(demand.threads)},
+        }

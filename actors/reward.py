@@ -1,0 +1,75 @@
+"""Reward workers: each owns a pool of killable grader processes and turns sampled completions into a scored Group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from grpo_dist.config import Rewards
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import RewardSpec, Scorer
+from grpo_dist.types import Group, Prompt, Rollout
+
+
+class RewardWorker:
+    """Scores one group a call; several calls may be in it at once and share its grader processes."""
+
+    def __init__(self, settings: Rewards) -> None:
+        specs = [RewardSpec(r.name or r.function, r.function, r.weight, r.kwargs) for r in settings.functions]
+        self._pool = GraderPool(
+            settings.processes_per_worker, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
+        )
+        self._scorer = Scorer(specs, self._pool)
+
+    def ready(self) -> None:
+        """Returns once the grader processes are up."""
+
+    def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
+        begin = time.perf_counter()
+        columns = {"problem": prompt.text, **prompt.columns}
+        scores = self._scorer.score([r.text for r in rollouts], prompt.answer, columns)
+        return Group(
+            prompt=prompt,
+            rollouts=tuple(rollouts),
+            rewards=scores.rewards,
+            reward_parts=scores.parts,
+            outcomes=tuple(scores.outcomes),
+            score_s=time.perf_counter() - begin,
+        )
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class RewardPool:
+    """Driver-side handle: ``score`` sends each group to the worker with the fewest in hand."""
+
+    def __init__(self, settings: Rewards, *, options: dict[str, Any]) -> None:
+        actor = ray.remote(RewardWorker)
+        in_hand = 2 * settings.processes_per_worker
+        self._workers = [
+            actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(settings)
+            for i in range(settings.num_workers)
+        ]
+        self._outstanding = [0] * settings.num_workers
+
+    async def ready(self) -> None:
+        for worker in self._workers:
+            await worker.ready.remote()
+
+    async def score(self, prompt: Prompt, rollouts: Any) -> Group:
+        """``rollouts`` is an object reference to the samples, or the samples themselves."""
+        index = min(range(len(self._workers)), key=self._outstanding.__getitem__)
+        self._outstanding[index] += 1
+        try:
+            return await self._workers[index].score.remote(prompt, rollouts)
+        finally:
+            self._outstanding[index] -= 1
+
+    async def shutdown(self) -> None:
+        for worker in self._workers:
+            await worker.close.remote()
+            ray.kill(worker)

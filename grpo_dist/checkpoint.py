@@ -1,0 +1,116 @@
+"""Checkpoints: what a step directory holds, how it is published atomically, found again, and pruned.
+
+    checkpoints/step_000020/
+        policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
+        ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
+        state.json      step, configuration fingerprint, tracker run id
+        config.yaml     the configuration of the run
+
+A directory is written under a temporary name, flushed, and renamed; one that carries its final name is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from grpo_dist.config import Config
+from grpo_dist.config_files import dump_config
+from grpo_dist.samples import read_groups, write_groups
+from grpo_dist.types import Group, Prompt
+from grpo_dist.workers import Workers
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+@dataclass(frozen=True)
+class State:
+    """Driver state of a checkpoint. ``step`` steps are done; the next batch trained on is number ``step``."""
+
+    step: int
+    fingerprint: str  # of the configuration keys that a resumed run must share
+    wandb_id: str | None = None
+
+
+class Checkpoints:
+    """The checkpoint directory of one run. Only directories that bear its own names are ever deleted."""
+
+    def __init__(self, directory: Path, config: Config, *, wandb_id: str | None = None) -> None:
+        self._directory, self._config, self._wandb_id = directory, config, wandb_id
+
+    async def save(self, step: int, workers: Workers, ahead: Mapping[int, list[Group]]) -> None:
+        final = self._directory / f"step_{step:06d}"
+        partial = self._directory / f".partial_{final.name}"
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while saving
+        partial.mkdir(parents=True)
+        await workers.policy.save(partial / "policy")
+        for batch, groups in ahead.items():
+            write_groups(partial / "ahead" / f"batch_{batch:06d}.parquet", groups)
+        state = State(step, fingerprint(self._config), self._wandb_id)
+        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
+        (partial / "config.yaml").write_text(dump_config(self._config))
+        _flush(partial)
+        if final.exists():  # the same step, saved before a resume from an older one
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _flush(self._directory)
+        self._prune()
+
+    def _prune(self) -> None:
+        for old in list_checkpoints(self._directory)[: -self._config.checkpoint.keep]:
+            shutil.rmtree(old)
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=lambda p: int(p.name.split("_")[1]))
+
+
+def load_state(checkpoint: Path, config: Config) -> State:
+    """Raises ValueError when the checkpoint is damaged or belongs to a run whose results would differ."""
+    try:
+        state = State(**json.loads((checkpoint / "state.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the one before"
+        ) from error
+    if state.fingerprint != fingerprint(config):
+        raise ValueError(
+            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps`, evaluation, "
+            "checkpoint, tracking and cluster settings may change on resume. Restore the old values, choose another "
+            "`name`, or set `checkpoint.resume=never`"
+        )
+    return state
+
+
+def load_ahead(checkpoint: Path, prompts: list[Prompt]) -> dict[int, list[Group]]:
+    """Groups that were sampled ahead, by batch number."""
+    by_uid = {p.uid: p for p in prompts}
+    files = sorted((checkpoint / "ahead").glob("batch_*.parquet"))
+    return {int(f.stem.split("_")[1]): read_groups(f, by_uid) for f in files}
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
+    free = {"name", "output_dir", "steps", "evaluation", "checkpoint", "tracking", "cluster"}
+    kept = config.model_dump(mode="json", exclude=free)
+    if config.policy.optimizer.schedule != "constant":
+        kept["steps"] = config.steps  # the schedule ends there
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _flush(directory: Path) -> None:
+    """fsync every file and directory below, so that the rename cannot become durable before the contents."""
+    for path in (*directory.rglob("*"), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,31 @@
+"""Awaiting several things at once with the first failure as it was raised, and deadlines that say their stage."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Results in order. The first failure cancels the others and is raised itself, not wrapped in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(c) for c in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures.exceptions[0].__cause__
+    return [task.result() for task in tasks]
+
+
+@asynccontextmanager
+async def deadline(seconds: float, stage: str) -> AsyncIterator[None]:
+    """Raises TimeoutError naming ``stage`` when the body takes longer; a TimeoutError from inside keeps its own words."""
+    timeout = asyncio.timeout(seconds)
+    try:
+        async with timeout:
+            yield
+    except TimeoutError as error:
+        if timeout.expired():
+            raise TimeoutError(f"stage {stage}: not finished within {seconds:g} s") from error
+        raise

@@ -1,0 +1,43 @@
+"""What this machine has, and what follows: device, dtype, attention, collective backend. Decided here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+DeviceType = Literal["cuda", "cpu"]
+
+
+def device_type() -> DeviceType:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None) -> torch.dtype:
+    """``auto`` is bfloat16 on a GPU that computes in it and float32 elsewhere.
+
+    float32 on CPUs because there the engine is then bit-reproducible for any batch composition, and because bfloat16
+    kernels die with an illegal instruction for some head sizes on processors without AMX.
+    """
+    device = device or device_type()
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+
+def collective_backend(name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None) -> str:
+    """Backend of the ranks' process group and of the weight transfer."""
+    if name != "auto":
+        return name
+    return "nccl" if (device or device_type()) == "cuda" else "gloo"
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment of a process that may use ``threads`` CPU threads. Set before torch is imported: OpenMP reads it once."""
+    count = str(max(1, threads))
+    return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def available_cpus() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -1,0 +1,150 @@
+"""Everything that can be refused before an accelerator or an actor is touched: model, tokenizer, prompts, run directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config, DataSource
+from grpo_dist.evaluate import EvalSet
+from grpo_dist.types import Prompt
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    model_dir: Path
+    prompts: list[Prompt]
+    eval_sets: list[EvalSet]
+
+
+def prepare(config: Config, say: Say) -> Prepared:
+    """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot be used."""
+    model_dir = resolve_model(config, say)
+    check_length(config, model_dir)
+    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    prompts = [p for source in config.data.train for p in load_prompts(config, source, tokenizer, say)]
+    needed = config.batch.prompts_per_step
+    if len(prompts) < needed:
+        raise ValueError(
+            f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn without "
+            f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
+        )
+    return Prepared(model_dir, prompts, prepare_eval(config, tokenizer, prompts, say))
+
+
+def prepare_eval(config: Config, tokenizer: Any, prompts: list[Prompt], say: Say) -> list[EvalSet]:
+    from grpo_dist.data.prompts import check_overlap
+
+    eval_sets = []
+    for source in config.data.eval:
+        eval_set = EvalSet(source_name(source), load_prompts(config, source, tokenizer, say))
+        overlap = check_overlap(prompts, eval_set.prompts)
+        if overlap and config.data.overlap == "refuse":
+            raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
+        if overlap:
+            say(f"warning: data.eval {eval_set.name}: {overlap}")
+        eval_sets.append(eval_set)
+    names = [s.name for s in eval_sets]
+    if len(set(names)) != len(names):
+        raise ValueError(f"data.eval: two sets are called the same: {names}; give each a `name`")
+    return eval_sets
+
+
+def resolve_model(config: Config, say: Say) -> Path:
+    """Directory of the model: made here (`demo:`), trained here (`sft`), local, or fetched from the hub."""
+    from grpo_dist.demo.model import cached_model
+    from grpo_dist.sft import run_sft
+
+    path = config.model.path
+    if path == "sft":
+        assert config.sft is not None  # the configuration was checked
+        return run_sft(config.sft, say)
+    if path.startswith("demo:"):
+        return cached_model(path.removeprefix("demo:"), seed=config.seed)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise ValueError(
+                f"model.path = {path}: the directory has no config.json; expected a Hugging Face model directory"
+            )
+        return local.resolve()
+    if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ValueError(f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name")
+    return _download(path, config.model.revision)
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+    except Exception as error:
+        raise ValueError(
+            f"model.path = {hub_id}: no such directory here, and the hub has not given it "
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and HF_TOKEN"
+        ) from error
+
+
+def check_length(config: Config, model_dir: Path) -> None:
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.max_length > limit:
+        raise ValueError(
+            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + sampling.max_new_tokens), "
+            f"but {model_dir.name} has max_position_embeddings = {limit}; lower one of the two"
+        )
+
+
+def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+
+
+def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -> list[Prompt]:
+    from grpo_dist.data.prompts import build_prompts
+    from grpo_dist.data.readers import read
+
+    rows = read(source)
+    data = config.data
+    prompts, dropped = build_prompts(
+        rows,
+        tokenizer,
+        system_prompt=data.system_prompt,
+        instruction=data.instruction,
+        use_chat_template=data.chat_template == "model",
+        template_kwargs=data.template_kwargs,
+        max_prompt_tokens=data.max_prompt_tokens,
+        overlong=data.overlong,
+    )
+    if dropped:
+        say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped: {dropped[0].reason}")
+    return prompts
+
+
+def source_name(source: DataSource) -> str:
+    return source.name or Path(source.path).stem.replace("demo:", "")
+
+
+def choose_run_dir(config: Config) -> Path:
+    """`output_dir/name`; with ``resume: never`` and such a directory there, the first free `name-2`, `name-3` ..."""
+    base = Path(config.output_dir) / config.name
+    if config.checkpoint.resume == "auto" or not base.exists():
+        return base
+    number = 2
+    while (taken := base.with_name(f"{base.name}-{number}")).exists():
+        number += 1
+    return taken
+
+
+def check_writable(run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not os.access(run_dir, os.W_OK):
+        raise ValueError(f"{run_dir}: cannot be written; set `output_dir` to a directory that can")

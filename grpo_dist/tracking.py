@@ -1,0 +1,143 @@
+"""Where metrics go: `metrics.jsonl` (the record), the terminal, TensorBoard and wandb.
+
+`metrics.jsonl` has one object per step; what is logged for the same step later (an evaluation) joins that object.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_dist.config import Config, Wandb
+from grpo_dist.console import Console
+from grpo_dist.samples import write_groups
+from grpo_dist.types import Group
+
+
+class Sink(Protocol):
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Tracker:
+    """All sinks of a run. Use as a context manager, so that they are flushed whatever happens."""
+
+    def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
+        self._samples_dir = run_dir / "samples" if config.tracking.samples else None
+        self._sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl", keep_through=start)]
+        self.wandb_id: str | None = None
+        if config.tracking.console:
+            self._sinks.append(Console(config.name, config.steps, start))
+        if config.tracking.tensorboard:
+            self._sinks.append(TensorBoard(run_dir / "tensorboard", purge_step=start + 1 if start else None))
+        if config.tracking.wandb.enabled:
+            run = WandbSink(config.tracking.wandb, config, run_dir, wandb_id)
+            self.wandb_id = run.run_id
+            self._sinks.append(run)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def samples(self, name: str, groups: list[Group]) -> None:
+        if self._samples_dir is not None:
+            write_groups(self._samples_dir / f"{name}.parquet", groups)
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class NoSamples:
+    """A sample sink for evaluations whose samples nobody asked to keep."""
+
+    def samples(self, name: str, groups: list[Group]) -> None:
+        """Kept nowhere."""
+
+
+class MetricsFile:
+    """One JSON object per step. NaN is written as null: JSON has no NaN."""
+
+    def __init__(self, path: Path, *, keep_through: int) -> None:
+        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is above 0."""
+        self._path = path
+        self._last: dict[str, Any] | None = None
+        lines = path.read_text().splitlines() if path.exists() and keep_through > 0 else []
+        kept = [line for line in lines if _is_step_up_to(line, keep_through)]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(line + "\n" for line in kept))
+        os.replace(partial, path)
+        self._last_offset = path.stat().st_size
+        if kept:
+            self._last = json.loads(kept[-1])
+            self._last_offset -= len(kept[-1].encode()) + 1
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
+        joins = self._last is not None and self._last["step"] == step
+        self._last = {**(self._last if joins and self._last else {"step": step}), **known}
+        with self._path.open("rb+") as file:
+            if not joins:
+                self._last_offset = file.seek(0, os.SEEK_END)
+            file.seek(self._last_offset)
+            file.write((json.dumps(self._last) + "\n").encode())
+            file.truncate()
+
+    def close(self) -> None:
+        """Every line is already on disk."""
+
+
+def _is_step_up_to(line: str, last: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= last
+    except (ValueError, KeyError, TypeError):  # the torn last line of a killed run
+        return False
+
+
+class TensorBoard:
+    def __init__(self, directory: Path, *, purge_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A wandb run; offline when no key is set, so that a missing key never stops a training run."""
+
+    def __init__(self, settings: Wandb, config: Config, run_dir: Path, run_id: str | None) -> None:
+        import wandb
+
+        mode = settings.mode
+        if mode == "auto":
+            mode = "online" if wandb.api.api_key else "offline"
+        self._run = wandb.init(
+            project=settings.project,
+            entity=settings.entity,
+            name=config.name,
+            dir=str(run_dir),
+            mode=mode,
+            id=run_id,
+            resume="allow" if run_id else None,
+            config=config.model_dump(mode="json"),
+        )
+        self.run_id: str = self._run.id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """wandb closes a step when the next begins, so what joins a step later still lands in it."""
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -1,0 +1,111 @@
+"""A training session from the configuration to the exported, evaluated model; and an evaluation on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+from grpo_dist import driver
+from grpo_dist.checkpoint import Checkpoints, State, list_checkpoints, load_ahead, load_state
+from grpo_dist.concurrency import deadline
+from grpo_dist.config import Config
+from grpo_dist.config_files import dump_config
+from grpo_dist.console import eval_lines, print_before_after
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.evaluate import evaluate
+from grpo_dist.prepare import Prepared, check_writable, choose_run_dir, load_tokenizer, prepare, prepare_eval, resolve_model
+from grpo_dist.tracking import NoSamples, Tracker
+
+
+def train(config: Config) -> Path:
+    """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be used."""
+    with refusals():
+        run_dir = choose_run_dir(config)
+        check_writable(run_dir)
+        newest = _resumable(config, run_dir)
+        state = load_state(newest, config) if newest else None
+        prepared = prepare(config, _say)
+        ahead = load_ahead(newest, prepared.prompts) if newest else {}
+    start = state.step if state else 0
+    if start >= config.steps and (run_dir / "model").exists():
+        raise UserError(
+            f"{run_dir}: the run is complete ({start} steps); raise `steps` to go on, or choose another `name`, or set "
+            "checkpoint.resume=never"
+        )
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
+        asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, ahead))
+    _print_result(run_dir)
+    return run_dir
+
+
+async def _train(config, prepared, run_dir, tracker, newest, start, ahead) -> None:  # type: ignore[no-untyped-def]
+    from actors.cluster import Cluster
+
+    timeouts = config.cluster.timeouts
+    checkpoints = Checkpoints(run_dir / "checkpoints", config, wandb_id=tracker.wandb_id)
+    async with Cluster(config) as cluster:
+        async with deadline(timeouts.start_s, "start: actors up and models loaded"):
+            workers = await cluster.start_training(prepared.model_dir)
+        if newest is not None:
+            _say(f"resuming from {newest}")
+            await workers.policy.load(newest / "policy")
+            await workers.sync.push(version=start)
+        await driver.run(
+            config, workers, prepared.prompts, prepared.eval_sets, tracker, checkpoints, start=start, ahead=ahead
+        )
+        if not config.checkpoint.export:
+            return
+        await workers.policy.export(run_dir / "model", tokenizer_dir=prepared.model_dir)
+        if not (config.evaluation.after and prepared.eval_sets):
+            return
+        await cluster.stop_workers()
+        # A fresh engine on the exported files: the reported number is that of the model a user gets.
+        async with deadline(timeouts.start_s, "start: engine on the exported model"):
+            samplers = await cluster.start_evaluation(run_dir / "model")
+        final = await evaluate(config, samplers, prepared.eval_sets, tracker, step=config.steps)
+        tracker.log(config.steps, final)
+
+
+def evaluate_model(config: Config) -> dict[str, float]:
+    """Sample `model.path` on the evaluation sets and print the estimates."""
+    from actors.cluster import Cluster
+
+    with refusals():
+        if not config.data.eval:
+            raise ValueError("data.eval is empty; name at least one evaluation set")
+        model_dir = resolve_model(config, _say)
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+        eval_sets = prepare_eval(config, tokenizer, [], _say)
+
+    async def session() -> dict[str, float]:
+        async with Cluster(config) as cluster:
+            async with deadline(config.cluster.timeouts.start_s, "start: engine and graders up"):
+                samplers = await cluster.start_evaluation(model_dir)
+            return await evaluate(config, samplers, eval_sets, NoSamples(), step=0)
+
+    metrics = asyncio.run(session())
+    _say(f"model: {model_dir}")
+    for line in eval_lines(0, metrics):
+        _say(line)
+    return metrics
+
+
+def _resumable(config: Config, run_dir: Path) -> Path | None:
+    found = list_checkpoints(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
+    return found[-1] if found else None
+
+
+def _print_result(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evals = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines]
+    evals = [e for e in evals if e]
+    if evals:
+        print_before_after(evals[0] if len(evals) > 1 else {}, evals[-1], str(run_dir))
+    else:
+        _say(f"run directory: {run_dir}")
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

@@ -1,0 +1,49 @@
+"""What the driver asks of its workers, in the words of RL. The Ray handles in `actors` and the fakes in tests fit these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
+
+# The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple itself in tests.
+RolloutsRef = Any
+
+
+class Rollouts(Protocol):
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef: ...
+
+
+class Rewards(Protocol):
+    async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group: ...
+
+
+class Reference(Protocol):
+    async def logprobs(
+        self, prompt: Prompt, rollouts: RolloutsRef, *, temperature: float
+    ) -> list[np.ndarray]: ...
+
+
+class Policy(Protocol):
+    async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]: ...
+    async def save(self, directory: Path) -> None: ...
+
+
+class WeightSync(Protocol):
+    async def push(self, version: int) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Workers:
+    """``reference`` is None exactly when the KL coefficient is 0."""
+
+    rollouts: Rollouts
+    rewards: Rewards
+    reference: Reference | None
+    policy: Policy
+    sync: WeightSync

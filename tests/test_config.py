@@ -1,0 +1,85 @@
+"""The configuration refuses what cannot be used, in one message that says where and what to do."""
+
+import pytest
+
+from grpo_dist.config_files import ConfigError, dump_config, load_config
+
+BASE = """
+model: {path: demo:add3}
+data: {train: [{path: demo:add3}]}
+steps: 5
+name: "x-${steps}"
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def test_overrides_win_and_interpolation_follows_them(base):
+    config = load_config(base, ["steps=7", "data.train.0.max_rows=9", "policy.optimizer.lr=1e-5"])
+    assert (config.steps, config.name, config.data.train[0].max_rows) == (7, "x-7", 9)
+    assert config.policy.optimizer.lr == 1e-5
+
+
+def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: [base.yaml]\nsteps: 9\nbatch: {prompts_per_step: 4}\n")
+    config = load_config(child)
+    assert (config.steps, config.name, config.batch.prompts_per_step) == (9, "x-9", 4)
+
+
+def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
+    config = load_config(base, ["algorithm.kl.coef=0.01"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
+        ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
+        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
+        ("policy.optimizer.lr=-1", ["`policy.optimizer.lr` = -1", "greater than 0"]),
+        ("steps=abc", ["`steps` = 'abc'", "integer"]),
+        ("policy.num_workers=3", ["`policy.num_workers` = 3", "128", "use 2 or 4"]),
+        ("batch.updates_per_step=3", ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"]),
+        ("evaluation.k=[1,4]", ["evaluation", "samples_per_prompt = 1"]),
+        ("model.max_length=100", ["`model.max_length` = 100", "1024"]),
+        ("algorithm.correction.low=3", ["algorithm.correction", "low = 3.0", "high = 2.0"]),
+        ("steps", ["key=value"]),
+        ("name=../evil", ["`name`"]),
+        ("model.path=sft", ["needs an `sft` section"]),
+    ],
+)
+def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, [override])
+    message = str(refusal.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_missing_and_malformed_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
+        load_config(bad)
+    bad.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        load_config(bad)
+
+
+def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("defaults: [b.yaml]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(tmp_path / "a.yaml")
