@@ -1,0 +1,85 @@
+"""Workers without Ray, engines or models: enough to run the real driver loop in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.workers import Workers
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"p{i}", np.array([1, 2, 3], np.int32), str(i), "fake", f"problem {i}") for i in range(count)]
+
+
+def config(**changes) -> Config:
+    base = {
+        "model": {"path": "demo:tiny"},
+        "data": {"train": [{"path": "demo:add3"}]},
+        "batch": {"prompts_per_step": 4, "samples_per_prompt": 2},
+        "sampling": {"max_new_tokens": 4},
+        "evaluation": {"before": False, "after": False},
+        "steps": 6,
+    }
+    return Config.model_validate(base | changes)
+
+
+class World:
+    """Fake workers that share a log of events and the version the engines hold."""
+
+    def __init__(self, jitter: bool = True, fail_on: str | None = None) -> None:
+        self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
+        self.sampled: list[tuple[str, tuple[int, ...], int]] = []
+        self._jitter, self._fail_on = jitter, fail_on
+        self.saved: dict[int, dict[int, list[Group]]] = {}
+        self.logged: dict[int, dict[str, float]] = {}
+
+    def workers(self, reference: bool = False) -> Workers:
+        return Workers(self, self, self if reference else None, self, self)
+
+    async def sample(self, prompt, *, seeds, sampling):
+        self.in_flight += 1
+        version = self.version
+        await asyncio.sleep(random.random() * 0.003 if self._jitter else 0)
+        if self._fail_on == prompt.uid:
+            raise RuntimeError(f"engine died on {prompt.uid}")
+        self.in_flight -= 1
+        self.sampled.append((prompt.uid, tuple(seeds), version))
+        return tuple(
+            Rollout(
+                prompt.uid, i, np.array([seed % 97 + 3, 2], np.int32), np.full(2, -1.0, np.float32), "stop", "x",
+                np.full(2, version, np.int32),
+            )
+            for i, seed in enumerate(seeds)
+        )  # fmt: skip
+
+    async def score(self, prompt, rollouts):
+        rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    async def logprobs(self, prompt, rollouts, *, temperature):
+        return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
+
+    async def update(self, batches):
+        self.events.append(f"update at version {self.version}")
+        self.updates.append(batches)
+        return {"loss/policy": 0.0}
+
+    async def push(self, version):
+        self.events.append(f"sync {version} with {self.in_flight} in flight")
+        self.version = version
+        return {}
+
+    # recorder and checkpointer
+    def log(self, step, metrics):
+        self.logged.setdefault(step, {}).update(metrics)
+
+    def samples(self, name, groups):
+        self.events.append(f"samples {name}")
+
+    async def save(self, step, workers, ahead):
+        self.saved[step] = ahead
