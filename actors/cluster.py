@@ -22,6 +22,7 @@ from actors.reference import ReferencePool
 from actors.reward import RewardPool
 from actors.rollout import RolloutPool
 from actors.weight_sync import WeightSync
+from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.hardware import thread_environment
@@ -83,9 +84,7 @@ class Cluster:
             )
         )
         reference = self._create_reference(model_dir, demands)
-        for handle in self._handles:
-            with refusals():
-                await handle.ready()
+        await self._ready()
         sync = await WeightSync.connect(
             policy, samplers.rollouts, config.weight_sync, timeout_s=config.cluster.timeouts.sync_s
         )
@@ -94,9 +93,7 @@ class Cluster:
     async def start_evaluation(self, model_dir: Path) -> Samplers:
         """Rollout and reward workers alone, on the weights in ``model_dir``."""
         samplers = self._create_samplers(model_dir, self._placement(training=False))
-        for handle in self._handles:
-            with refusals():
-                await handle.ready()
+        await self._ready()
         return samplers
 
     async def stop_workers(self) -> None:
@@ -104,10 +101,16 @@ class Cluster:
         while self._handles:
             await self._handles.pop().shutdown()
 
+    async def _ready(self) -> None:
+        """All actors load at once; what they refuse (a model they cannot load) is the user's to mend."""
+        with refusals():
+            await gather(handle.ready() for handle in self._handles)
+
     def _create_samplers(self, model_dir: Path, demands: dict[str, Demand]) -> Samplers:
         config = self._config
         rollouts = RolloutPool(
             config.rollout,
+            config.weight_sync,
             model=config.model,
             model_dir=str(model_dir),
             max_length=config.max_length,
@@ -127,6 +130,8 @@ class Cluster:
                 config.reference,
                 model=config.model,
                 model_dir=str(model_dir),
+                temperature=config.sampling.temperature,
+                chunk_tokens=config.policy.logprob_chunk_tokens,
                 options=self._options(demands["reference"]),
             )
         )

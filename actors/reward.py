@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -70,6 +71,6 @@ class RewardPool:
             self._outstanding[index] -= 1
 
     async def shutdown(self) -> None:
+        await asyncio.gather(*(worker.close.remote() for worker in self._workers), return_exceptions=True)
         for worker in self._workers:
-            await worker.close.remote()
             ray.kill(worker)

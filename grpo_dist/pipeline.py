@@ -101,6 +101,5 @@ class Pipeline:
     async def _reference(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         if self._workers.reference is None:
             return []
-        temperature = self._config.sampling.temperature
-        return await self._workers.reference.logprobs(prompt, rollouts, temperature=temperature)
+        return await self._workers.reference.logprobs(prompt, rollouts)
 

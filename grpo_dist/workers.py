@@ -24,9 +24,7 @@ class Rewards(Protocol):
 
 
 class Reference(Protocol):
-    async def logprobs(
-        self, prompt: Prompt, rollouts: RolloutsRef, *, temperature: float
-    ) -> list[np.ndarray]: ...
+    async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]: ...
 
 
 class Policy(Protocol):

@@ -61,7 +61,7 @@ class World:
         rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
         return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
 
-    async def logprobs(self, prompt, rollouts, *, temperature):
+    async def logprobs(self, prompt, rollouts):
         return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
 
     async def update(self, batches):

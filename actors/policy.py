@@ -1,0 +1,178 @@
+"""Policy workers: one Ray actor per ZeRO rank, and the group that speaks for all of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.transport import Transport, free_port, open_transport
+from grpo_dist.batching import shard
+from grpo_dist.concurrency import deadline, gather
+from grpo_dist.config import Algorithm, Model, Policy, Timeouts
+from grpo_dist.hardware import DeviceType
+from grpo_dist.loss import LossSettings
+from grpo_dist.trainer import Rank, Trainer
+from grpo_dist.types import TrainBatch
+from grpo_dist.weight_buckets import Checksum, ParameterSpec, pack
+
+
+class PolicyWorker:
+    """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._trainer: Any = None
+        self._transport: Transport | None = None
+
+    def address(self) -> tuple[str, int]:
+        """Where the ranks may meet: this node's address and a free port."""
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
+
+    transfer_address = address
+
+    def start(self, place: Rank, policy: Policy, **settings: Any) -> str:
+        """Join the other ranks and load the model; returns the device type."""
+        # DeepSpeed compiles its CPU kernels at first use with the ninja of this very environment.
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        self._trainer = Trainer(place, policy, **settings)
+        return self._trainer.device.type
+
+    def update(self, shards: Sequence[TrainBatch]) -> dict[str, float]:
+        return self._trainer.update(shards)
+
+    def parameter_specs(self) -> list[ParameterSpec]:
+        return self._trainer.parameter_specs()
+
+    def open_transfer(self, *, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> None:
+        self._transport = open_transport(backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s)
+
+    def send_weights(self, bucket_bytes: int) -> int:
+        """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes sent."""
+        checksum, sent = Checksum(), 0
+        for bucket in self._trainer.iter_weights(bucket_bytes):
+            if self._transport is None:
+                continue
+            flat = pack(tensor for _, tensor in bucket).to(self._transport.device)
+            self._transport.broadcast(flat)
+            checksum.add(flat)
+            sent += len(flat)
+        if self._transport is not None:
+            self._transport.broadcast(checksum.as_tensor(self._transport.device))
+        return sent
+
+    def save(self, directory: str) -> None:
+        self._trainer.save(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self._trainer.load(Path(directory))
+
+    def export(self, directory: str, tokenizer_dir: str) -> None:
+        self._trainer.export(Path(directory), tokenizer_dir=tokenizer_dir)
+
+
+class PolicyGroup:
+    """Driver-side handle of all ranks."""
+
+    def __init__(
+        self,
+        settings: Policy,
+        *,
+        model: Model,
+        model_dir: str,
+        algorithm: Algorithm,
+        temperature: float,
+        micro_batch_tokens: int,
+        total_updates: int,
+        timeouts: Timeouts,
+        seed: int,
+        options: dict[str, Any],
+        worker: type[PolicyWorker] = PolicyWorker,
+    ) -> None:
+        self._settings, self._timeouts = settings, timeouts
+        self._arguments = {
+            "model": model,
+            "model_dir": model_dir,
+            "loss": loss_settings(algorithm),
+            "temperature": temperature,
+            "micro_batch_tokens": micro_batch_tokens,
+            "total_updates": total_updates,
+            "seed": seed,
+        }
+        actor = ray.remote(worker)
+        self.ranks = [
+            actor.options(name=f"policy-{rank}", **options).remote(rank) for rank in range(settings.num_workers)
+        ]
+        self.device: DeviceType = "cpu"  # known once `ready`
+
+    async def ready(self) -> None:
+        """All ranks joined, model loaded."""
+        host, port = await self.ranks[0].address.remote()
+        size = len(self.ranks)
+        places = [Rank(i, size, host, port, self._timeouts.update_s) for i in range(size)]
+        devices = await gather(
+            _result(rank.start.remote(place, self._settings, **self._arguments))
+            for rank, place in zip(self.ranks, places, strict=True)
+        )
+        self.device = devices[0]
+
+    async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimiser update per batch. Each rank gets its own rows; the denominators are the whole batch's."""
+        shards = list(zip(*(shard(batch, len(self.ranks)) for batch in batches), strict=True))
+        results = await self._on_all(
+            "update", [(list(own),) for own in shards], self._timeouts.update_s, f"{len(batches)} optimiser update(s)"
+        )
+        return results[0]
+
+    async def send_weights(self, bucket_bytes: int) -> int:
+        """Runs while the engines receive; the caller holds the deadline. Returns the bytes sent."""
+        return (await gather(_result(rank.send_weights.remote(bucket_bytes)) for rank in self.ranks))[0]
+
+    async def save(self, directory: Path) -> None:
+        await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")
+
+    async def load(self, directory: Path) -> None:
+        await self._same("load", str(directory.absolute()), stage=f"restore from {directory}")
+
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
+        arguments = (str(directory.absolute()), str(tokenizer_dir))
+        await self._same("export", *arguments, stage=f"export to {directory}")
+
+    async def shutdown(self) -> None:
+        for rank in self.ranks:
+            ray.kill(rank)
+
+    async def _same(self, method: str, *arguments: Any, stage: str) -> None:
+        await self._on_all(method, [arguments] * len(self.ranks), self._timeouts.save_s, stage)
+
+    async def _on_all(self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str) -> list[Any]:
+        async with deadline(seconds, f"policy: {stage} on {len(self.ranks)} rank(s)"):
+            return await gather(
+                _result(getattr(rank, method).remote(*own)) for rank, own in zip(self.ranks, arguments, strict=True)
+            )
+
+
+def loss_settings(algorithm: Algorithm) -> LossSettings:
+    """Config stops here: the maths takes numbers."""
+    return LossSettings(
+        policy_loss=algorithm.policy_loss,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        aggregation=algorithm.aggregation,
+        kl_coef=algorithm.kl.coef,
+        kl_estimator=algorithm.kl.estimator,
+        correction_kind=algorithm.correction.kind,
+        correction_level=algorithm.correction.level,
+        correction_low=algorithm.correction.low,
+        correction_high=algorithm.correction.high,
+    )
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,45 @@
+"""From token losses to one number. A choice of its own: any objective goes with any aggregation."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+
+
+def aggregate(
+    token_losses: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    mode: str,
+    *,
+    num_tokens: float,
+    num_sequences: float,
+    max_tokens: int,
+) -> Float[Tensor, ""]:
+    """Sum of token losses over a denominator of the whole optimisation step.
+
+    ``num_tokens`` and ``num_sequences`` are those of the step, not of these rows, so the results for any split of the rows
+    add up to the result for all of them. A sequence with no unmasked token does not count as one.
+
+        mode                       each sequence gives            divided by
+        token-mean                 sum of its losses              num_tokens      (DAPO, arXiv:2503.14476, equation 8)
+        seq-mean-token-mean        mean of its losses             num_sequences   (GRPO, arXiv:2402.03300, equation 3)
+        seq-mean-token-sum         sum of its losses              num_sequences
+        seq-mean-token-sum-norm    sum / max_tokens               num_sequences   (Dr. GRPO, arXiv:2503.20783)
+
+    With nothing unmasked the result is 0 with gradient 0. Raises ValueError for an unknown mode.
+    """
+    losses = torch.where(mask, token_losses, torch.zeros((), dtype=token_losses.dtype, device=token_losses.device))
+    sums = losses.sum(dim=1)
+    if mode == "token-mean":
+        return sums.sum() / max(num_tokens, 1.0)
+    sequences = max(num_sequences, 1.0)
+    if mode == "seq-mean-token-mean":
+        return (sums / mask.sum(dim=1).clamp(min=1)).sum() / sequences
+    if mode == "seq-mean-token-sum":
+        return sums.sum() / sequences
+    if mode == "seq-mean-token-sum-norm":
+        return sums.sum() / (sequences * max_tokens)
+    raise ValueError(f"aggregation mode {mode!r}: expected one of {', '.join(MODES)}")

@@ -1,0 +1,83 @@
+"""Importance weights for samples that another distribution drew: an engine that computes otherwise, or older weights.
+
+With w = exp(train - rollout), the probability of what was sampled under the trainer over that under the rollout engine:
+
+    kind      weight of a token                            source
+    tis       w clamped to [low, high]                     truncated importance sampling (Yao et al. 2025, "Your efficient RL
+                                                           framework secretly brings you off-policy RL training")
+    mis       w inside [low, high], else 0                 masked importance sampling (Liu et al. 2025, "When speed kills
+                                                           stability")
+    icepop    the token's own ratio where w is inside      IcePop (Ling team 2025, "Every step evolves", arXiv:2510.18855);
+              [low, high], else 0                          at token level the same as mis
+
+    level     w is taken over
+    token     the token alone
+    sequence  the product over the sequence
+    geometric the geometric mean over the sequence (GSPO's ratio, arXiv:2507.18071)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Kind = Literal["tis", "mis", "icepop"]
+Level = Literal["token", "sequence", "geometric"]
+_LOG_LIMIT = 20.0  # |log w| beyond which exp is not asked: 5e8 is past every bound that makes sense
+
+
+@torch.no_grad()
+def correction(
+    train_logprobs: Float[Tensor, "B T"],
+    rollout_logprobs: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    kind: Kind,
+    level: Level,
+    low: float,
+    high: float,
+) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
+    """Weights for the policy loss (never for a KL term); no gradient flows through them.
+
+    Args:
+        train_logprobs: nats, the trainer's, of the weights that the importance ratio of the policy loss starts from.
+        rollout_logprobs: nats, as the engine sampled.
+        low, high: bounds of the weight, 0 <= low < high.
+
+    Returns:
+        Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), ``weight_max``, ``outside`` (tokens
+        whose weight lay outside the bounds). Raises ValueError for an unknown kind or level.
+    """
+    zero = torch.zeros((), dtype=train_logprobs.dtype, device=train_logprobs.device)
+    log_ratio = torch.where(mask, train_logprobs, zero) - torch.where(mask, rollout_logprobs, zero)
+    token_ratio = _exp(log_ratio)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    elif level == "geometric":
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(log_ratio)
+    elif level != "token":
+        raise ValueError(f"correction level {level!r}: expected token, sequence or geometric")
+    ratio = _exp(log_ratio)
+    inside = (ratio >= low) & (ratio <= high)
+    if kind == "tis":
+        weights = ratio.clamp(low, high)
+    elif kind == "mis":
+        weights = torch.where(inside, ratio, zero)
+    elif kind == "icepop":
+        weights = torch.where(inside, token_ratio, zero)
+    else:
+        raise ValueError(f"correction kind {kind!r}: expected tis, mis or icepop")
+    stats = {
+        "weight": torch.where(mask, ratio, zero).sum(),
+        "weight_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
+        "outside": (mask & ~inside).sum(),
+    }
+    return torch.where(mask, weights, zero), stats
+
+
+def _exp(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return log_ratio.clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()

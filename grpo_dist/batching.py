@@ -1,0 +1,121 @@
+"""From scored groups to padded rows with fixed denominators, and every way a batch is split afterwards.
+
+    prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
+                                         loss_mask  . . . x x x     the EOS a model produced (2) is trained
+
+A sample that could not be scored (NaN) stays in the batch as a row with an empty mask: it adds to no loss, no KL term and
+no denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.types import Group, TrainBatch
+
+
+def compute_advantages(groups: Sequence[Group], estimator: str, *, std: str, eps: float) -> list[np.ndarray]:
+    """float32 [G] for each group. Every group of the step takes part at once: ``std: batch`` looks across groups."""
+    sizes = [len(g.rewards) for g in groups]
+    rewards = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
+    group_ids = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
+    advantages = ADVANTAGES[estimator](rewards, group_ids, std=std, eps=eps)
+    return [part.numpy() for part in advantages.split(sizes)]
+
+
+def make_batch(
+    groups: Sequence[Group],
+    advantages: Sequence[np.ndarray],
+    *,
+    ref_logprobs: Sequence[np.ndarray] | None,
+    max_new_tokens: int,
+) -> TrainBatch:
+    """One right-padded row per sample, group after group.
+
+    Args:
+        advantages: [G] for each group.
+        ref_logprobs: float32 [C] for each sample in row order, or None when there is no KL term.
+        max_new_tokens: longest completion that could have been sampled.
+    """
+    samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
+    starts = [len(g.prompt.token_ids) for g, _, _ in samples]
+    lengths = [start + len(r.completion_ids) for start, (_, _, r) in zip(starts, samples, strict=True)]
+    shape = (len(samples), max(lengths))
+    tokens = np.zeros(shape, np.int64)
+    mask = np.zeros(shape, bool)
+    advantage, rollout = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    reference = None if ref_logprobs is None else np.zeros(shape, np.float32)
+    flat = np.concatenate(list(advantages))
+    for row, (group, i, sample) in enumerate(samples):
+        start, end = starts[row], lengths[row]
+        tokens[row, :start] = group.prompt.token_ids
+        tokens[row, start:end] = sample.completion_ids
+        if np.isnan(group.rewards[i]):
+            continue
+        mask[row, start:end] = True
+        advantage[row, start:end] = flat[row]
+        rollout[row, start:end] = sample.logprobs
+        if reference is not None and ref_logprobs is not None:
+            reference[row, start:end] = ref_logprobs[row]
+    loss_mask = torch.from_numpy(mask)
+    return TrainBatch(
+        tokens=torch.from_numpy(tokens),
+        lengths=torch.tensor(lengths),
+        loss_mask=loss_mask,
+        advantages=torch.from_numpy(advantage),
+        rollout_logprobs=torch.from_numpy(rollout),
+        ref_logprobs=None if reference is None else torch.from_numpy(reference),
+        old_logprobs=None,
+        max_tokens=max_new_tokens,
+        **_denominators(loss_mask),
+    )
+
+
+def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> list[TrainBatch]:
+    """Whole groups in order, equally many to each optimiser update, each with denominators of its own."""
+    if num_updates == 1:
+        return [batch]
+    assert num_groups % num_updates == 0 and len(batch) % num_groups == 0, (len(batch), num_groups, num_updates)
+    size = len(batch) // num_updates
+    parts = [batch.select(list(range(i * size, (i + 1) * size))) for i in range(num_updates)]
+    return [replace(part, **_denominators(part.loss_mask)) for part in parts]
+
+
+def shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
+    """Rows dealt to ranks, longest first, each to the rank with the fewest tokens so far; denominators stay the whole's.
+
+    Deterministic. With fewer rows than ranks, some ranks get none.
+    """
+    lengths = batch.lengths.tolist()
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        rank = min(range(ranks), key=lambda r: (load[r], len(rows[r]), r))
+        rows[rank].append(row)
+        load[rank] += lengths[row]
+    return [batch.select(sorted(own)) for own in rows]
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Row indices of each micro-batch, longest rows first, so that rows * longest <= ``token_budget``.
+
+        lengths [3, 9, 4, 8], budget 18 -> [[1, 3], [2, 0]]
+
+    A row above the budget goes alone. Deterministic; every row once.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= token_budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _denominators(mask: torch.Tensor) -> dict[str, float]:
+    return {"num_tokens": float(mask.sum()), "num_sequences": float(mask.any(dim=1).sum())}

@@ -1,0 +1,57 @@
+"""The DeepSpeed configuration that follows from ours. The user's `policy.deepspeed` section is merged over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from grpo_dist.config import Policy
+
+# Decided by the trainer itself: a user's value would change the gradient or be ignored without a word.
+_OURS = {
+    "train_batch_size": "batch.prompts_per_step and batch.samples_per_prompt",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch_tokens",
+    "gradient_accumulation_steps": "batch.micro_batch_tokens",
+    "gradient_clipping": "policy.optimizer.max_grad_norm",
+    "optimizer": "policy.optimizer",
+    "scheduler": "policy.optimizer.schedule",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype (float32 or bfloat16)",
+}
+
+
+def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The dictionary for `deepspeed.initialize`. Raises ValueError for keys that this project sets itself."""
+    for key, ours in _OURS.items():
+        if key in policy.deepspeed:
+            raise ValueError(f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} is set by {ours}; remove it")
+    zero = policy.deepspeed.get("zero_optimization", {})
+    if "stage" in zero:
+        raise ValueError(f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead")
+    base: dict[str, Any] = {
+        # Micro-batches hold a varying number of rows, so DeepSpeed is told "one" and the losses carry the denominators.
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": policy.optimizer.max_grad_norm,
+        "zero_optimization": {"stage": policy.zero_stage, "contiguous_gradients": True, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if dtype == torch.bfloat16:
+        base["bf16"] = {"enabled": True}
+        base["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merge(base, policy.deepspeed)
+
+
+def offloads_optimizer(policy: Policy) -> bool:
+    offload = policy.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    return offload.get("device", "none") != "none"
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merge(base[key], value) if both else value
+    return merged

@@ -1,0 +1,271 @@
+"""One ZeRO rank of the policy: the model under DeepSpeed, optimiser updates, weights out, checkpoints.
+
+No Ray here: `actors.policy` puts one of these into each actor, and a script may use it on its own. All ranks call the same
+methods in the same order; each method that communicates says so.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.batching import micro_batches
+from grpo_dist.config import Model, Policy
+from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
+from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
+from grpo_dist.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
+from grpo_dist.schedules import learning_rate
+from grpo_dist.types import TrainBatch
+from grpo_dist.weight_buckets import ParameterSpec, make_buckets
+
+_TAG = "state"  # of DeepSpeed's checkpoint: one per directory, the directory's name says which step
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process among the ranks, and where they meet. ``timeout_s``: longest any collective may take."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float
+
+
+class Trainer:
+    """A rank. Collective: making one joins all ranks."""
+
+    def __init__(
+        self,
+        place: Rank,
+        policy: Policy,
+        *,
+        model: Model,
+        model_dir: str,
+        loss: LossSettings,
+        temperature: float,
+        micro_batch_tokens: int,
+        total_updates: int,
+        seed: int,
+    ) -> None:
+        self.place, self._policy, self._loss = place, policy, loss
+        self._micro_batch_tokens, self._total_updates = micro_batch_tokens, total_updates
+        self._updates = 0
+        device = device_type()
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
+        dtype = resolve_dtype(model.dtype, device)
+        settings = deepspeed_config(policy, dtype=dtype)
+        torch.manual_seed(seed)
+        _join(place)
+        # transformers loads straight into ZeRO-3's partitions while this object is alive.
+        self._zero3 = _zero3_loading(settings) if policy.zero_stage == 3 else None
+        causal_lm = load_causal_lm(
+            model_dir,
+            dtype=dtype,
+            attention=model.attention,
+            trust_remote_code=model.trust_remote_code,
+            gradient_checkpointing=model.gradient_checkpointing,
+        )
+        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_tokens=policy.logprob_chunk_tokens)
+        self.engine = _initialize(module, policy, settings)
+
+    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        """One optimiser update per batch, this rank's rows of each. Collective.
+
+        The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are those of the
+        weights the step began with. Returns metrics of the whole step over all ranks: the mean over updates, except
+        ``mismatch/*``, which compares rollout and trainer before anything moved. Raises FloatingPointError, before the
+        weights are touched, when a loss is not finite.
+        """
+        batches = [batches[0], *(replace(b, old_logprobs=self.logprobs(b)) for b in batches[1:])]
+        per_update = [self._one_update(batch) for batch in batches]
+        metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in per_update[0]}
+        return metrics | {k: v for k, v in per_update[0].items() if k.startswith("mismatch/")}
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """float32 [B, T] of ``batch`` under the current weights, 0 outside the loss mask. Collective."""
+        out = torch.zeros_like(batch.rollout_logprobs)
+        for rows in self._plan(batch):
+            part = batch.select(rows)
+            values, _ = self.engine(part.tokens.to(self.device), part.loss_mask.to(self.device))
+            if rows:
+                out[rows, : values.shape[1]] = values.cpu()
+        return out
+
+    def accumulate(self, batch: TrainBatch) -> dict[str, float]:
+        """Gradients of this rank's rows of ``batch``, reduced over ranks; metrics of the whole batch. Collective."""
+        plan = self._plan(batch)
+        stats: dict[str, Tensor] = {}
+        for i, rows in enumerate(plan):
+            part = _to_device(batch.select(rows), self.device)
+            self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
+            logprobs, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
+            loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
+            # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so undo that.
+            self.engine.backward(loss * self.place.world_size)
+            stats = add_stats(stats, part_stats) if stats else part_stats
+        return finish_stats(_reduce(stats))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Full float32 gradients by parameter name, between `accumulate` and `step`. Collective."""
+        from deepspeed.utils import safe_get_full_grad
+
+        return {
+            name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in self._named_parameters()
+        }
+
+    def step(self) -> dict[str, float]:
+        """Clip, move the weights, clear the gradients. Collective."""
+        o = self._policy.optimizer
+        rate = learning_rate(
+            self._updates,
+            lr=o.lr,
+            schedule=o.schedule,
+            warmup=o.warmup_steps,
+            total=self._total_updates,
+            min_ratio=o.min_lr_ratio,
+        )
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = rate
+        self.engine.step()
+        self._updates += 1
+        return {"policy/grad_norm": float(self.engine.get_global_grad_norm()), "policy/lr": rate}
+
+    def _one_update(self, batch: TrainBatch) -> dict[str, float]:
+        metrics = self.accumulate(batch)
+        if not torch.isfinite(torch.tensor(metrics["loss/total"])):
+            raise FloatingPointError(
+                f"policy update {self._updates}: the loss is {metrics['loss/total']}; lower `policy.optimizer.lr`, or set "
+                "model.dtype=float32 to see whether it is a matter of precision"
+            )
+        return metrics | self.step()
+
+    def _plan(self, batch: TrainBatch) -> list[list[int]]:
+        """Rows of each micro-batch, as many on every rank: under ZeRO-2 and 3 each one is a collective."""
+        plan = micro_batches(batch.lengths.tolist(), self._micro_batch_tokens)
+        count = torch.tensor(len(plan), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        return plan + [[] for _ in range(int(count) - len(plan))]
+
+    def parameter_specs(self) -> list[ParameterSpec]:
+        """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's name."""
+        return [ParameterSpec.of(name, p, getattr(p, "ds_shape", None)) for name, p in self._named_parameters()]
+
+    def iter_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full parameters, bucket by bucket, valid until the next is asked for. Collective under ZeRO-3."""
+        parameters = dict(self._named_parameters())
+        for bucket in make_buckets(self.parameter_specs(), bucket_bytes):
+            held = [parameters[spec.name] for spec in bucket]
+            with self._gathered(held):
+                yield [(spec.name, p.data) for spec, p in zip(bucket, held, strict=True)]
+
+    def save(self, directory: Path) -> None:
+        """DeepSpeed's sharded state of model, optimiser and counters. Collective."""
+        state = {"updates": self._updates, "rng": torch.get_rng_state()}
+        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state=state)
+
+    def load(self, directory: Path) -> None:
+        """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
+        path, state = self.engine.load_checkpoint(str(directory), tag=_TAG)
+        if path is None:
+            raise ValueError(
+                f"{directory}: no policy state for {self.place.world_size} rank(s) at ZeRO stage "
+                f"{self._policy.zero_stage}; resume with the numbers the checkpoint's config.yaml names"
+            )
+        self._updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+
+    def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
+        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0. Collective."""
+        whole = {}
+        for bucket in self.iter_weights(bucket_bytes):
+            if self.place.rank == 0:
+                whole |= {name: tensor.detach().cpu().clone() for name, tensor in bucket}
+        if self.place.rank == 0:
+            _write_model(self.engine.module.model, whole, directory, tokenizer_dir)
+        dist.barrier()
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name as in the checkpoint, parameter), each parameter once."""
+        return list(self.engine.module.model.named_parameters())
+
+    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+        if self._policy.zero_stage < 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(parameters)
+
+
+def _join(place: Rank) -> None:
+    # Before deepspeed is imported: it reads them.
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR=place.host, MASTER_PORT=str(place.port))
+    if device_type() == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    dist.init_process_group(
+        collective_backend(),
+        init_method=f"tcp://{place.host}:{place.port}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+
+
+def _zero3_loading(settings: dict[str, Any]) -> Any:
+    from transformers.integrations import HfDeepSpeedConfig
+
+    return HfDeepSpeedConfig(settings)
+
+
+def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any]) -> Any:
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel("WARNING")
+    o = policy.optimizer
+    arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if offloads_optimizer(policy):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
+    else:
+        optimizer = torch.optim.AdamW(parameters, **arguments)
+    engine, *_ = deepspeed.initialize(
+        model=module, optimizer=optimizer, config=settings, dist_init_required=False
+    )
+    engine.train()
+    return engine
+
+
+def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
+    names = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
+    moved = {n: getattr(batch, n).to(device) for n in names if getattr(batch, n) is not None}
+    return replace(batch, **moved)
+
+
+def _write_model(model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str) -> None:
+    from transformers import AutoTokenizer
+
+    partial = directory.with_name(f".{directory.name}.partial")
+    model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
+    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(partial)
+    if directory.exists():
+        import shutil
+
+        shutil.rmtree(directory)
+    os.rename(partial, directory)
