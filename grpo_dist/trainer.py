@@ -7,9 +7,10 @@ methods in the same order; each method that communicates says so.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from grpo_dist.batching import micro_batches
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
 from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
-from grpo_dist.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.schedules import learning_rate
 from grpo_dist.types import TrainBatch
@@ -97,8 +98,8 @@ class Trainer:
         """float32 [B, T] of ``batch`` under the current weights, 0 outside the loss mask. Collective."""
         out = torch.zeros_like(batch.rollout_logprobs)
         for rows in self._plan(batch):
-            part = batch.select(rows)
-            values, _ = self.engine(part.tokens.to(self.device), part.loss_mask.to(self.device))
+            part = self._part(batch, rows)
+            values, _ = self.engine(part.tokens, part.loss_mask)
             if rows:
                 out[rows, : values.shape[1]] = values.cpu()
         return out
@@ -108,14 +109,14 @@ class Trainer:
         plan = self._plan(batch)
         stats: dict[str, Tensor] = {}
         for i, rows in enumerate(plan):
-            part = _to_device(batch.select(rows), self.device)
+            part = self._part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             logprobs, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so undo that.
             self.engine.backward(loss * self.place.world_size)
             stats = add_stats(stats, part_stats) if stats else part_stats
-        return finish_stats(_reduce(stats))
+        return finish_stats(_over_ranks(stats))
 
     def gradients(self) -> dict[str, Tensor]:
         """Full float32 gradients by parameter name, between `accumulate` and `step`. Collective."""
@@ -138,9 +139,13 @@ class Trainer:
         )
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
+        # Without ZeRO every rank holds the whole gradient, and DeepSpeed reports no norm of it.
+        grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads) if self._policy.zero_stage == 0 else None
         self.engine.step()
         self._updates += 1
-        return {"policy/grad_norm": float(self.engine.get_global_grad_norm()), "policy/lr": rate}
+        norm = self.engine.get_global_grad_norm() if norm is None else norm
+        return {"policy/grad_norm": float(norm), "policy/lr": rate}
 
     def _one_update(self, batch: TrainBatch) -> dict[str, float]:
         metrics = self.accumulate(batch)
@@ -157,6 +162,12 @@ class Trainer:
         count = torch.tensor(len(plan), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(count) - len(plan))]
+
+    def _part(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
+        """These rows on the device. No rows: one masked token, which goes through the model and counts for nothing."""
+        part = batch.select(rows) if rows else _blank(batch)
+        names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
+        return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's name."""
@@ -252,10 +263,23 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
     return engine
 
 
-def _to_device(batch: TrainBatch, device: torch.device) -> TrainBatch:
-    names = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
-    moved = {n: getattr(batch, n).to(device) for n in names if getattr(batch, n) is not None}
-    return replace(batch, **moved)
+def _blank(batch: TrainBatch) -> TrainBatch:
+    """A row of two masked tokens that stands for no sample."""
+    names = [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor) and f.name != "lengths"]
+    rows = {name: torch.zeros(1, 2, dtype=getattr(batch, name).dtype) for name in names}
+    return replace(batch, **rows, lengths=torch.tensor([2]))
+
+
+def _over_ranks(stats: Stats) -> Stats:
+    """Statistics of all ranks together, in two collectives whatever their number."""
+    names = sorted(stats)
+    out: Stats = {}
+    for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+        chosen = [name for name in names if is_maximum(name) == maxima]
+        values = torch.stack([stats[name] for name in chosen])
+        dist.all_reduce(values, op=operation)
+        out |= dict(zip(chosen, values, strict=True))
+    return out
 
 
 def _write_model(model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str) -> None:
@@ -265,7 +289,5 @@ def _write_model(model: Any, weights: dict[str, Tensor], directory: Path, tokeni
     model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
     AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(partial)
     if directory.exists():
-        import shutil
-
         shutil.rmtree(directory)
     os.rename(partial, directory)
