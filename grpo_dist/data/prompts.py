@@ -1,0 +1,108 @@
+"""From rows to tokenised prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from grpo_dist.data.readers import Row
+from grpo_dist.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    location: str
+    reason: str
+
+
+def build_prompts(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    system_prompt: str | None = None,
+    instruction: str | None = None,
+    use_chat_template: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_prompt_tokens: int,
+    overlong: Literal["refuse", "drop"] = "refuse",
+) -> tuple[list[Prompt], list[Dropped]]:
+    """Prompts in row order, and what was dropped and why.
+
+    Raises ValueError for a tokenizer without a chat template where one is asked for, and, with ``overlong="refuse"``, for
+    the first prompt of more than ``max_prompt_tokens`` tokens.
+    """
+    if use_chat_template and not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "data.chat_template = model, but the model's tokenizer has no chat template; use an instruction-tuned model or "
+            "set data.chat_template=none"
+        )
+    prompts: list[Prompt] = []
+    dropped: list[Dropped] = []
+    seen: dict[str, int] = {}
+    for row in rows:
+        token_ids = tokenise(
+            row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
+        )
+        if len(token_ids) > max_prompt_tokens:
+            reason = f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = {max_prompt_tokens}"
+            if overlong == "refuse":
+                raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
+            dropped.append(Dropped(row.location, reason))
+            continue
+        uid = _uid(row, seen)
+        columns = dict(row.columns)
+        prompts.append(Prompt(uid, np.asarray(token_ids, np.int32), row.answer, row.source, row.problem, columns))
+    return prompts, dropped
+
+
+def tokenise(
+    problem: str,
+    tokenizer: Any,
+    system_prompt: str | None,
+    instruction: str | None,
+    use_chat_template: bool,
+    template_kwargs: dict[str, Any],
+) -> list[int]:
+    """Token ids of the prompt, up to where the model's answer begins."""
+    content = f"{problem}\n{instruction}" if instruction else problem
+    if not use_chat_template:
+        text = f"{system_prompt}\n{content}" if system_prompt else content
+        return tokenizer(text)["input_ids"]
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": content})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
+    """A sentence that says how many held-out problems are also trained on, "" for none. Case and punctuation do not count."""
+    trained = {_plain(p.text) for p in train}
+    shared = [p for p in held_out if _plain(p.text) in trained]
+    if not shared:
+        return ""
+    return f"{len(shared)} of {len(held_out)} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
+
+
+def count_unparsable(prompts: Sequence[Prompt]) -> int:
+    """Gold answers that the mathematical grader can only compare as text."""
+    from grpo_dist.rewards.math import gold_is_parsable
+
+    return sum(not gold_is_parsable(answer) for answer in (p.answer for p in prompts))
+
+
+def _uid(row: Row, seen: dict[str, int]) -> str:
+    """Stable across runs and row order; a row that comes again gets a number behind."""
+    digest = hashlib.blake2b(f"{row.problem}\x1f{row.answer}".encode(), digest_size=8).hexdigest()
+    uid = f"{row.source}-{digest}"
+    seen[uid] = seen.get(uid, 0) + 1
+    return uid if seen[uid] == 1 else f"{uid}-{seen[uid]}"
+
+
+def _plain(text: str) -> str:
+    """Letters, digits and operators, lower case: what makes a problem the same problem."""
+    return re.sub(r"[\s.,;:!?\"'`$]+", "", text.casefold())

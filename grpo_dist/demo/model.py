@@ -1,0 +1,48 @@
+"""Small Qwen2-shaped models with random weights, made from a seed: nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.cache import cached
+from grpo_dist.demo.tokenizer import character_tokenizer
+
+_VERSION = 1  # of what this file makes; raise it when the result changes
+_SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},  # 0.8 M parameters
+    "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6},  # 4.8 M parameters
+}
+
+
+def cached_model(name: str, *, seed: int) -> Path:
+    """Directory of model ``name`` in Hugging Face format. Raises ValueError for an unknown name."""
+    if name not in _SHAPES:
+        raise ValueError(f"model demo:{name}: no such model; expected one of {', '.join(f'demo:{n}' for n in _SHAPES)}")
+    decides = {"version": _VERSION, "name": name, "seed": seed}
+    return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
+
+
+def _make(name: str, seed: int, directory: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = character_tokenizer()
+    shape: dict[str, Any] = _SHAPES[name]
+    config = Qwen2Config(
+        **shape,
+        vocab_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,167 @@
+"""The supervised cold start: next-token loss on the response of (prompt, completion) pairs, in one process.
+
+A stage of the R1 recipe: before reinforcement, a model must be able to answer in the format at all, and be right often
+enough that some samples of a group are. The result is cached under everything that decides it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.cache import cached, fingerprint
+from grpo_dist.config import SFT
+from grpo_dist.hardware import available_cpus, device_type, resolve_dtype
+from grpo_dist.logprobs import token_logprobs
+from grpo_dist.policy_model import load_causal_lm
+from grpo_dist.schedules import learning_rate
+
+_VERSION = 1  # of what this file makes; raise it when the result changes
+_EXAMPLES = 20_000  # demonstrations generated when `examples` is null
+Pair = tuple[list[int], list[int]]
+
+
+def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
+    """Directory of the model after supervised training on ``settings.data``.
+
+    Raises ValueError for a model or data that cannot be used, naming file and row.
+    """
+    model_dir = _model_dir(settings)
+    decides = {
+        "version": _VERSION,
+        "settings": settings.model_dump(mode="json", exclude={"threads"}),
+        "model": str(model_dir) if settings.model.startswith("demo:") else fingerprint(model_dir),
+        "data": settings.data if settings.data.startswith("demo:") else fingerprint(_data_file(settings)),
+    }
+    return cached("sft", decides, lambda directory: _train(settings, model_dir, directory, say))
+
+
+def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+    from transformers import AutoTokenizer
+
+    torch.set_num_threads(settings.threads or available_cpus())
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    pairs = [_tokenise(tokenizer, record, settings, where) for where, record in _records(settings)]
+    if not pairs:
+        raise ValueError(f"{settings.data}: no rows; expected objects with `prompt` and `completion`")
+    device = torch.device(device_type())
+    model = load_causal_lm(
+        str(model_dir), dtype=resolve_dtype("float32"), attention="auto", trust_remote_code=False
+    ).to(device)
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    say(f"cold start: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
+    for step, batch in enumerate(_batches(pairs, settings)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, lr=settings.lr, schedule="linear", warmup=settings.warmup_steps, total=settings.steps,
+                min_ratio=settings.min_lr_ratio,
+            )  # fmt: skip
+        loss = response_loss(model, *(t.to(device) for t in batch))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0 or step == settings.steps - 1:
+            say(f"cold start: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
+    model.save_pretrained(out, safe_serialization=True)
+    tokenizer.save_pretrained(out)
+
+
+def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean negative log-prob, nats a token, of the tokens in ``mask`` bool [B, T] of ``tokens`` int64 [B, T]."""
+    hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    logprobs, _ = token_logprobs(
+        hidden, head.weight, tokens, temperature=1.0, chunk_tokens=4096, bias=getattr(head, "bias", None), mask=mask
+    )
+    return -logprobs.sum() / mask.sum()
+
+
+def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]]:
+    """``settings.steps`` batches, epoch after epoch, each shuffled from the seed."""
+    generator = torch.Generator().manual_seed(settings.seed)
+    order: list[int] = []
+    for _ in range(settings.steps):
+        while len(order) < settings.batch_size:
+            order += torch.randperm(len(pairs), generator=generator).tolist()
+        chosen, order = order[: settings.batch_size], order[settings.batch_size :]
+        yield _pad([pairs[i] for i in chosen])
+
+
+def _pad(pairs: list[Pair]) -> tuple[Tensor, Tensor]:
+    width = max(len(p) + len(c) for p, c in pairs)
+    tokens = torch.zeros(len(pairs), width, dtype=torch.long)
+    mask = torch.zeros(len(pairs), width, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(pairs):
+        end = len(prompt) + len(completion)
+        tokens[i, :end] = torch.tensor(prompt + completion)
+        mask[i, len(prompt) : end] = True
+    return tokens, mask
+
+
+def _tokenise(tokenizer: Any, record: dict[str, str], settings: SFT, where: str) -> Pair:
+    """Chat template on the prompt; the completion ends with the EOS token, which is trained too."""
+    messages = [{"role": "user", "content": record["prompt"]}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    completion = [*tokenizer(record["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    if len(prompt) + len(completion) > settings.max_length:
+        raise ValueError(
+            f"{where}: prompt and completion have {len(prompt) + len(completion)} tokens, sft.max_length = "
+            f"{settings.max_length}; raise the limit or remove the row"
+        )
+    return prompt, completion
+
+
+def _records(settings: SFT) -> Iterator[tuple[str, dict[str, str]]]:
+    if settings.data.startswith("demo:"):
+        from grpo_dist.demo.problems import demonstrations
+
+        count = settings.examples or _EXAMPLES
+        made = demonstrations(settings.data.removeprefix("demo:"), count, noise=settings.noise, seed=settings.seed)
+        yield from ((f"{settings.data}:{i}", record) for i, record in enumerate(made, 1))
+        return
+    path = _data_file(settings)
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if settings.examples is not None and number > settings.examples:
+                return
+            if line.strip():
+                yield f"{path}:{number}", _record(line, f"{path}:{number}")
+
+
+def _record(line: str, where: str) -> dict[str, str]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON ({error.msg}); expected one object per line") from error
+    for key in ("prompt", "completion"):
+        if not isinstance(record, dict) or not isinstance(record.get(key), str) or not record[key]:
+            raise ValueError(f"{where}: `{key}` is missing or not text; expected an object with `prompt` and `completion`")
+    return record
+
+
+def _data_file(settings: SFT) -> Path:
+    path = Path(settings.data).expanduser()
+    if not path.is_file():
+        raise ValueError(f"sft.data = {settings.data}: no such file; expected a .jsonl file or demo:add3")
+    return path
+
+
+def _model_dir(settings: SFT) -> Path:
+    if settings.model.startswith("demo:"):
+        from grpo_dist.demo.model import cached_model
+
+        return cached_model(settings.model.removeprefix("demo:"), seed=settings.seed)
+    path = Path(settings.model).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"sft.model = {settings.model}: no model directory there; expected one with config.json, or demo:tiny")
+    return path.resolve()
