@@ -11,7 +11,7 @@ import ray
 
 from grpo_dist.config import Rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import RewardSpec, Scorer
+from grpo_dist.rewards.registry import Scorer, reward_specs
 from grpo_dist.types import Group, Prompt, Rollout
 
 
@@ -19,11 +19,13 @@ class RewardWorker:
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
     def __init__(self, settings: Rewards) -> None:
-        specs = [RewardSpec(r.name or r.function, r.function, r.weight, r.kwargs) for r in settings.functions]
         self._pool = GraderPool(
-            settings.processes_per_worker, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
+            settings.processes_per_worker,
+            timeout_s=settings.timeout_s,
+            memory_mb=settings.memory_mb,
+            code_paths=settings.code_paths,
         )
-        self._scorer = Scorer(specs, self._pool)
+        self._scorer = Scorer(reward_specs(settings), self._pool)
 
     def ready(self) -> None:
         """Returns once the grader processes are up."""

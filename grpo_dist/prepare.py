@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_dist.config import Config, DataSource
 from grpo_dist.evaluate import EvalSet
+from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
 Say = Callable[[str], None]
@@ -24,6 +25,7 @@ class Prepared:
 
 def prepare(config: Config, say: Say) -> Prepared:
     """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot be used."""
+    check_rewards(config.rewards)
     model_dir = resolve_model(config, say)
     check_length(config, model_dir)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
@@ -39,6 +41,7 @@ def prepare(config: Config, say: Say) -> Prepared:
 
 def prepare_eval(config: Config, tokenizer: Any, prompts: list[Prompt], say: Say) -> list[EvalSet]:
     from grpo_dist.data.prompts import check_overlap
+    from grpo_dist.data.readers import source_name
 
     eval_sets = []
     for source in config.data.eval:
@@ -109,8 +112,8 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -> list[Prompt]:
-    from grpo_dist.data.prompts import build_prompts
-    from grpo_dist.data.readers import read
+    from grpo_dist.data.prompts import build_prompts, count_unparsable
+    from grpo_dist.data.readers import read, source_name
 
     rows = read(source)
     data = config.data
@@ -125,12 +128,11 @@ def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -
         overlong=data.overlong,
     )
     if dropped:
-        say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped: {dropped[0].reason}")
+        say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
+    if unparsable := count_unparsable(prompts):
+        say(f"{source_name(source)}: {unparsable} of {len(prompts)} gold answers do not read as mathematics and can only be "
+            "matched as text")  # fmt: skip
     return prompts
-
-
-def source_name(source: DataSource) -> str:
-    return source.name or Path(source.path).stem.replace("demo:", "")
 
 
 def choose_run_dir(config: Config) -> Path:
