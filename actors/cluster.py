@@ -3,8 +3,8 @@
     async with Cluster(config) as cluster:
         workers = await cluster.start_training(model_dir)
 
-A Ray cluster that was running before is joined and left running; a private local one is started otherwise, and ends
-with the block. No actor is created before the whole placement is known to fit.
+A Ray cluster that was running before is joined and left running; a private local one is started otherwise,
+and ends with the block. No actor is created before the whole placement is known to fit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Cluster:
                 ray.shutdown()
 
     async def start_training(self, model_dir: Path) -> Workers:
-        """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do not fit."""
+        """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do
+        not fit.
+        """
         config, demands = self._config, self._placement(training=True)
         samplers = self._create_samplers(model_dir, demands)
         policy = self._keep(
@@ -145,17 +147,26 @@ class Cluster:
             return
         address = self._config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
         self._owns_ray = True  # the connection is ours to close; a joined cluster itself goes on
-        local = {"num_cpus": self._config.cluster.num_cpus, "include_dashboard": False} if address == "local" else {}
+        local = (
+            {"num_cpus": self._config.cluster.num_cpus, "include_dashboard": False}
+            if address == "local"
+            else {}
+        )
         try:
-            ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
+            ray.init(
+                address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local
+            )
         except ConnectionError as error:
             raise UserError(
-                f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start --head`, "
+                f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray "
+                f"start --head`, "
                 "or leave cluster.address and RAY_ADDRESS unset for a private local one"
             ) from error
 
     def _placement(self, *, training: bool) -> dict[str, Demand]:
-        """What every role takes, checked against what the cluster has. Raises UserError naming the role and the remedy."""
+        """What every role takes, checked against what the cluster has. Raises UserError naming the role and
+        the remedy.
+        """
         config, has = self._config, ray.cluster_resources()
         gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 1))
         on_gpu = 1 if gpus else 0
@@ -185,24 +196,29 @@ class Cluster:
             parts = " + ".join(f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus)
             if needed > gpus:
                 raise UserError(
-                    f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower `policy.num_workers`, "
+                    f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower "
+                    f"`policy.num_workers`, "
                     "`rollout.num_workers` or `rollout.tensor_parallel_size`, or add nodes"
                 )
             return
         for role in ("rollout", "policy", "reference"):
             if role in demands and demands[role].workers > cpus:
                 raise UserError(
-                    f"`{role}.num_workers` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, and "
+                    f"`{role}.num_workers` = {demands[role].workers} but the cluster has {cpus} CPUs and no "
+                    f"GPU, and "
                     f"each such worker needs at least one; use at most {cpus}"
                 )
         if self._config.rollout.tensor_parallel_size > 1:
             raise UserError(
-                f"`rollout.tensor_parallel_size` = {self._config.rollout.tensor_parallel_size} needs GPUs, and the "
+                f"`rollout.tensor_parallel_size` = {self._config.rollout.tensor_parallel_size} needs GPUs, "
+                f"and the "
                 "cluster has none; use 1"
             )
 
     def _options(self, demand: Demand) -> dict[str, Any]:
-        """Ray options of an actor. CPUs are divided by thread counts, not by Ray: actors that take turns share them."""
+        """Ray options of an actor. CPUs are divided by thread counts, not by Ray: actors that take turns
+        share them.
+        """
         return {
             "num_cpus": 0,
             "num_gpus": demand.gpus,

@@ -50,10 +50,14 @@ class PolicyWorker:
         return self._trainer.parameter_specs()
 
     def open_transfer(self, *, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> None:
-        self._transport = open_transport(backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s)
+        self._transport = open_transport(
+            backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
+        )
 
     def send_weights(self, bucket_bytes: int) -> int:
-        """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes sent."""
+        """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
+        sent.
+        """
         checksum, sent = Checksum(), 0
         for bucket in self._trainer.iter_weights(bucket_bytes):
             if self._transport is None:
@@ -106,7 +110,8 @@ class PolicyGroup:
         }
         actor = ray.remote(worker)
         self.ranks = [
-            actor.options(name=f"policy-{rank}", **options).remote(rank) for rank in range(settings.num_workers)
+            actor.options(name=f"policy-{rank}", **options).remote(rank)
+            for rank in range(settings.num_workers)
         ]
         self.device: DeviceType = "cpu"  # known once `ready`
 
@@ -122,10 +127,15 @@ class PolicyGroup:
         self.device = devices[0]
 
     async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One optimiser update per batch. Each rank gets its own rows; the denominators are the whole batch's."""
+        """One optimiser update per batch. Each rank gets its own rows; the denominators are the whole
+        batch's.
+        """
         shards = list(zip(*(shard(batch, len(self.ranks)) for batch in batches), strict=True))
         results = await self._on_all(
-            "update", [(list(own),) for own in shards], self._timeouts.update_s, f"{len(batches)} optimiser update(s)"
+            "update",
+            [(list(own),) for own in shards],
+            self._timeouts.update_s,
+            f"{len(batches)} optimiser update(s)",
         )
         return results[0]
 
@@ -150,10 +160,13 @@ class PolicyGroup:
     async def _same(self, method: str, *arguments: Any, stage: str) -> None:
         await self._on_all(method, [arguments] * len(self.ranks), self._timeouts.save_s, stage)
 
-    async def _on_all(self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str) -> list[Any]:
+    async def _on_all(
+        self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str
+    ) -> list[Any]:
         async with deadline(seconds, f"policy: {stage} on {len(self.ranks)} rank(s)"):
             return await gather(
-                _result(getattr(rank, method).remote(*own)) for rank, own in zip(self.ranks, arguments, strict=True)
+                _result(getattr(rank, method).remote(*own))
+                for rank, own in zip(self.ranks, arguments, strict=True)
             )
 
 

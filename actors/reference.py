@@ -20,7 +20,9 @@ from grpo_dist.types import Prompt, Rollout
 class ReferenceWorker:
     """One frozen copy of the model."""
 
-    def __init__(self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_tokens: int) -> None:
+    def __init__(
+        self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_tokens: int
+    ) -> None:
         device = device_type()
         self._device = torch.device(device)
         self._budget = settings.micro_batch_tokens

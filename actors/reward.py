@@ -1,4 +1,6 @@
-"""Reward workers: each owns a pool of killable grader processes and turns sampled completions into a scored Group."""
+"""Reward workers: each owns a pool of killable grader processes and turns sampled completions into a scored
+Group.
+"""
 
 from __future__ import annotations
 

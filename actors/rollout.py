@@ -1,9 +1,9 @@
 """Rollout workers: a vLLM engine in an actor each, and the pool that spreads prompts over them.
 
-    driver        pool: waits for room, picks the engine with the fewest outstanding tokens
-      |  sample()   |
-      +-----------> | --- sample.remote ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
-      | <--- reference to the group's rollouts, as soon as the group is finished
+driver        pool: waits for room, picks the engine with the fewest outstanding tokens
+  |  sample()   |
+  +-----------> | --- sample.remote ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
+  | <--- reference to the group's rollouts, as soon as the group is finished
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.weight_buckets import ParameterSpec
 
-# Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few enough that
-# the rest waits in the pool, where it can still go to whichever engine is free first.
+# Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
+# enough that the rest waits in the pool, where it can still go to whichever engine is free first.
 _IN_HAND = 2
 _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 
@@ -34,7 +34,14 @@ class RolloutWorker:
     """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
 
     def __init__(
-        self, settings: RolloutSettings, sync: SyncSettings, *, model: Model, model_dir: str, max_length: int, seed: int
+        self,
+        settings: RolloutSettings,
+        sync: SyncSettings,
+        *,
+        model: Model,
+        model_dir: str,
+        max_length: int,
+        seed: int,
     ) -> None:
         self._settings, self._sync, self._model = settings, sync, model
         self._model_dir, self._max_length, self._seed = model_dir, max_length, seed
@@ -55,7 +62,9 @@ class RolloutWorker:
         )
         await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=min(2, self._max_length - 1)))
 
-    async def sample(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[bool, tuple[Rollout, ...]]:
+    async def sample(
+        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[bool, tuple[Rollout, ...]]:
         """``len(seeds)`` completions of ``prompt``, the i-th drawn with ``seeds[i]`` alone."""
         token_ids = prompt.token_ids.tolist()
         outputs = await asyncio.gather(*(self._generate(token_ids, seed, sampling) for seed in seeds))
@@ -118,12 +127,15 @@ class RolloutWorker:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def begin_update(self) -> None:
-        """Stop generating. ``drain``: once running requests are done. ``keep``: now; they go on under the new weights.
+        """Stop generating. ``drain``: once running requests are done. ``keep``: now; they go on under the new
+        weights.
 
-        Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is conditioned on
-        keys and values of old weights.
+        Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
+        conditioned on keys and values of old weights.
         """
-        await self._engine.pause_generation(mode="keep" if self._sync.mode == "keep" else "wait", clear_cache=True)
+        await self._engine.pause_generation(
+            mode="keep" if self._sync.mode == "keep" else "wait", clear_cache=True
+        )
         await self._engine.start_weight_update()
 
     async def receive_weights(self, specs: Sequence[ParameterSpec]) -> None:
@@ -148,8 +160,8 @@ class RolloutWorker:
 def _make_engine(
     settings: RolloutSettings, sync: SyncSettings, model: Model, model_dir: str, max_length: int, seed: int
 ) -> Any:
-    # Read by vLLM when it is imported. Binding threads to cores is left to the scheduler: engine and trainer take turns
-    # on the same cores, and OMP_NUM_THREADS already says how many threads this engine may use.
+    # Read by vLLM when it is imported. Binding threads to cores is left to the scheduler: engine and trainer
+    # take turns on the same cores, and OMP_NUM_THREADS already says how many threads this engine may use.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -173,8 +185,8 @@ def _make_engine(
     }
     if device == "cpu":
         arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-        # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot do: the
-        # engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
+        # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot
+        # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, max_length)
     else:
@@ -183,7 +195,9 @@ def _make_engine(
 
 
 class RolloutPool:
-    """Driver-side handle. A group goes to the engine with the fewest outstanding tokens, and waits while all are full."""
+    """Driver-side handle. A group goes to the engine with the fewest outstanding tokens, and waits while all
+    are full.
+    """
 
     def __init__(
         self,
@@ -213,7 +227,9 @@ class RolloutPool:
         await asyncio.gather(*(worker.start.remote() for worker in self.workers))
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
-        """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not fetched here."""
+        """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not
+        fetched here.
+        """
         tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
         index = await self._admit(len(seeds), tokens)
         try:

@@ -1,10 +1,10 @@
 """Weight sync: from the policy's rank 0 to every engine, over vLLM's weight-transfer interface.
 
-    driver            policy ranks                           engines
-      begin_update  ------------------------------------->   drain or freeze requests, drop the key-value cache
-      both at once:   gather bucket, pack, broadcast  ===>   receive, add to checksum, load
-                      broadcast checksum              ===>   compare; a difference ends the run
-      finish_update ------------------------------------->   repack, take the version, serve again
+driver            policy ranks                           engines
+  begin_update  ------------------------------------->   drain or freeze requests, drop the key-value cache
+  both at once:   gather bucket, pack, broadcast  ===>   receive, add to checksum, load
+                  broadcast checksum              ===>   compare; a difference ends the run
+  finish_update ------------------------------------->   repack, take the version, serve again
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ class WeightSync:
     """Driver-side handle. Made by `connect`; `push` moves the policy's weights to all engines."""
 
     def __init__(
-        self, policy: PolicyGroup, rollouts: RolloutPool, specs: list[ParameterSpec], bucket_bytes: int, timeout_s: float
+        self,
+        policy: PolicyGroup,
+        rollouts: RolloutPool,
+        specs: list[ParameterSpec],
+        bucket_bytes: int,
+        timeout_s: float,
     ) -> None:
         self._policy, self._rollouts, self._specs = policy, rollouts, specs
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
@@ -43,7 +48,9 @@ class WeightSync:
             joining = [policy.ranks[0].open_transfer.remote(backend=backend, **common)]
             for i, worker in enumerate(rollouts.workers):
                 joining.append(
-                    worker.open_transfer.remote(rank_offset=1 + i * per_engine, bucket_bytes=bucket_bytes, **common)
+                    worker.open_transfer.remote(
+                        rank_offset=1 + i * per_engine, bucket_bytes=bucket_bytes, **common
+                    )
                 )
             await gather(_result(ref) for ref in joining)
             specs = await policy.ranks[0].parameter_specs.remote()
@@ -52,16 +59,20 @@ class WeightSync:
     async def push(self, version: int) -> dict[str, float]:
         """All engines hold the policy's weights as ``version`` when this returns.
 
-        Raises TimeoutError naming the stage past the deadline, RuntimeError when an engine received other bytes than
-        were sent or reports another version.
+        Raises TimeoutError naming the stage past the deadline, RuntimeError when an engine received other
+        bytes than were sent or reports another version.
         """
         async with deadline(self._timeout_s, f"weight sync: engines stop for version {version}"):
             await gather(_result(worker.begin_update.remote()) for worker in self._rollouts.workers)
         async with deadline(self._timeout_s, f"weight sync: version {version} travels"):
-            receiving = [_result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers]
+            receiving = [
+                _result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers
+            ]
             sent, *_ = await gather([self._policy.send_weights(self._bucket_bytes), *receiving])
         async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
-            reported = await gather(_result(worker.finish_update.remote(version)) for worker in self._rollouts.workers)
+            reported = await gather(
+                _result(worker.finish_update.remote(version)) for worker in self._rollouts.workers
+            )
         wrong = {f"rollout-{i}": r for i, r in enumerate(reported) if r != version}
         if wrong:
             raise RuntimeError(f"weight sync: engines should hold version {version} but report {wrong}")

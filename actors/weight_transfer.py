@@ -1,7 +1,7 @@
 """The receiving side of the weight sync: runs inside every worker process of a vLLM engine.
 
-It plugs into vLLM's weight-transfer interface: packed buckets in, checked against the sender's checksum, loaded through
-vLLM's own layerwise reload.
+It plugs into vLLM's weight-transfer interface: packed buckets in, checked against the sender's checksum,
+loaded through vLLM's own layerwise reload.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         transport.broadcast(expected)
         if int(expected) != checksum.value:
             raise RuntimeError(
-                f"weight sync: the engine received bytes with checksum {checksum.value}, the policy sent {int(expected)}"
+                f"weight sync: the engine received bytes with checksum {checksum.value}, the policy sent "
+                f"{int(expected)}"
             )
 
     def finish_weight_update(self) -> None:
@@ -107,16 +108,21 @@ class NcclWeightTransfer(PackedWeightTransfer):
 def refresh_tied_head(model: torch.nn.Module) -> None:
     """Give a tied LM head the embedding it is tied to, and have it pack that anew.
 
-    The reload fills the embedding; the head, which no checkpoint entry names, keeps the packed copy made when the model
-    was first loaded (CPU engines pack every linear), and would compute logits from the first weights for ever.
+    The reload fills the embedding; the head, which no checkpoint entry names, keeps the packed copy made when
+    the model was first loaded (CPU engines pack every linear), and would compute logits from the first
+    weights for ever.
     """
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     embeddings = [
-        m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
+        m
+        for m in model.modules()
+        if isinstance(m, VocabParallelEmbedding) and not isinstance(m, ParallelLMHead)
     ]
     for head in heads:
         if len(embeddings) != 1:
-            raise RuntimeError(f"weight sync: a tied LM head beside {len(embeddings)} embeddings is not supported")
+            raise RuntimeError(
+                f"weight sync: a tied LM head beside {len(embeddings)} embeddings is not supported"
+            )
         if head.weight.data_ptr() != embeddings[0].weight.data_ptr():
             head.weight.data.copy_(embeddings[0].weight.data)
         head.quant_method.process_weights_after_loading(head)

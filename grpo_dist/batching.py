@@ -3,14 +3,15 @@
     prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
                                          loss_mask  . . . x x x     the EOS a model produced (2) is trained
 
-A sample that could not be scored (NaN) stays in the batch as a row with an empty mask: it adds to no loss, no KL term and
-no denominator.
+A sample that could not be scored (NaN) stays in the batch as a row with an empty mask: it adds to no loss, no
+KL term and no denominator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from grpo_dist.types import Group, TrainBatch
 
 
 def compute_advantages(groups: Sequence[Group], estimator: str, *, std: str, eps: float) -> list[np.ndarray]:
-    """float32 [G] for each group. Every group of the step takes part at once: ``std: batch`` looks across groups."""
+    """float32 [G] for each group. Every group of the step takes part at once: ``std: batch`` looks across
+    groups.
+    """
     sizes = [len(g.rewards) for g in groups]
     rewards = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
     group_ids = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
@@ -80,14 +83,19 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     """Whole groups in order, equally many to each optimiser update, each with denominators of its own."""
     if num_updates == 1:
         return [batch]
-    assert num_groups % num_updates == 0 and len(batch) % num_groups == 0, (len(batch), num_groups, num_updates)
+    assert num_groups % num_updates == 0 and len(batch) % num_groups == 0, (
+        len(batch),
+        num_groups,
+        num_updates,
+    )
     size = len(batch) // num_updates
     parts = [batch.select(list(range(i * size, (i + 1) * size))) for i in range(num_updates)]
     return [replace(part, **_denominators(part.loss_mask)) for part in parts]
 
 
 def shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
-    """Rows dealt to ranks, longest first, each to the rank with the fewest tokens so far; denominators stay the whole's.
+    """Rows dealt to ranks, longest first, each to the rank with the fewest tokens so far; denominators stay
+    the whole's.
 
     Deterministic. With fewer rows than ranks, some ranks get none.
     """
@@ -117,5 +125,5 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return parts
 
 
-def _denominators(mask: torch.Tensor) -> dict[str, float]:
+def _denominators(mask: torch.Tensor) -> dict[str, Any]:
     return {"num_tokens": float(mask.sum()), "num_sequences": float(mask.any(dim=1).sum())}

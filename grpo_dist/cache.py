@@ -18,7 +18,9 @@ def cache_dir() -> Path:
 
 
 def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Directory that ``make`` filled, once, for this ``decides``. Complete or absent, whenever the process dies."""
+    """Directory that ``make`` filled, once, for this ``decides``. Complete or absent, whenever the process
+    dies.
+    """
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     final = cache_dir() / f"{label}-{digest}"
     if final.is_dir():

@@ -6,7 +6,8 @@
         state.json      step, configuration fingerprint, tracker run id
         config.yaml     the configuration of the run
 
-A directory is written under a temporary name, flushed, and renamed; one that carries its final name is complete.
+A directory is written under a temporary name, flushed, and renamed; one that carries its final name is
+complete.
 """
 
 from __future__ import annotations
@@ -79,12 +80,15 @@ def load_state(checkpoint: Path, config: Config) -> State:
         state = State(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the one before"
+            f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
+            f"one before"
         ) from error
     if state.fingerprint != fingerprint(config):
         raise ValueError(
-            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps`, evaluation, "
-            "checkpoint, tracking and cluster settings may change on resume. Restore the old values, choose another "
+            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps`, "
+            f"evaluation, "
+            "checkpoint, tracking and cluster settings may change on resume. Restore the old values, choose "
+            "another "
             "`name`, or set `checkpoint.resume=never`"
         )
     return state

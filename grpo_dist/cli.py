@@ -1,4 +1,6 @@
-"""The command line: ``grpo-dist train|sft|eval|check CONFIG [key=value ...]``. Heavy imports live inside the commands."""
+"""The command line: ``grpo-dist train|sft|eval|check CONFIG [key=value ...]``. Heavy imports live inside the
+commands.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _guarded(command: Callable[[str, list[str]], None], config: str, overrides: 
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
     except KeyboardInterrupt:
-        print("interrupted; the last checkpoint stands, and the same command goes on from it", file=sys.stderr)
+        print(
+            "interrupted; the last checkpoint stands, and the same command goes on from it", file=sys.stderr
+        )
         return 130
     return 0
 
@@ -78,14 +82,16 @@ def _check(path: str, overrides: list[str]) -> None:
     print(batch_arithmetic(config, len(prepared.prompts)))
 
 
-def batch_arithmetic(config, num_prompts: int) -> str:  # type: ignore[no-untyped-def]  # Config is imported lazily
+# Config is imported lazily
+def batch_arithmetic(config, num_prompts: int) -> str:  # type: ignore[no-untyped-def]
     """One sentence that says what the batch settings multiply to."""
     b = config.batch
     samples = b.prompts_per_step * b.samples_per_prompt
+    epochs = config.steps * b.prompts_per_step / num_prompts
     return (
         f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
         f"{b.updates_per_step} optimiser update(s) of {samples // b.updates_per_step} samples over "
-        f"{config.policy.num_workers} rank(s); {config.steps} steps = {config.steps * b.prompts_per_step / num_prompts:.2f} "
+        f"{config.policy.num_workers} rank(s); {config.steps} steps = {epochs:.2f} "
         f"epochs of {num_prompts} prompts"
     )
 
@@ -96,19 +102,30 @@ def _say(message: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="grpo-dist", description="Train language models with GRPO on verifiable problems, on Ray, vLLM and DeepSpeed."
+        prog="grpo-dist",
+        description="Train language models with GRPO on verifiable problems, on Ray, vLLM and DeepSpeed.",
     )
     parser.add_argument("--version", action="version", version=f"grpo-dist {__version__}")
     commands = parser.add_subparsers(title="commands")
     for name, command, text in (
         ("train", _train, "train a model; goes on from the newest checkpoint of the run, if there is one"),
-        ("sft", _sft, "the supervised cold start of the configuration's `sft` section; prints the model's directory"),
+        (
+            "sft",
+            _sft,
+            "the supervised cold start of the configuration's `sft` section; prints the model's directory",
+        ),
         ("eval", _eval, "evaluate `model.path` on the configuration's evaluation sets"),
-        ("check", _check, "read everything, refuse what is wrong, print the resolved configuration; start nothing"),
+        (
+            "check",
+            _check,
+            "read everything, refuse what is wrong, print the resolved configuration; start nothing",
+        ),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
-        sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5")
+        sub.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
+        )
         sub.set_defaults(command=command)
     parser.set_defaults(command=None)
     return parser

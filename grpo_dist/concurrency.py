@@ -1,4 +1,6 @@
-"""Awaiting several things at once with the first failure as it was raised, and deadlines that say their stage."""
+"""Awaiting several things at once with the first failure as it was raised, and deadlines that say their
+stage.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 @asynccontextmanager
 async def deadline(seconds: float, stage: str) -> AsyncIterator[None]:
-    """Raises TimeoutError naming ``stage`` when the body takes longer; a TimeoutError from inside keeps its own words."""
+    """Raises TimeoutError naming ``stage`` when the body takes longer; a TimeoutError from inside keeps its
+    own words.
+    """
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:

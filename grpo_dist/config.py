@@ -1,7 +1,9 @@
-"""The typed configuration tree. Every section is frozen, refuses unknown keys, and is handed whole to the part it names.
+"""The typed configuration tree. Every section is frozen, refuses unknown keys, and is handed whole to the
+part it names.
 
-Reading files, defaults, interpolation and command-line overrides is `config_files.load_config`; this module is only the
-shape, the ranges and the cross-checks. It imports neither torch nor ray, so that ``grpo-dist --help`` stays instant.
+Reading files, defaults, interpolation and command-line overrides is `config_files.load_config`; this module
+is only the shape, the ranges and the cross-checks. It imports neither torch nor ray, so that ``grpo-dist
+--help`` stays instant.
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ class Model(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
     )
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto", description="trainer attention")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="trainer attention"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
     max_length: PositiveInt | None = Field(
-        None, description="longest prompt + completion; null: data.max_prompt_tokens + sampling.max_new_tokens"
+        None,
+        description="longest prompt + completion; null: data.max_prompt_tokens + sampling.max_new_tokens",
     )
 
 
 class DataSource(Section):
     path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
     split: str = Field("train", description="split of a data set that has several")
-    name: str | None = Field(None, description="label in metrics and samples; null: the file's or data set's name")
+    name: str | None = Field(
+        None, description="label in metrics and samples; null: the file's or data set's name"
+    )
     subset: str | None = Field(None, description="configuration name of a hub data set")
     problem_column: str = "problem"
     answer_column: str = "answer"
@@ -54,13 +61,17 @@ class Data(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     max_prompt_tokens: PositiveInt = 512
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
-    overlap: Literal["refuse", "warn"] = Field("warn", description="evaluation problems found in the training set")
+    overlap: Literal["refuse", "warn"] = Field(
+        "warn", description="evaluation problems found in the training set"
+    )
 
 
 class Batch(Section):
     prompts_per_step: PositiveInt = 16
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    updates_per_step: PositiveInt = Field(1, description="optimiser updates a step is split into; 1 is on-policy")
+    updates_per_step: PositiveInt = Field(
+        1, description="optimiser updates a step is split into; 1 is on-policy"
+    )
     micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens a rank holds in one forward")
 
 
@@ -88,16 +99,16 @@ class Correction(Section):
 
 
 class Algorithm(Section):
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     std: Literal["group", "batch", "none"] = Field("group", description="what a centred reward is divided by")
     advantage_eps: PositiveFloat = 1e-6
     policy_loss: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     clip_high: PositiveFloat = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
     kl: KL = KL()
     correction: Correction = Correction()
 
@@ -114,7 +125,9 @@ class Rewards(Section):
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline of one answer, seconds")
-    memory_mb: PositiveInt = Field(1024, description="address space a grader process may take beyond its start")
+    memory_mb: PositiveInt = Field(
+        1024, description="address space a grader process may take beyond its start"
+    )
     code_paths: tuple[str, ...] = Field((), description="directories added to the path of custom reward code")
 
     @model_validator(mode="after")
@@ -132,7 +145,9 @@ class Rollout(Section):
     kv_cache_gib: PositiveFloat = Field(1.0, description="key-value cache of an engine without a GPU, GiB")
     max_num_seqs: PositiveInt = Field(256, description="sequences an engine decodes at once")
     threads: Count = Field(0, description="CPU threads of an engine; 0: what is left to it")
-    enforce_eager: bool = Field(False, description="skip compilation and graphs: faster start, slower decoding")
+    enforce_eager: bool = Field(
+        False, description="skip compilation and graphs: faster start, slower decoding"
+    )
     engine: dict[str, Any] = Field({}, description="further vLLM engine arguments")
 
 
@@ -159,7 +174,9 @@ class Policy(Section):
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
     optimizer: Optimizer = Optimizer()
     logprob_chunk_tokens: PositiveInt = Field(2048, description="rows of logits that exist at once")
-    deepspeed: dict[str, Any] = Field({}, description="merged into the DeepSpeed configuration (offload, buckets)")
+    deepspeed: dict[str, Any] = Field(
+        {}, description="merged into the DeepSpeed configuration (offload, buckets)"
+    )
 
 
 class WeightSync(Section):
@@ -167,7 +184,7 @@ class WeightSync(Section):
     bucket_mb: PositiveInt = 256
     mode: Literal["drain", "keep"] = Field(
         "drain",
-        description="drain: samples in flight finish first; keep: they are paused, and go on under the new weights",
+        description="drain: samples in flight finish first; keep: they pause, and go on under the new ones",
     )
 
 
@@ -196,7 +213,9 @@ class Evaluation(Section):
 class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
-    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the newest checkpoint, if any")
+    resume: Literal["auto", "never"] = Field(
+        "auto", description="auto: go on from the newest checkpoint, if any"
+    )
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 
 
@@ -204,14 +223,18 @@ class Wandb(Section):
     enabled: bool = False
     project: str = "grpo-dist"
     entity: str | None = None
-    mode: Literal["auto", "online", "offline"] = Field("auto", description="auto: offline where no key is set")
+    mode: Literal["auto", "online", "offline"] = Field(
+        "auto", description="auto: offline where no key is set"
+    )
 
 
 class Tracking(Section):
     console: bool = True
     tensorboard: bool = True
     wandb: Wandb = Wandb()
-    samples: bool = Field(True, description="keep every sampled completion with its rewards, one Parquet file a step")
+    samples: bool = Field(
+        True, description="keep every sampled completion with its rewards, one Parquet file a step"
+    )
 
 
 class Timeouts(Section):
@@ -223,7 +246,9 @@ class Timeouts(Section):
 
 
 class Cluster(Section):
-    address: str | None = Field(None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one")
+    address: str | None = Field(
+        None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
+    )
     num_cpus: PositiveInt | None = Field(None, description="CPUs of a private local cluster; null: all")
     timeouts: Timeouts = Timeouts()
 
@@ -235,7 +260,9 @@ class Config(Section):
     output_dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: PositiveInt = Field(100, description="training steps of the whole run")
-    max_staleness: Count = Field(0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead")
+    max_staleness: Count = Field(
+        0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
+    )
     model: Model
     data: Data
     batch: Batch = Batch()
@@ -270,14 +297,16 @@ class Config(Section):
         b, ranks = self.batch, self.policy.num_workers
         if b.prompts_per_step % b.updates_per_step:
             raise ValueError(
-                f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by `batch.updates_per_step` = "
+                f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
+                f"`batch.updates_per_step` = "
                 f"{b.updates_per_step}; use {_divisors_near(b.prompts_per_step, b.updates_per_step)}"
             )
         samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
         if samples % ranks:
             per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
             raise ValueError(
-                f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be divisible by "
+                f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
+                f"divisible by "
                 f"`policy.num_workers` = {ranks}; use {_divisors_near(samples, ranks)}"
             )
         return self
@@ -287,15 +316,21 @@ class Config(Section):
         needed = self.data.max_prompt_tokens + self._longest_completion
         if self.max_length < needed:
             raise ValueError(
-                f"`model.max_length` = {self.model.max_length} is below `data.max_prompt_tokens` + the longest "
-                f"completion = {needed}; raise the one or lower the others"
+                f"`model.max_length` = {self.model.max_length} is below `data.max_prompt_tokens` + the "
+                f"longest completion = {needed}; raise the one or lower the others"
             )
-        if self.algorithm.advantage == "dr_grpo" and "std" in self.algorithm.model_fields_set:
-            if self.algorithm.std != "none":
-                raise ValueError(
-                    f"`algorithm.std` = {self.algorithm.std} contradicts `algorithm.advantage` = dr_grpo, which does "
-                    "not divide by a deviation; remove `algorithm.std` or use advantage grpo"
-                )
+        return self
+
+    @model_validator(mode="after")
+    def _deviation_is_used(self) -> Config:
+        algorithm = self.algorithm
+        asked_for = "std" in algorithm.model_fields_set and algorithm.std != "none"
+        if algorithm.advantage != "grpo" and asked_for:
+            raise ValueError(
+                f"`algorithm.std` = {algorithm.std} contradicts `algorithm.advantage` = "
+                f"{algorithm.advantage}, which does not divide by a deviation; remove `algorithm.std` or "
+                "use advantage grpo"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config.py` checks the result.
+"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config.py` checks the
+result.
 
 A file may name others to build on, relative to itself; later ones win, then the file, then the command line:
 
@@ -29,7 +30,8 @@ class ConfigError(UserError):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read ``path``, its defaults and ``key=value`` overrides into the frozen tree.
 
-    Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that contradict.
+    Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
+    contradict.
     """
     merged = _read(Path(path), seen=())
     for override in overrides:
@@ -52,7 +54,9 @@ def dump_config(config: Config) -> str:
 def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     resolved = path.resolve()
     if resolved in seen:
-        raise ConfigError(f"{path}: `defaults` go round in a circle: {' -> '.join(p.name for p in (*seen, resolved))}")
+        raise ConfigError(
+            f"{path}: `defaults` go round in a circle: {' -> '.join(p.name for p in (*seen, resolved))}"
+        )
     if not path.is_file():
         raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
     try:
@@ -74,9 +78,11 @@ def _apply(merged: DictConfig, override: str) -> DictConfig:
     """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
     key, sign, _ = override.partition("=")
     if not sign or not key:
-        raise ConfigError(f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
+        raise ConfigError(
+            f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5"
+        )
     try:
-        value = OmegaConf.from_dotlist([f"value={override[len(key) + 1:]}"]).value
+        value = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"]).value
         OmegaConf.update(merged, key, value, merge=not isinstance(value, DictConfig) or len(value) > 0)
     except (YAMLError, OmegaConfBaseException, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"override {override!r}: {error}".replace("\n", " ")) from error

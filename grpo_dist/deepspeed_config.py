@@ -1,4 +1,6 @@
-"""The DeepSpeed configuration that follows from ours. The user's `policy.deepspeed` section is merged over it."""
+"""The DeepSpeed configuration that follows from ours. The user's `policy.deepspeed` section is merged over
+it.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,25 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`. Raises ValueError for keys that this project sets itself."""
     for key, ours in _OURS.items():
         if key in policy.deepspeed:
-            raise ValueError(f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} is set by {ours}; remove it")
+            raise ValueError(
+                f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} is set by {ours}; remove it"
+            )
     zero = policy.deepspeed.get("zero_optimization", {})
     if "stage" in zero:
-        raise ValueError(f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead")
+        raise ValueError(
+            f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead"
+        )
     base: dict[str, Any] = {
-        # Micro-batches hold a varying number of rows, so DeepSpeed is told "one" and the losses carry the denominators.
+        # Micro-batches hold a varying number of rows, so DeepSpeed is told "one" and the losses carry the
+        # denominators.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": policy.optimizer.max_grad_norm,
-        "zero_optimization": {"stage": policy.zero_stage, "contiguous_gradients": True, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": policy.zero_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": False,
+        },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -1,6 +1,7 @@
 """The loop: sample -> reward -> advantage -> update -> sync.
 
-What runs at once, with ``max_staleness`` n (0: the columns take turns; 1: sampling batch k+1 hides behind training on k):
+What runs at once, with ``max_staleness`` n (0: the columns take turns; 1: sampling batch k+1 hides behind
+training on k):
 
     rollouts   | sample k+n ............ |        | sample k+n+1 ...
     rewards    |    score each group as it ends   |
@@ -82,7 +83,9 @@ def make_batches(config: Config, scored: list[ScoredGroup]) -> list[TrainBatch]:
     """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split."""
     algorithm = config.algorithm
     groups = [s.group for s in scored]
-    advantages = compute_advantages(groups, algorithm.advantage, std=algorithm.std, eps=algorithm.advantage_eps)
+    advantages = compute_advantages(
+        groups, algorithm.advantage, std=algorithm.std, eps=algorithm.advantage_eps
+    )
     ref_logprobs = [row for s in scored for row in s.ref_logprobs] if config.needs_reference else None
     batch = make_batch(
         groups, advantages, ref_logprobs=ref_logprobs, max_new_tokens=config.sampling.max_new_tokens

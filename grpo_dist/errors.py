@@ -7,12 +7,16 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Input that cannot be used: the message names key or file and row, the value, what was expected, what to do."""
+    """Input that cannot be used: the message names key or file and row, the value, what was expected, what to
+    do.
+    """
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within, a ValueError is a refusal of the input. Outside, it is a failure of the program and keeps its traceback."""
+    """Within, a ValueError is a refusal of the input. Outside, it is a failure of the program and keeps its
+    traceback.
+    """
     try:
         yield
     except UserError:

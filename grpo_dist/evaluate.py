@@ -37,10 +37,12 @@ class SampleSink(Protocol):
 async def evaluate(
     config: Config, workers: Samplers, eval_sets: list[EvalSet], sink: SampleSink, *, step: int
 ) -> dict[str, float]:
-    """``eval/<set>/pass@k`` and ``_stderr`` for every set. A sample counts as right when the math grader says so.
+    """``eval/<set>/pass@k`` and ``_stderr`` for every set. A sample counts as right when the math grader says
+    so.
 
-    Where no math grader is among the rewards, a sample is right when its total reward is above 0.5. What could not be
-    scored is left out of the estimate and counted in ``eval/<set>/unscored``. Raises TimeoutError past the deadline.
+    Where no math grader is among the rewards, a sample is right when its total reward is above 0.5. What
+    could not be scored is left out of the estimate and counted in ``eval/<set>/unscored``. Raises
+    TimeoutError past the deadline.
     """
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
@@ -50,7 +52,9 @@ async def evaluate(
             groups = await _sample(config, workers, prompts)
         sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
-        metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, config.evaluation.k).items()}
+        metrics |= {
+            f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, config.evaluation.k).items()
+        }
         lengths = [len(r.completion_ids) for g in groups for r in g.rollouts]
         metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths))
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
@@ -75,8 +79,8 @@ async def _sample(config: Config, workers: Samplers, prompts: list[Prompt]) -> l
     )
 
     async def one(prompt: Prompt) -> Group:
-        # Stage -1: the seeds of an evaluation never meet those of a training step, and every evaluation of a run draws
-        # with the same seeds, which takes sampling noise out of the difference between two of them.
+        # Stage -1: the seeds of an evaluation never meet those of a training step, and every evaluation of a
+        # run draws with the same seeds, which takes sampling noise out of the difference between two of them.
         seeds = [request_seed(config.seed, -1, prompt.uid, i) for i in range(settings.samples_per_prompt)]
         rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
         return await workers.rewards.score(prompt, rollouts)

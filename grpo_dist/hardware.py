@@ -1,4 +1,6 @@
-"""What this machine has, and what follows: device, dtype, attention, collective backend. Decided here and nowhere else."""
+"""What this machine has, and what follows: device, dtype, attention, collective backend. Decided here and
+nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ def device_type() -> DeviceType:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None) -> torch.dtype:
+def resolve_dtype(
+    name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None
+) -> torch.dtype:
     """``auto`` is bfloat16 on a GPU that computes in it and float32 elsewhere.
 
-    float32 on CPUs because there the engine is then bit-reproducible for any batch composition, and because bfloat16
-    kernels die with an illegal instruction for some head sizes on processors without AMX.
+    float32 on CPUs because there the engine is then bit-reproducible for any batch composition, and because
+    bfloat16 kernels die with an illegal instruction for some head sizes on processors without AMX.
     """
     device = device or device_type()
     if name == "auto":
@@ -26,7 +30,9 @@ def resolve_dtype(name: Literal["auto", "float32", "bfloat16"], device: DeviceTy
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def collective_backend(name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None) -> str:
+def collective_backend(
+    name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None
+) -> str:
     """Backend of the ranks' process group and of the weight transfer."""
     if name != "auto":
         return name
@@ -34,7 +40,9 @@ def collective_backend(name: Literal["auto", "gloo", "nccl"] = "auto", device: D
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment of a process that may use ``threads`` CPU threads. Set before torch is imported: OpenMP reads it once."""
+    """Environment of a process that may use ``threads`` CPU threads. Set before torch is imported: OpenMP
+    reads it once.
+    """
     count = str(max(1, threads))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
 

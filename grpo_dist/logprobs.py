@@ -1,7 +1,9 @@
-"""Log-probs of given tokens from hidden states: the one place where logits are shifted, and where they exist at all.
+"""Log-probs of given tokens from hidden states: the one place where logits are shifted, and where they exist
+at all.
 
-The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the hidden state
-at t - 1. Logits are made ``chunk_tokens`` rows at a time, in float32, and never kept: the backward pass makes them again.
+The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
+hidden state at t - 1. Logits are made ``chunk_tokens`` rows at a time, in float32, and never kept: the
+backward pass makes them again.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ def token_logprobs(
     wanted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     row, column = wanted[:, 1:].nonzero(as_tuple=True)
     values, entropies = _ChunkedLogprobs.apply(
-        hidden[row, column], lm_head_weight, bias, tokens[row, column + 1], temperature, chunk_tokens, with_entropy
+        hidden[row, column],
+        lm_head_weight,
+        bias,
+        tokens[row, column + 1],
+        temperature,
+        chunk_tokens,
+        with_entropy,
     )
     logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device).index_put(
         (row, column + 1), values
@@ -55,7 +63,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     d logits = g (onehot(target) - softmax) / temperature."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
@@ -79,7 +87,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return values, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_rows = torch.empty_like(rows) if needs_rows else None

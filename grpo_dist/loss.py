@@ -2,8 +2,9 @@
 
     loss = aggregate(correction weight * policy loss) + kl_coef * aggregate(kl)
 
-Both terms are divided by the denominators of the whole update, so losses, gradients and statistics of any split of the
-rows simply add up. The correction weight belongs to the policy loss alone: times the KL term it would bend the penalty.
+Both terms are divided by the denominators of the whole update, so losses, gradients and statistics of any
+split of the rows simply add up. The correction weight belongs to the policy loss alone: times the KL term it
+would bend the penalty.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ def batch_loss(
     *,
     entropy: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
-    """Loss of ``batch``'s rows as their share of the whole update's, and statistics for `add_stats` and `finish_stats`.
+    """Loss of ``batch``'s rows as their share of the whole update's, and statistics for `add_stats` and
+    `finish_stats`.
 
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
-        batch: ``old_logprobs`` None says that this update is the first on these samples: the importance ratio is to
-            ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
+        batch: ``old_logprobs`` None says that this update is the first on these samples: the importance ratio
+        is to
+            ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed when
+            kl_coef > 0.
         entropy: nats, for the statistics.
     """
     mask = batch.loss_mask
@@ -84,7 +88,9 @@ def batch_loss(
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
-    """Statistics of two disjoint sets of rows together: maxima where the name ends in ``_max``, sums otherwise."""
+    """Statistics of two disjoint sets of rows together: maxima where the name ends in ``_max``, sums
+    otherwise.
+    """
     return {name: torch.maximum(a[name], b[name]) if is_maximum(name) else a[name] + b[name] for name in a}
 
 
@@ -122,7 +128,9 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     return metrics
 
 
-def _aggregate(token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings) -> Float[Tensor, ""]:
+def _aggregate(
+    token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
+) -> Float[Tensor, ""]:
     return aggregate(
         token_losses, batch.loss_mask, settings.aggregation,
         num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,

@@ -1,5 +1,5 @@
-"""Metrics of one step, computed beside their data. Names carry the unit; what depends on the clock starts with `time/`
-or `throughput/`, so that two runs can be compared without it."""
+"""Metrics of one step, computed beside their data. Names carry the unit; what depends on the clock starts
+with `time/` or `throughput/`, so that two runs can be compared without it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Stopwatch:
 
 
 def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -> dict[str, float]:
-    """Rewards, lengths, outcomes and staleness of the batch that a step trained on. ``version`` is the policy's before
-    the update: a token sampled at that version has staleness 0."""
+    """Rewards, lengths, outcomes and staleness of the batch that a step trained on. ``version`` is the
+    policy's before the update: a token sampled at that version has staleness 0."""
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[~np.isnan(rewards)]
     lengths = np.array([len(r.completion_ids) for g in groups for r in g.rollouts])

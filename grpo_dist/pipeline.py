@@ -1,7 +1,8 @@
-"""Batches on their way: launched in order, each group scored and given its reference log-probs as soon as it is sampled.
+"""Batches on their way: launched in order, each group scored and given its reference log-probs as soon as it
+is sampled.
 
-Staleness is bounded by admission: the driver says through which batch it may launch, and no finished group is ever
-thrown away for being late, which would favour short answers.
+Staleness is bounded by admission: the driver says through which batch it may launch, and no finished group is
+ever thrown away for being late, which would favour short answers.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from grpo_dist.workers import RolloutsRef, Workers
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """A group ready to train on; ``ref_logprobs`` float32 [C] per sample, empty when no reference is needed."""
+    """A group ready to train on; ``ref_logprobs`` float32 [C] per sample, empty when no reference is
+    needed.
+    """
 
     group: Group
     ref_logprobs: list[np.ndarray]
 
 
 class Pipeline:
-    """Launched batches, oldest first. ``finished`` holds groups of later batches restored from a checkpoint."""
+    """Launched batches, oldest first. ``finished`` holds groups of later batches restored from a
+    checkpoint.
+    """
 
     def __init__(
         self,
@@ -58,13 +63,17 @@ class Pipeline:
         return await self._wait(batch, task)
 
     async def settle(self) -> None:
-        """Before weights change: in mode ``drain`` nothing may be in flight, so every version is of one piece."""
+        """Before weights change: in mode ``drain`` nothing may be in flight, so every version is of one
+        piece.
+        """
         if self._config.weight_sync.mode == "drain":
             for batch, task in self._launched:
                 await self._wait(batch, task)
 
     def finished_ahead(self) -> dict[int, list[Group]]:
-        """Groups of launched batches that are complete: what a checkpoint keeps. The others are launched again."""
+        """Groups of launched batches that are complete: what a checkpoint keeps. The others are launched
+        again.
+        """
         return {
             batch: [scored.group for scored in task.result()]
             for batch, task in self._launched
@@ -72,7 +81,9 @@ class Pipeline:
         }
 
     async def _wait(self, batch: int, task: asyncio.Task[list[ScoredGroup]]) -> list[ScoredGroup]:
-        async with deadline(self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"):
+        async with deadline(
+            self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
+        ):
             return await task
 
     async def _batch(self, batch: int) -> list[ScoredGroup]:
@@ -85,7 +96,9 @@ class Pipeline:
 
     async def _group(self, prompt: Prompt, batch: int) -> ScoredGroup:
         config = self._config
-        seeds = [request_seed(config.seed, batch, prompt.uid, i) for i in range(config.batch.samples_per_prompt)]
+        seeds = [
+            request_seed(config.seed, batch, prompt.uid, i) for i in range(config.batch.samples_per_prompt)
+        ]
         sampling = Sampling(
             temperature=config.sampling.temperature, max_new_tokens=config.sampling.max_new_tokens
         )
@@ -102,4 +115,3 @@ class Pipeline:
         if self._workers.reference is None:
             return []
         return await self._workers.reference.logprobs(prompt, rollouts)
-

@@ -1,4 +1,6 @@
-"""A causal language model that answers one question: the log-probs of given tokens. Policy and reference share it."""
+"""A causal language model that answers one question: the log-probs of given tokens. Policy and reference
+share it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,16 @@ from grpo_dist.logprobs import token_logprobs
 
 
 def load_causal_lm(
-    model_dir: str, *, dtype: torch.dtype, attention: str, trust_remote_code: bool, gradient_checkpointing: bool = False
+    model_dir: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+    gradient_checkpointing: bool = False,
 ) -> Any:
-    """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @ weight."""
+    """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
+    weight.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -27,8 +36,10 @@ def load_causal_lm(
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(text_config, key, None) not in (None, 1, 1.0):
             raise ValueError(
-                f"model {model_dir}: {key} = {getattr(text_config, key)} changes the logits after the LM head, which the "
-                "trainer's log-probs do not follow; use a model without it (Qwen, Llama, Mistral, OLMo and their like)"
+                f"model {model_dir}: {key} = {getattr(text_config, key)} changes the logits after the LM "
+                f"head, which the "
+                "trainer's log-probs do not follow; use a model without it (Qwen, Llama, Mistral, OLMo and "
+                "their like)"
             )
     model.config.use_cache = False
     if gradient_checkpointing:
@@ -48,7 +59,8 @@ class TokenLogprobs(nn.Module):
     def forward(
         self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], with_entropy: bool = False
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-        """Log-probs in nats, float32, at the sampling temperature, 0 where ``mask`` is False; and entropies if asked.
+        """Log-probs in nats, float32, at the sampling temperature, 0 where ``mask`` is False; and entropies
+        if asked.
 
         Rows are right-padded, so causal attention never looks at padding and no attention mask is needed.
         """
@@ -57,7 +69,9 @@ class TokenLogprobs(nn.Module):
 
 
 class _Head(nn.Module):
-    """Owns the LM head's weight as its own parameter: ZeRO-3 gathers the parameters of the module that is called."""
+    """Owns the LM head's weight as its own parameter: ZeRO-3 gathers the parameters of the module that is
+    called.
+    """
 
     def __init__(self, lm_head: Any, temperature: float, chunk_tokens: int) -> None:
         super().__init__()

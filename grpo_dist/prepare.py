@@ -1,4 +1,6 @@
-"""Everything that can be refused before an accelerator or an actor is touched: model, tokenizer, prompts, run directory."""
+"""Everything that can be refused before an accelerator or an actor is touched: model, tokenizer, prompts, run
+directory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Prepared:
 
 
 def prepare(config: Config, say: Say) -> Prepared:
-    """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot be used."""
+    """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot
+    be used.
+    """
     check_rewards(config.rewards)
     model_dir = resolve_model(config, say)
     check_length(config, model_dir)
@@ -33,7 +37,8 @@ def prepare(config: Config, say: Say) -> Prepared:
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
-            f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn without "
+            f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
+            f"without "
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     return Prepared(model_dir, prompts, prepare_eval(config, tokenizer, prompts, say))
@@ -73,11 +78,14 @@ def resolve_model(config: Config, say: Say) -> Path:
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ValueError(
-                f"model.path = {path}: the directory has no config.json; expected a Hugging Face model directory"
+                f"model.path = {path}: the directory has no config.json; expected a Hugging Face model "
+                f"directory"
             )
         return local.resolve()
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ValueError(f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name")
+        raise ValueError(
+            f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
+        )
     return _download(path, config.model.revision)
 
 
@@ -85,11 +93,14 @@ def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]))
+        return Path(
+            snapshot_download(hub_id, revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+        )
     except Exception as error:
         raise ValueError(
             f"model.path = {hub_id}: no such directory here, and the hub has not given it "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and HF_TOKEN"
+            f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
+            f"HF_TOKEN"
         ) from error
 
 
@@ -100,7 +111,8 @@ def check_length(config: Config, model_dir: Path) -> None:
     limit = getattr(model.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.max_length > limit:
         raise ValueError(
-            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + sampling.max_new_tokens), "
+            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "
+            f"sampling.max_new_tokens), "
             f"but {model_dir.name} has max_position_embeddings = {limit}; lower one of the two"
         )
 
@@ -130,13 +142,17 @@ def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
     if unparsable := count_unparsable(prompts):
-        say(f"{source_name(source)}: {unparsable} of {len(prompts)} gold answers do not read as mathematics and can only be "
-            "matched as text")  # fmt: skip
+        say(
+            f"{source_name(source)}: {unparsable} of {len(prompts)} gold answers do not read as mathematics "
+            "and can only be matched as text"
+        )
     return prompts
 
 
 def choose_run_dir(config: Config) -> Path:
-    """`output_dir/name`; with ``resume: never`` and such a directory there, the first free `name-2`, `name-3` ..."""
+    """`output_dir/name`; with ``resume: never`` and such a directory there, the first free `name-2`, `name-3`
+    ...
+    """
     base = Path(config.output_dir) / config.name
     if config.checkpoint.resume == "auto" or not base.exists():
         return base

@@ -1,6 +1,8 @@
-"""Groups as Parquet tables, one row per sample: the record of what was sampled, and the in-flight part of a checkpoint.
+"""Groups as Parquet tables, one row per sample: the record of what was sampled, and the in-flight part of a
+checkpoint.
 
-The table holds everything a Group does, so `read_groups` gives back what `write_groups` was given, bit for bit.
+The table holds everything a Group does, so `read_groups` gives back what `write_groups` was given, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     missing = [uid for uid in order if uid not in prompts]
     if missing:
         raise ValueError(
-            f"{path}: prompt uid {missing[0]!r} (and {len(missing) - 1} more) is not in the training data; resume with "
+            f"{path}: prompt uid {missing[0]!r} (and {len(missing) - 1} more) is not in the training data; "
+            f"resume with "
             "the data set this run was started with, or start a new run"
         )
     by_uid: dict[str, list[dict]] = {uid: [] for uid in order}

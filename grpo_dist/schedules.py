@@ -17,9 +17,9 @@ def learning_rate(
 ) -> float:
     """Rate of optimiser update ``update`` (0, 1, ...) out of ``total``.
 
-    Rises linearly over ``warmup`` updates, the first of which already moves: with warmup 4, updates 0..4 run at
-    1/5, 2/5, 3/5, 4/5, 1 of ``lr``. Then stays, or falls to ``min_ratio * lr`` at the last update, linearly or along
-    half a cosine.
+    Rises linearly over ``warmup`` updates, the first of which already moves: with warmup 4, updates 0..4 run
+    at 1/5, 2/5, 3/5, 4/5, 1 of ``lr``. Then stays, or falls to ``min_ratio * lr`` at the last update,
+    linearly or along half a cosine.
     """
     if update < warmup:
         return lr * (update + 1) / (warmup + 1)

@@ -8,7 +8,8 @@ import hashlib
 def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
     """Seed of one sampling request, 0 <= seed < 2^63. ``step`` -1 stands for evaluations.
 
-    A run repeats because a request's seed follows from these four alone, whatever engine serves it and in which company.
+    A run repeats because a request's seed follows from these four alone, whatever engine serves it and in
+    which company.
     """
     key = f"{run_seed}\x1f{step}\x1f{uid}\x1f{sample}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1

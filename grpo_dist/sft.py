@@ -1,7 +1,7 @@
 """The supervised cold start: next-token loss on the response of (prompt, completion) pairs, in one process.
 
-A stage of the R1 recipe: before reinforcement, a model must be able to answer in the format at all, and be right often
-enough that some samples of a group are. The result is cached under everything that decides it.
+A stage of the R1 recipe: before reinforcement, a model must be able to answer in the format at all, and be
+right often enough that some samples of a group are. The result is cached under everything that decides it.
 """
 
 from __future__ import annotations
@@ -76,11 +76,19 @@ def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]
 
 
 def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean negative log-prob, nats a token, of the tokens in ``mask`` bool [B, T] of ``tokens`` int64 [B, T]."""
+    """Mean negative log-prob, nats a token, of the tokens in ``mask`` bool [B, T] of ``tokens`` int64 [B,
+    T].
+    """
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     logprobs, _ = token_logprobs(
-        hidden, head.weight, tokens, temperature=1.0, chunk_tokens=4096, bias=getattr(head, "bias", None), mask=mask
+        hidden,
+        head.weight,
+        tokens,
+        temperature=1.0,
+        chunk_tokens=4096,
+        bias=getattr(head, "bias", None),
+        mask=mask,
     )
     return -logprobs.sum() / mask.sum()
 
@@ -112,7 +120,10 @@ def _tokenise(tokenizer: Any, record: dict[str, str], settings: SFT, where: str)
     messages = [{"role": "user", "content": record["prompt"]}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-    completion = [*tokenizer(record["completion"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    completion = [
+        *tokenizer(record["completion"], add_special_tokens=False)["input_ids"],
+        tokenizer.eos_token_id,
+    ]
     if len(prompt) + len(completion) > settings.max_length:
         raise ValueError(
             f"{where}: prompt and completion have {len(prompt) + len(completion)} tokens, sft.max_length = "
@@ -126,7 +137,9 @@ def _records(settings: SFT) -> Iterator[tuple[str, dict[str, str]]]:
         from grpo_dist.demo.problems import demonstrations
 
         count = settings.examples or _EXAMPLES
-        made = demonstrations(settings.data.removeprefix("demo:"), count, noise=settings.noise, seed=settings.seed)
+        made = demonstrations(
+            settings.data.removeprefix("demo:"), count, noise=settings.noise, seed=settings.seed
+        )
         yield from ((f"{settings.data}:{i}", record) for i, record in enumerate(made, 1))
         return
     path = _data_file(settings)
@@ -145,7 +158,9 @@ def _record(line: str, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: not valid JSON ({error.msg}); expected one object per line") from error
     for key in ("prompt", "completion"):
         if not isinstance(record, dict) or not isinstance(record.get(key), str) or not record[key]:
-            raise ValueError(f"{where}: `{key}` is missing or not text; expected an object with `prompt` and `completion`")
+            raise ValueError(
+                f"{where}: `{key}` is missing or not text; expected an object with `prompt` and `completion`"
+            )
     return record
 
 
@@ -163,5 +178,8 @@ def _model_dir(settings: SFT) -> Path:
         return cached_model(settings.model.removeprefix("demo:"), seed=settings.seed)
     path = Path(settings.model).expanduser()
     if not (path / "config.json").is_file():
-        raise ValueError(f"sft.model = {settings.model}: no model directory there; expected one with config.json, or demo:tiny")
+        raise ValueError(
+            f"sft.model = {settings.model}: no model directory there; expected one with config.json, or "
+            f"demo:tiny"
+        )
     return path.resolve()

@@ -1,6 +1,7 @@
 """Where metrics go: `metrics.jsonl` (the record), the terminal, TensorBoard and wandb.
 
-`metrics.jsonl` has one object per step; what is logged for the same step later (an evaluation) joins that object.
+`metrics.jsonl` has one object per step; what is logged for the same step later (an evaluation) joins that
+object.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is above 0."""
+        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is
+        above 0.
+        """
         self._path = path
         self._last: dict[str, Any] | None = None
         lines = path.read_text().splitlines() if path.exists() and keep_through > 0 else []

@@ -1,4 +1,6 @@
-"""A training session from the configuration to the exported, evaluated model; and an evaluation on its own."""
+"""A training session from the configuration to the exported, evaluated model; and an evaluation on its
+own.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,30 @@ import json
 from pathlib import Path
 
 from grpo_dist import driver
-from grpo_dist.checkpoint import Checkpoints, State, list_checkpoints, load_ahead, load_state
+from grpo_dist.checkpoint import Checkpoints, list_checkpoints, load_ahead, load_state
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
-from grpo_dist.prepare import Prepared, check_writable, choose_run_dir, load_tokenizer, prepare, prepare_eval, resolve_model
+from grpo_dist.prepare import (
+    Prepared,
+    check_writable,
+    choose_run_dir,
+    load_tokenizer,
+    prepare,
+    prepare_eval,
+    resolve_model,
+)
 from grpo_dist.tracking import NoSamples, Tracker
+from grpo_dist.types import Group
 
 
 def train(config: Config) -> Path:
-    """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be used."""
+    """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be
+    used.
+    """
     with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
@@ -30,7 +43,8 @@ def train(config: Config) -> Path:
     start = state.step if state else 0
     if start >= config.steps and (run_dir / "model").exists():
         raise UserError(
-            f"{run_dir}: the run is complete ({start} steps); raise `steps` to go on, or choose another `name`, or set "
+            f"{run_dir}: the run is complete ({start} steps); raise `steps` to go on, or choose another "
+            f"`name`, or set "
             "checkpoint.resume=never"
         )
     (run_dir / "config.yaml").write_text(dump_config(config))
@@ -40,7 +54,15 @@ def train(config: Config) -> Path:
     return run_dir
 
 
-async def _train(config, prepared, run_dir, tracker, newest, start, ahead) -> None:  # type: ignore[no-untyped-def]
+async def _train(
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    tracker: Tracker,
+    newest: Path | None,
+    start: int,
+    ahead: dict[int, list[Group]],
+) -> None:
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
@@ -53,7 +75,14 @@ async def _train(config, prepared, run_dir, tracker, newest, start, ahead) -> No
             await workers.policy.load(newest / "policy")
             await workers.sync.push(version=start)
         await driver.run(
-            config, workers, prepared.prompts, prepared.eval_sets, tracker, checkpoints, start=start, ahead=ahead
+            config,
+            workers,
+            prepared.prompts,
+            prepared.eval_sets,
+            tracker,
+            checkpoints,
+            start=start,
+            ahead=ahead,
         )
         if not config.checkpoint.export:
             return

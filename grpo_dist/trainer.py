@@ -1,7 +1,7 @@
 """One ZeRO rank of the policy: the model under DeepSpeed, optimiser updates, weights out, checkpoints.
 
-No Ray here: `actors.policy` puts one of these into each actor, and a script may use it on its own. All ranks call the same
-methods in the same order; each method that communicates says so.
+No Ray here: `actors.policy` puts one of these into each actor, and a script may use it on its own. All ranks
+call the same methods in the same order; each method that communicates says so.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class Trainer:
     def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimiser update per batch, this rank's rows of each. Collective.
 
-        The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are those of the
-        weights the step began with. Returns metrics of the whole step over all ranks: the mean over updates, except
-        ``mismatch/*``, which compares rollout and trainer before anything moved. Raises FloatingPointError, before the
-        weights are touched, when a loss is not finite.
+        The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are
+        those of the weights the step began with. Returns metrics of the whole step over all ranks: the mean
+        over updates, except ``mismatch/*``, which compares rollout and trainer before anything moved. Raises
+        FloatingPointError, before the weights are touched, when a loss is not finite.
         """
         batches = [batches[0], *(replace(b, old_logprobs=self.logprobs(b)) for b in batches[1:])]
         per_update = [self._one_update(batch) for batch in batches]
@@ -105,7 +105,9 @@ class Trainer:
         return out
 
     def accumulate(self, batch: TrainBatch) -> dict[str, float]:
-        """Gradients of this rank's rows of ``batch``, reduced over ranks; metrics of the whole batch. Collective."""
+        """Gradients of this rank's rows of ``batch``, reduced over ranks; metrics of the whole batch.
+        Collective.
+        """
         plan = self._plan(batch)
         stats: dict[str, Tensor] = {}
         for i, rows in enumerate(plan):
@@ -113,7 +115,8 @@ class Trainer:
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             logprobs, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
-            # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so undo that.
+            # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
+            # undo that.
             self.engine.backward(loss * self.place.world_size)
             stats = add_stats(stats, part_stats) if stats else part_stats
         return finish_stats(_over_ranks(stats))
@@ -151,7 +154,8 @@ class Trainer:
         metrics = self.accumulate(batch)
         if not torch.isfinite(torch.tensor(metrics["loss/total"])):
             raise FloatingPointError(
-                f"policy update {self._updates}: the loss is {metrics['loss/total']}; lower `policy.optimizer.lr`, or set "
+                f"policy update {self._updates}: the loss is {metrics['loss/total']}; lower "
+                f"`policy.optimizer.lr`, or set "
                 "model.dtype=float32 to see whether it is a matter of precision"
             )
         return metrics | self.step()
@@ -164,14 +168,20 @@ class Trainer:
         return plan + [[] for _ in range(int(count) - len(plan))]
 
     def _part(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
-        """These rows on the device. No rows: one masked token, which goes through the model and counts for nothing."""
+        """These rows on the device. No rows: one masked token, which goes through the model and counts for
+        nothing.
+        """
         part = batch.select(rows) if rows else _blank(batch)
         names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
         return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
 
     def parameter_specs(self) -> list[ParameterSpec]:
-        """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's name."""
-        return [ParameterSpec.of(name, p, getattr(p, "ds_shape", None)) for name, p in self._named_parameters()]
+        """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's
+        name.
+        """
+        return [
+            ParameterSpec.of(name, p, getattr(p, "ds_shape", None)) for name, p in self._named_parameters()
+        ]
 
     def iter_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full parameters, bucket by bucket, valid until the next is asked for. Collective under ZeRO-3."""
@@ -188,7 +198,9 @@ class Trainer:
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
-        path, state = self.engine.load_checkpoint(str(directory), tag=_TAG)
+        path, state = None, {}
+        if (directory / _TAG).is_dir():
+            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG)
         if path is None:
             raise ValueError(
                 f"{directory}: no policy state for {self.place.world_size} rank(s) at ZeRO stage "
@@ -198,8 +210,10 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
     def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
-        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0. Collective."""
-        whole = {}
+        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0.
+        Collective.
+        """
+        whole: dict[str, Tensor] = {}
         for bucket in self.iter_weights(bucket_bytes):
             if self.place.rank == 0:
                 whole |= {name: tensor.detach().cpu().clone() for name, tensor in bucket}
@@ -265,8 +279,10 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
 
 def _blank(batch: TrainBatch) -> TrainBatch:
     """A row of two masked tokens that stands for no sample."""
-    names = [f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor) and f.name != "lengths"]
-    rows = {name: torch.zeros(1, 2, dtype=getattr(batch, name).dtype) for name in names}
+    names = [
+        f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor) and f.name != "lengths"
+    ]
+    rows: dict[str, Any] = {name: torch.zeros(1, 2, dtype=getattr(batch, name).dtype) for name in names}
     return replace(batch, **rows, lengths=torch.tensor([2]))
 
 

@@ -1,7 +1,7 @@
 """The records that flow through one step: Prompt -> Rollout -> Group -> TrainBatch.
 
-Each is frozen and complete when made; no field is filled in later. Records hold numpy until batching, because Ray
-hands numpy arrays back read-only and without a copy, so no worker can spoil another's data.
+Each is frozen and complete when made; no field is filled in later. Records hold numpy until batching, because
+Ray hands numpy arrays back read-only and without a copy, so no worker can spoil another's data.
 
 Shape letters: P prompt tokens, C completion tokens, G samples per prompt, B rows, T tokens of a padded row.
 """
@@ -32,7 +32,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full distribution."""
+    """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
+    distribution.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -47,7 +49,9 @@ class Rollout:
     prompt_uid: str
     sample: int  # index within its group, 0..G-1
     completion_ids: np.ndarray  # int32 [C], the EOS token included when the model produced it
-    logprobs: np.ndarray  # float32 [C], nats, under the distribution actually sampled from (temperature applied)
+    logprobs: (
+        np.ndarray
+    )  # float32 [C], nats, under the distribution actually sampled from (temperature applied)
     finish_reason: str  # "stop" (EOS) or "length"
     text: str  # completion decoded without special tokens
     policy_versions: np.ndarray  # int32 [C], version of the weights that produced each token
@@ -61,7 +65,9 @@ class Group:
     rollouts: tuple[Rollout, ...]
     rewards: np.ndarray  # float32 [G]
     reward_parts: Mapping[str, np.ndarray]  # reward name -> float32 [G], before weighting
-    outcomes: tuple[str, ...]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
+    outcomes: tuple[
+        str, ...
+    ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
     score_s: float = 0.0  # seconds the scoring of this group took
 
 
@@ -69,8 +75,9 @@ class Group:
 class TrainBatch:
     """Rows of one optimiser update, right-padded; every [B, T] tensor is indexed by the token it describes.
 
-    ``num_tokens`` and ``num_sequences`` are the denominators of the whole update (all ranks, all micro-batches), fixed
-    before any split, so that a selection of rows still carries them. ``None`` in an optional field says "not needed".
+    ``num_tokens`` and ``num_sequences`` are the denominators of the whole update (all ranks, all
+    micro-batches), fixed before any split, so that a selection of rows still carries them. ``None`` in an
+    optional field says "not needed".
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -91,7 +98,7 @@ class TrainBatch:
         """These rows, cut to their own longest; the global denominators stay."""
         index = torch.as_tensor(rows, dtype=torch.long)
         width = int(self.lengths[index].max()) if rows else 1
-        taken = {}
+        taken: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Tensor):

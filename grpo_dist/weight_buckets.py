@@ -38,7 +38,9 @@ class ParameterSpec:
     @classmethod
     def of(cls, name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> ParameterSpec:
         """``shape`` overrides the tensor's own, which is empty while ZeRO-3 holds it in parts."""
-        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape if shape is None else shape))
+        return cls(
+            name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape if shape is None else shape)
+        )
 
 
 def make_buckets(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
@@ -64,7 +66,9 @@ def bucket_size(bucket: Sequence[ParameterSpec]) -> int:
 
 
 def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Tensor]]:
-    """The named tensors in ``flat`` uint8 [N]. Those that start on a multiple of their element size are views of it."""
+    """The named tensors in ``flat`` uint8 [N]. Those that start on a multiple of their element size are views
+    of it.
+    """
     named, offset = [], 0
     for spec in bucket:
         piece = flat[offset : offset + spec.num_bytes]
@@ -76,7 +80,8 @@ def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Ten
 
 
 class Checksum:
-    """Position-weighted sum of all bytes added, modulo 2^63: notices changed, swapped, missing and repeated bytes.
+    """Position-weighted sum of all bytes added, modulo 2^63: notices changed, swapped, missing and repeated
+    bytes.
 
     Plain integer arithmetic, so the result is the same on every device.
     """

@@ -1,4 +1,6 @@
-"""What the driver asks of its workers, in the words of RL. The Ray handles in `actors` and the fakes in tests fit these."""
+"""What the driver asks of its workers, in the words of RL. The Ray handles in `actors` and the fakes in tests
+fit these.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import numpy as np
 
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 
-# The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple itself in tests.
+# The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple
+# itself in tests.
 RolloutsRef = Any
 
 
@@ -30,6 +33,8 @@ class Reference(Protocol):
 class Policy(Protocol):
     async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]: ...
     async def save(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None: ...
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None: ...
 
 
 class WeightSync(Protocol):

@@ -1,5 +1,6 @@
 """Shared fixtures. Shapes written in signatures are checked while tests run, and only then."""
 
+import os
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -8,7 +9,8 @@ install_import_hook(["grpo_dist.algorithms", "grpo_dist.logprobs", "grpo_dist.lo
 
 import pytest  # noqa: E402
 
-SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,34 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the real problem sets are not at {SHARED_DATA}")
     return SHARED_DATA
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_cache(tmp_path_factory) -> Path:
+    """Models that tests make go here, not into the user's cache; subprocesses inherit it."""
+    directory = tmp_path_factory.mktemp("cache")
+    os.environ["GRPO_DIST_CACHE"] = str(directory)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # Actors find the worker classes that tests define.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+    )
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model_cache) -> Path:
+    """The demo's model with its first, random weights: 0.8 M parameters, tied embeddings."""
+    from grpo_dist.demo.model import cached_model
+
+    return cached_model("tiny", seed=0)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """One private Ray for all tests with actors."""
+    import ray
+
+    ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    yield
+    ray.shutdown()

@@ -13,7 +13,9 @@ from grpo_dist.workers import Workers
 
 
 def prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"p{i}", np.array([1, 2, 3], np.int32), str(i), "fake", f"problem {i}") for i in range(count)]
+    return [
+        Prompt(f"p{i}", np.array([1, 2, 3], np.int32), str(i), "fake", f"problem {i}") for i in range(count)
+    ]
 
 
 def config(**changes) -> Config:
@@ -51,11 +53,16 @@ class World:
         self.sampled.append((prompt.uid, tuple(seeds), version))
         return tuple(
             Rollout(
-                prompt.uid, i, np.array([seed % 97 + 3, 2], np.int32), np.full(2, -1.0, np.float32), "stop", "x",
-                np.full(2, version, np.int32),
+                prompt_uid=prompt.uid,
+                sample=i,
+                completion_ids=np.array([seed % 97 + 3, 2], np.int32),
+                logprobs=np.full(2, -1.0, np.float32),
+                finish_reason="stop",
+                text="x",
+                policy_versions=np.full(2, version, np.int32),
             )
             for i, seed in enumerate(seeds)
-        )  # fmt: skip
+        )
 
     async def score(self, prompt, rollouts):
         rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
@@ -68,6 +75,12 @@ class World:
         self.events.append(f"update at version {self.version}")
         self.updates.append(batches)
         return {"loss/policy": 0.0}
+
+    async def load(self, directory):
+        raise AssertionError("the loop itself never loads")
+
+    async def export(self, directory, *, tokenizer_dir):
+        raise AssertionError("the loop itself never exports")
 
     async def push(self, version):
         self.events.append(f"sync {version} with {self.in_flight} in flight")

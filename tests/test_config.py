@@ -48,7 +48,10 @@ def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
         ("policy.optimizer.lr=-1", ["`policy.optimizer.lr` = -1", "greater than 0"]),
         ("steps=abc", ["`steps` = 'abc'", "integer"]),
         ("policy.num_workers=3", ["`policy.num_workers` = 3", "128", "use 2 or 4"]),
-        ("batch.updates_per_step=3", ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"]),
+        (
+            "batch.updates_per_step=3",
+            ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"],
+        ),
         ("evaluation.k=[1,4]", ["evaluation", "samples_per_prompt = 1"]),
         ("model.max_length=100", ["`model.max_length` = 100", "1024"]),
         ("algorithm.correction.low=3", ["algorithm.correction", "low = 3.0", "high = 2.0"]),

@@ -87,8 +87,8 @@ def test_reference_logprobs_reach_the_batch_only_when_kl_is_on():
 
 def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
     world = fakes.World()
-    train(world, fakes.config(steps=1, batch={"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2}),
-          fakes.prompts(8))  # fmt: skip
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2}
+    train(world, fakes.config(steps=1, batch=batch), fakes.prompts(8))
     first, second = world.updates[0]
     assert (len(first), len(second)) == (4, 4)
     assert (first.num_tokens, first.num_sequences) == (8.0, 4.0)
@@ -96,7 +96,9 @@ def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
 
 def test_evaluation_comes_before_training_and_every_n_steps():
     world = fakes.World()
-    config = fakes.config(steps=4, evaluation={"before": True, "every": 2, "samples_per_prompt": 2, "k": [1, 2]})
+    config = fakes.config(
+        steps=4, evaluation={"before": True, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
+    )
     train(world, config, fakes.prompts(20), [EvalSet("held", fakes.prompts(3))])
     assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == [0, 2, 4]
     assert world.logged[0]["eval/held/pass@1"] == 1.0  # the fake grader calls everything correct

@@ -2,9 +2,10 @@
 
     rewards [0, 0, 1, 1], one group, std "none" -> [-0.5, -0.5, 0.5, 0.5]
 
-``group_ids`` says which samples answer the same prompt; ids need be neither sorted nor consecutive. Statistics are taken
-in float64 and the result has the type of ``rewards``, so that a group of equal rewards gets exact zeros: in float32 the
-mean of eight 0.7s is not 0.7, and dividing that rounding error by a deviation of the same size gives 0.06 to 0.9.
+``group_ids`` says which samples answer the same prompt; ids need be neither sorted nor consecutive.
+Statistics are taken in float64 and the result has the type of ``rewards``, so that a group of equal rewards
+gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that rounding error by a
+deviation of the same size gives 0.06 to 0.9.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def grpo(
 ) -> Float[Tensor, " B"]:
     """Group-relative advantage: (r - mean of its group) / (standard deviation + eps).
 
-    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2. The deviation is that of the sample (ddof 1), of the
-    group, or with ``std="batch"`` of all centred rewards of the batch around 0 with as many degrees of freedom as there
-    are scored samples less one per group; ``"none"`` divides by nothing.
+    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2. The deviation is that of the sample
+    (ddof 1), of the group, or with ``std="batch"`` of all centred rewards of the batch around 0 with as many
+    degrees of freedom as there are scored samples less one per group; ``"none"`` divides by nothing.
 
     Args:
         rewards: one per sample; NaN could not be scored: it leaves the statistics and gets advantage 0.
@@ -57,8 +58,8 @@ def dr_grpo(
 ) -> Float[Tensor, " B"]:
     """Dr. GRPO: r - mean of its group, with no division, which would weight easy and hard prompts up.
 
-    Liu et al. 2025 (arXiv:2503.20783), section 3.2. ``std`` and ``eps`` are there so that all estimators are called alike.
-    For [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
+    Liu et al. 2025 (arXiv:2503.20783), section 3.2. ``std`` and ``eps`` are there so that all estimators are
+    called alike. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
     """
     del std
     return grpo(rewards, group_ids, std="none", eps=eps)
@@ -69,7 +70,8 @@ def rloo(
 ) -> Float[Tensor, " B"]:
     """Leave-one-out: r - mean of the other samples of its group = n / (n - 1) * (r - mean of the group).
 
-    Ahmadian et al. 2024 (arXiv:2402.14740), equation 6. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.8571429 and -0.2857143.
+    Ahmadian et al. 2024 (arXiv:2402.14740), equation 6. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.8571429 and
+    -0.2857143.
     """
     del std, eps
     group = _Groups(group_ids, ~torch.isnan(rewards))
@@ -79,7 +81,9 @@ def rloo(
 
 
 class _Groups:
-    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count`` [groups]."""
+    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count``
+    [groups].
+    """
 
     def __init__(self, group_ids: Int[Tensor, " B"], known: Bool[Tensor, " B"]) -> None:
         unique, self.index = torch.unique(group_ids, return_inverse=True)
@@ -91,7 +95,9 @@ class _Groups:
         return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
 
     def centre(self, values: Float[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Known values less the mean of their group, in float64, 0 elsewhere; and where the group has a spread at all."""
+        """Known values less the mean of their group, in float64, 0 elsewhere; and where the group has a
+        spread at all.
+        """
         known = torch.where(self._known, values.double(), 0.0)
         mean = self.sum(known) / self.count.clamp(min=1)
         centred = torch.where(self._known, known - mean[self.index], 0.0)

@@ -20,18 +20,21 @@ def aggregate(
 ) -> Float[Tensor, ""]:
     """Sum of token losses over a denominator of the whole optimisation step.
 
-    ``num_tokens`` and ``num_sequences`` are those of the step, not of these rows, so the results for any split of the rows
-    add up to the result for all of them. A sequence with no unmasked token does not count as one.
+    ``num_tokens`` and ``num_sequences`` are those of the step, not of these rows, so the results for any
+    split of the rows add up to the result for all of them. A sequence with no unmasked token does not count
+    as one.
 
-        mode                       each sequence gives            divided by
-        token-mean                 sum of its losses              num_tokens      (DAPO, arXiv:2503.14476, equation 8)
-        seq-mean-token-mean        mean of its losses             num_sequences   (GRPO, arXiv:2402.03300, equation 3)
-        seq-mean-token-sum         sum of its losses              num_sequences
-        seq-mean-token-sum-norm    sum / max_tokens               num_sequences   (Dr. GRPO, arXiv:2503.20783)
+        mode                      each sequence gives   divided by      source
+        token-mean                sum of its losses     num_tokens      DAPO, arXiv:2503.14476, equation 8
+        seq-mean-token-mean       mean of its losses    num_sequences   GRPO, arXiv:2402.03300, equation 3
+        seq-mean-token-sum        sum of its losses     num_sequences
+        seq-mean-token-sum-norm   sum / max_tokens      num_sequences   Dr. GRPO, arXiv:2503.20783
 
     With nothing unmasked the result is 0 with gradient 0. Raises ValueError for an unknown mode.
     """
-    losses = torch.where(mask, token_losses, torch.zeros((), dtype=token_losses.dtype, device=token_losses.device))
+    losses = torch.where(
+        mask, token_losses, torch.zeros((), dtype=token_losses.dtype, device=token_losses.device)
+    )
     sums = losses.sum(dim=1)
     if mode == "token-mean":
         return sums.sum() / max(num_tokens, 1.0)

@@ -1,14 +1,16 @@
-"""Importance weights for samples that another distribution drew: an engine that computes otherwise, or older weights.
+"""Importance weights for samples that another distribution drew: an engine that computes otherwise, or older
+weights.
 
-With w = exp(train - rollout), the probability of what was sampled under the trainer over that under the rollout engine:
+With w = exp(train - rollout), the probability of what was sampled under the trainer over that under the
+rollout engine:
 
-    kind      weight of a token                            source
-    tis       w clamped to [low, high]                     truncated importance sampling (Yao et al. 2025, "Your efficient RL
-                                                           framework secretly brings you off-policy RL training")
-    mis       w inside [low, high], else 0                 masked importance sampling (Liu et al. 2025, "When speed kills
-                                                           stability")
-    icepop    the token's own ratio where w is inside      IcePop (Ling team 2025, "Every step evolves", arXiv:2510.18855);
-              [low, high], else 0                          at token level the same as mis
+    kind     weight of a token
+    tis      w clamped to [low, high]: truncated importance sampling (Yao et al. 2025, "Your efficient RL
+             framework secretly brings you off-policy RL training")
+    mis      w inside [low, high], else 0: masked importance sampling (Liu et al. 2025, "When speed kills
+             stability")
+    icepop   the token's own ratio where w is inside [low, high], else 0: IcePop (Ling team 2025, "Every step
+             evolves", arXiv:2510.18855); at token level the same as mis
 
     level     w is taken over
     token     the token alone
@@ -43,13 +45,14 @@ def correction(
     """Weights for the policy loss (never for a KL term); no gradient flows through them.
 
     Args:
-        train_logprobs: nats, the trainer's, of the weights that the importance ratio of the policy loss starts from.
-        rollout_logprobs: nats, as the engine sampled.
+        train_logprobs: nats, the trainer's, of the weights that the importance ratio of the policy loss
+        starts from. rollout_logprobs: nats, as the engine sampled.
         low, high: bounds of the weight, 0 <= low < high.
 
     Returns:
-        Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), ``weight_max``, ``outside`` (tokens
-        whose weight lay outside the bounds). Raises ValueError for an unknown kind or level.
+        Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), ``weight_max``,
+        ``outside`` (tokens whose weight lay outside the bounds). Raises ValueError for an unknown kind or
+        level.
     """
     zero = torch.zeros((), dtype=train_logprobs.dtype, device=train_logprobs.device)
     log_ratio = torch.where(mask, train_logprobs, zero) - torch.where(mask, rollout_logprobs, zero)

@@ -1,4 +1,5 @@
-"""Per-token policy losses. Each returns losses [B, T] to be aggregated elsewhere, and statistics to be added up.
+"""Per-token policy losses. Each returns losses [B, T] to be aggregated elsewhere, and statistics to be added
+up.
 
 Statistics are sums over unmasked tokens, or maxima where the name ends in ``_max``: they combine exactly over
 micro-batches and ranks.
@@ -27,8 +28,9 @@ def ppo_clip(
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
 
-    PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476, section 3.1).
-    With ``dual_clip`` c > 1, a token with A < 0 costs at most -c A (Ye et al. 2020, arXiv:1912.09729); off by default.
+    PPO (Schulman et al. 2017, arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476,
+    section 3.1). With ``dual_clip`` c > 1, a token with A < 0 costs at most -c A (Ye et al. 2020,
+    arXiv:1912.09729); off by default.
 
     Args:
         logprobs: nats, of the weights being trained.
@@ -36,8 +38,8 @@ def ppo_clip(
         mask: tokens that count. What stands elsewhere, NaN included, reaches neither loss nor gradient.
 
     Returns:
-        Losses, 0 where masked; and stats ``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose
-        gradient the bound removed), ``approx_kl`` (k3 of old to new, nats).
+        Losses, 0 where masked; and stats ``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip``
+        (tokens whose gradient the bound removed), ``approx_kl`` (k3 of old to new, nats).
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs.detach(), zero)

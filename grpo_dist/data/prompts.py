@@ -33,12 +33,13 @@ def build_prompts(
 ) -> tuple[list[Prompt], list[Dropped]]:
     """Prompts in row order, and what was dropped and why.
 
-    Raises ValueError for a tokenizer without a chat template where one is asked for, and, with ``overlong="refuse"``, for
-    the first prompt of more than ``max_prompt_tokens`` tokens.
+    Raises ValueError for a tokenizer without a chat template where one is asked for, and, with
+    ``overlong="refuse"``, for the first prompt of more than ``max_prompt_tokens`` tokens.
     """
     if use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
-            "data.chat_template = model, but the model's tokenizer has no chat template; use an instruction-tuned model or "
+            "data.chat_template = model, but the model's tokenizer has no chat template; use an "
+            "instruction-tuned model or "
             "set data.chat_template=none"
         )
     prompts: list[Prompt] = []
@@ -49,14 +50,19 @@ def build_prompts(
             row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
         )
         if len(token_ids) > max_prompt_tokens:
-            reason = f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = {max_prompt_tokens}"
+            reason = (
+                f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = "
+                f"{max_prompt_tokens}"
+            )
             if overlong == "refuse":
                 raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
             dropped.append(Dropped(row.location, reason))
             continue
         uid = _uid(row, seen)
         columns = dict(row.columns)
-        prompts.append(Prompt(uid, np.asarray(token_ids, np.int32), row.answer, row.source, row.problem, columns))
+        prompts.append(
+            Prompt(uid, np.asarray(token_ids, np.int32), row.answer, row.source, row.problem, columns)
+        )
     return prompts, dropped
 
 
@@ -75,17 +81,22 @@ def tokenise(
         return tokenizer(text)["input_ids"]
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": content})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+    )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
-    """A sentence that says how many held-out problems are also trained on, "" for none. Case and punctuation do not count."""
+    """A sentence that says how many held-out problems are also trained on, "" for none. Case and punctuation
+    do not count.
+    """
     trained = {_plain(p.text) for p in train}
     shared = [p for p in held_out if _plain(p.text) in trained]
     if not shared:
         return ""
-    return f"{len(shared)} of {len(held_out)} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
+    count = f"{len(shared)} of {len(held_out)}"
+    return f"{count} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
 
 
 def count_unparsable(prompts: Sequence[Prompt]) -> int:

@@ -30,18 +30,20 @@ class Row:
 def read(source: DataSource) -> list[Row]:
     """All rows of ``source``, at most ``max_rows``.
 
-    Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or answer, and
-    an empty data set; the message names the file and the row.
+    Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
+    answer, and an empty data set; the message names the file and the row.
     """
     label = source_name(source)
-    rows = []
+    rows: list[Row] = []
     for location, record in _records(source):
         if source.max_rows is not None and len(rows) >= source.max_rows:
             break
         rows.append(_row(record, location, source, label))
     if not rows:
-        raise ValueError(f"{source.path}: no rows; expected at least one with `{source.problem_column}` and "
-                         f"`{source.answer_column}`")  # fmt: skip
+        raise ValueError(
+            f"{source.path}: no rows; expected at least one with `{source.problem_column}` and "
+            f"`{source.answer_column}`"
+        )
     return rows
 
 
@@ -79,10 +81,13 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     return
                 record = json.loads(line) if line.strip() else None
             except UnicodeDecodeError as error:
-                raise ValueError(f"{location}: not UTF-8 ({error.reason}); expected JSON Lines in UTF-8") from error
+                raise ValueError(
+                    f"{location}: not UTF-8 ({error.reason}); expected JSON Lines in UTF-8"
+                ) from error
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{location}: not valid JSON ({error.msg} at column {error.colno}); expected one object per line"
+                    f"{location}: not valid JSON ({error.msg} at column {error.colno}); expected one object "
+                    f"per line"
                 ) from error
             if record is None:
                 continue
@@ -100,15 +105,26 @@ def _dataset(path: Path, source: DataSource) -> Iterable[Mapping[str, Any]]:
         kind = _FILE_TYPES.get(path.suffix)
         if kind is None:
             raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
-        # Streaming reads the file itself, every time: nothing cached can go stale, nothing is written beside it.
-        return _guard(lambda: datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True), source)
+        # Streaming reads the file itself, every time: nothing cached can go stale, nothing is written beside
+        # it.
+        return _guard(
+            lambda: datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True), source
+        )
     if path.is_dir():
         if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
             return _split(_guard(lambda: datasets.load_from_disk(str(path)), source), source)
         return _guard(lambda: datasets.load_dataset(str(path), split=source.split, streaming=True), source)
-    if path.is_absolute() or source.path.startswith((".", "~")) or source.path.count("/") > 1 or path.suffix in _FILE_TYPES:
-        raise ValueError(f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data set directory, "
-                         "or a hub id such as openai/gsm8k")  # fmt: skip
+    if (
+        path.is_absolute()
+        or source.path.startswith((".", "~"))
+        or source.path.count("/") > 1
+        or path.suffix in _FILE_TYPES
+    ):
+        raise ValueError(
+            f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data "
+            "set directory, "
+            "or a hub id such as openai/gsm8k"
+        )
     return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
 
 
@@ -143,9 +159,12 @@ def _row(record: Mapping[str, Any], location: str, source: DataSource, label: st
 def _column(record: Mapping[str, Any], name: str, location: str) -> Any:
     if name not in record:
         near = difflib.get_close_matches(name, record, n=1)
-        hint = f"; did you mean `{near[0]}`?" if near else ""
-        raise ValueError(f"{location}: no column `{name}`{hint} The row has: {', '.join(map(str, record))}. Set "
-                         "`problem_column` and `answer_column` of the data source")  # fmt: skip
+        hint = f"; did you mean `{near[0]}`?" if near else "."
+        has = ", ".join(map(str, record))
+        raise ValueError(
+            f"{location}: no column `{name}`{hint} The row has: {has}. Set `problem_column` and "
+            "`answer_column` of the data source"
+        )
     return record[name]
 
 
@@ -155,13 +174,16 @@ def _answer(value: Any, location: str, source: DataSource) -> str:
         found = re.search(source.answer_pattern, answer)
         if found is None:
             raise ValueError(
-                f"{location}: `{source.answer_column}` does not match answer_pattern {source.answer_pattern!r}: "
+                f"{location}: `{source.answer_column}` does not match answer_pattern "
+                f"{source.answer_pattern!r}: "
                 f"...{answer[-60:]!r}; mend the row or the pattern"
             )
         answer = found.group(1).strip()
     if not answer:
-        raise ValueError(f"{location}: `{source.answer_column}` is empty; a problem without an answer cannot be graded: "
-                         "remove the row")  # fmt: skip
+        raise ValueError(
+            f"{location}: `{source.answer_column}` is empty; a problem without an answer cannot be "
+            "graded: remove the row"
+        )
     return answer
 
 

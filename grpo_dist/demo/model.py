@@ -18,7 +18,9 @@ _SHAPES: dict[str, dict[str, int]] = {
 def cached_model(name: str, *, seed: int) -> Path:
     """Directory of model ``name`` in Hugging Face format. Raises ValueError for an unknown name."""
     if name not in _SHAPES:
-        raise ValueError(f"model demo:{name}: no such model; expected one of {', '.join(f'demo:{n}' for n in _SHAPES)}")
+        raise ValueError(
+            f"model demo:{name}: no such model; expected one of {', '.join(f'demo:{n}' for n in _SHAPES)}"
+        )
     decides = {"version": _VERSION, "name": name, "seed": seed}
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
 

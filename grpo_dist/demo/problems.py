@@ -4,10 +4,12 @@
     demonstration  <think>4+4+0=8,6+9+0=15,9+4+1=14</think>\\boxed{1458}
                    digit + digit + carry, lowest digits first
 
-Demonstrations may carry one wrong step, whose error then goes through to the answer. A model taught on such knows the
-algorithm but samples a right answer only about as often as the demonstrations are right: what reinforcement can mend.
+Demonstrations may carry one wrong step, whose error then goes through to the answer. A model taught on such
+knows the algorithm but samples a right answer only about as often as the demonstrations are right: what
+reinforcement can mend.
 
-A problem belongs to the test split when md5(problem) % 20 == 0, so no test problem is ever trained or demonstrated on.
+A problem belongs to the test split when md5(problem) % 20 == 0, so no test problem is ever trained or
+demonstrated on.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
-    """Problems and answers of a split, always the same ones. Raises ValueError for a name or split that does not exist."""
+    """Problems and answers of a split, always the same ones. Raises ValueError for a name or split that does
+    not exist.
+    """
     if name != "add3":
         raise ValueError(f"demo:{name}: no such data set; expected demo:add3")
     if split not in _SIZES:
@@ -31,11 +35,13 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 
 
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, str]]:
-    """``count`` pairs of ``prompt`` and ``completion`` on problems of the training side, drawn from ``seed``."""
+    """``count`` pairs of ``prompt`` and ``completion`` on problems of the training side, drawn from
+    ``seed``.
+    """
     if name != "add3":
         raise ValueError(f"demo:{name}: no such demonstrations; expected demo:add3")
     rng = random.Random(f"demonstrations {seed}")
-    out = []
+    out: list[dict[str, str]] = []
     while len(out) < count:
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         if split_of(a, b) == "train":
@@ -44,7 +50,9 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
 
 
 def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
-    """The worked solution of a + b; with probability ``noise`` one step's sum is wrong, and all that follows from it."""
+    """The worked solution of a + b; with probability ``noise`` one step's sum is wrong, and all that follows
+    from it.
+    """
     wrong = rng.randrange(3) if rng.random() < noise else None
     steps, digits, carry = [], [], 0
     for place in range(3):

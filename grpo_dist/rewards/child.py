@@ -1,12 +1,12 @@
-"""What runs in a grader process: ``python -m grpo_dist.rewards.child MEMORY_MB``.
+"""What runs in a grader process: ``python -m grpo_dist.rewards.child MEMORY_MB LIFELINE``.
 
-Requests come as pickles on standard input, replies go as JSON lines to the original standard output; whatever graded code
-prints goes nowhere. The process ends when its input does, and limits its own memory and processor time, so that it dies
-soon even if its parent was killed while it was busy.
+Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code that is graded
+finds both closed: what it prints goes nowhere, and what it reads is empty.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import inspect
 import json
@@ -14,6 +14,7 @@ import math
 import os
 import pickle
 import resource
+import signal
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,28 +22,38 @@ from typing import Any
 
 
 def main() -> None:
+    memory_mb, lifeline = int(sys.argv[1]), int(sys.argv[2])
+    _die_with_parent(lifeline)
+    requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
     from grpo_dist.rewards.math import grade
 
     grade("\\boxed{1}", "2")  # imports the parser and builds its tables
-    _limit_memory(int(sys.argv[1]))
+    _limit_memory(memory_mb)
     print(json.dumps("ready"), file=replies)
     while True:
         try:
-            kind, seconds, arguments = pickle.load(sys.stdin.buffer)
+            kind, arguments = pickle.load(requests)
         except EOFError:
             return
-        _limit_processor_time(seconds)
-        print(json.dumps(_answer(kind, arguments)), file=replies)
+        print(json.dumps(_answer(kind, arguments, memory_mb)), file=replies)
 
 
-def _answer(kind: str, arguments: tuple[Any, ...]) -> list[Any]:
-    """["ok", result] or ["failed", reason]."""
+def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
+    """["ok", result], ["failed", reason] or ["memory", reason]: then this process should be replaced."""
     try:
-        return ["ok", _KINDS[kind](*arguments)]
+        if kind == "load":
+            # Importing is not scoring: what a module takes, which may be much, is not charged to its answers.
+            _limit_memory(None)
+            load(*arguments)
+            _limit_memory(memory_mb)
+            return ["ok", None]
+        return ["ok", {"grade": _grade, "call": _call}[kind](*arguments)]
     except MemoryError:
-        return ["failed", "out of memory"]
+        return ["memory", f"out of memory: more than {memory_mb} MB beyond what the process holds when started"]
     except BaseException as error:  # also SystemExit and the like from graded code: it must not end the process
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 
@@ -55,14 +66,15 @@ def _grade(completion: str, answer: str) -> list[str]:
 
 
 def _call(path: str, keywords: dict[str, Any]) -> float | None:
-    """The function's value; None where it gives None or NaN."""
+    """The function's value; None where it gives None or NaN, its way to say "cannot be scored"."""
     function, accepted = load(path)
     value = function(**{k: v for k, v in keywords.items() if accepted is None or k in accepted})
-    return None if value is None or math.isnan(float(value)) else float(value)
-
-
-def _check(path: str) -> None:
-    load(path)
+    if value is None:
+        return None
+    number = float(value)
+    if math.isinf(number):
+        raise ValueError(f"{path} returned {number}; expected a finite number, or None for what cannot be scored")
+    return None if math.isnan(number) else number
 
 
 @lru_cache
@@ -82,21 +94,29 @@ def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
     return function, frozenset(p.name for p in parameters)
 
 
-def _limit_memory(megabytes: int) -> None:
-    with open("/proc/self/statm") as file:
-        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limit = used + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _limit_memory(megabytes: int | None) -> None:
+    """Address space: what is in use now plus ``megabytes``; None: as far as the system allows."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = hard
+    if megabytes is not None:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        limit = used + megabytes * 2**20
+        if hard != resource.RLIM_INFINITY:
+            limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _limit_processor_time(seconds: float) -> None:
-    """The parent kills by the clock; this only serves when the parent is no more."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(usage.ru_utime + usage.ru_stime + 2 * seconds) + 1, hard))
+def _die_with_parent(lifeline: int) -> None:
+    """SIGKILL for this process group when the parent is gone.
 
+    The kernel sends it when the other end of this pipe closes, so it also ends a process that is busy in C and never
+    comes back to Python, as in 9**9**9. (Death signals of prctl come when the *thread* that started a child ends.)
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
-_KINDS: dict[str, Callable[..., Any]] = {"grade": _grade, "call": _call, "check": _check}
 
 if __name__ == "__main__":
     main()

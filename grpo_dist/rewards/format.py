@@ -11,8 +11,8 @@ _ANSWER = re.compile(r"\s*<answer>.*?\S.*?</answer>\s*", re.DOTALL)
 
 
 def think_answer_format(completion: str) -> float:
-    """1.0 for ``<think> ... </think>`` exactly once, at the start, and then an answer: one non-empty ``<answer>...</answer>``
-    and nothing else, or text with a non-empty ``\\boxed{...}``. 0.0 otherwise.
+    """1.0 for ``<think> ... </think>`` exactly once, at the start, and then an answer: one non-empty
+    ``<answer>...</answer>`` and nothing else, or text with a non-empty ``\\boxed{...}``. 0.0 otherwise.
 
         <think>2+2</think>\\boxed{4}              1.0
         <think>2+2</think><answer>4</answer>      1.0

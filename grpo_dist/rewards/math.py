@@ -5,10 +5,10 @@
 2. Text that is equal after light normalisation is right without further ado; so a gold that no parser reads still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
 4. What math-verify calls equal is refused when the numbers differ relatively (its rounding is absolute: 1.6e-19 = 1.7e-19)
-   or are written in different bases (it ignores subscripts: 52_8 = 52_9).
+   or the answer is written in another base (it ignores subscripts: 52_8 = 52_9), in another unit or as another variable.
 
 Runs without any time limit of its own: `pool.GraderPool` keeps the clock from outside, in processes it can kill. No text of
-a model ever reaches sympify or eval; math-verify's own parsers see it after its patterns have picked digits and operators.
+a model ever reaches sympify, parse_expr or eval; see `reading`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,26 @@ import math
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any, Literal
 
-from grpo_dist.rewards.text import boxes, labelled_list, normalise, spellings, subscripts, unit, worded_numbers
+from grpo_dist.rewards.reading import Reading, read
+from grpo_dist.rewards.text import (
+    boxes,
+    label,
+    normalise,
+    same_list,
+    spellings,
+    subscripts,
+    unit,
+    without_shared_percent,
+    worded_numbers,
+)
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
-_LONGEST_ANSWER = 1500  # characters; what is longer is compared as text only
+_LONGEST_ANSWER = 1500  # characters; a longer box is wrong, unless the gold is as long
 _LONGEST_RESPONSE = 20_000  # characters of a response without a box that are searched, from its end
+_LONGEST_COMPLETION = 200_000  # characters in which boxes are looked for, from the end
 _RELATIVE = 1e-4  # numbers further apart than this are different, whatever absolute rounding says
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no clock; ours is outside
@@ -47,19 +60,25 @@ class Grade:
 def grade(completion: str, answer: str) -> Grade:
     """Compare the answer that ``completion`` gives with the gold ``answer`` (text or LaTeX, boxed or not).
 
-    ``no_answer``: there is neither a box nor anything else that reads as an answer. Raises only MemoryError.
+        grade("so it is \\boxed{3+5}.", "8")       correct
+        grade("so it is \\boxed{7}.", "8")         wrong
+        grade("I do not know.", "8")               no_answer: neither a box nor anything else that reads as an answer
+
+    Never gives ``timeout`` or ``error``: those are the pool's. Raises only MemoryError.
     """
+    completion = completion[-_LONGEST_COMPLETION:]
     found = boxes(completion)
     gold = gold_text(answer)
     if found:
-        return Grade.of("correct" if _box_is_right(completion, found, gold) else "wrong")
+        return Grade.of("correct" if _box_is_right(found, gold) else "wrong")
     tail = _tagged_answer(completion) or completion[-_LONGEST_RESPONSE:]
-    if tail.strip() and len(tail) <= 4 * len(gold) + 40 and normalise(tail) == normalise(gold):
+    if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
         return Grade.of("correct")
-    parsed = _parse(tail)
-    if not parsed:
+    reading = read(tail)
+    if reading is None:
         return Grade.of("no_answer")
-    return Grade.of("correct" if _equal(gold, parsed, tail) else "wrong")
+    right = not _written_otherwise(gold, reading.text) and _equal(gold, _readings_of_gold(gold), [reading])
+    return Grade.of("correct" if right else "wrong")
 
 
 def gold_text(answer: str) -> str:
@@ -69,83 +88,106 @@ def gold_text(answer: str) -> str:
 
 def gold_is_parsable(answer: str) -> bool:
     """Whether ``answer`` is understood as mathematics; otherwise it is only ever compared as text."""
-    return any(not isinstance(p, str) for p in _parse_gold(gold_text(answer)))
+    return bool(_readings_of_gold(gold_text(answer)))
 
 
-def _box_is_right(completion: str, found: list[str], gold: str) -> bool:
+def _box_is_right(found: list[str], gold: str) -> bool:
     last = found[-1]
-    if normalise(last) == normalise(gold) != "" or labelled_list(last) == labelled_list(gold) != ("",):
-        return True
-    if len(last) > _LONGEST_ANSWER:
+    if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False
+    if _same_text(last, gold) or same_list(gold, last):
+        return True
+    if len(last) > _LONGEST_ANSWER or _written_otherwise(gold, last):
+        return False
+    gold, last = without_shared_percent(gold, last)
+    known = _readings_of_gold(gold)
     # As a formula first; as a box, where math-verify is more lenient, for what did not read as one.
-    texts = [form.format(text) for text in spellings(last) for form in ("${}$", "\\boxed{{{}}}")]
-    if any(_equal(gold, _parse(text), last) for text in texts):
-        return True
-    several = len(found) > 1 and "," in gold
-    return several and _equal(gold, _parse(" ".join(f"\\boxed{{{b}}}" for b in found)), last)
-
-
-def _equal(gold: str, parsed: list[Any], answer: str) -> bool:
-    """``parsed``: math-verify's readings of ``answer``."""
-    from math_verify import verify
-
-    known = _parse_gold(gold)
-    if not known or not parsed or _written_otherwise(gold, answer):
+    for text in (form.format(spelling) for spelling in spellings(last) for form in ("${}$", "\\boxed{{{}}}")):
+        if (reading := read(text)) is not None and _equal(gold, known, [reading]):
+            return True
+    if len(found) == 1 or "," not in gold:
         return False
-    try:
-        equal = verify(
-            known, parsed, timeout_seconds=None, raise_on_error=True, allow_set_relation_comp="\\in" not in gold
-        )
-    except MemoryError:
-        raise
-    except Exception:  # sympy has many ways to fail on odd input; none of them makes an answer right
-        return False
-    return bool(equal) and _relatively_close(known, parsed)
+    merged = read(" and ".join(f"$\\boxed{{{box}}}$" for box in found)[-_LONGEST_RESPONSE:])
+    return merged is not None and _equal(gold, known, [merged])
+
+
+def _same_text(answer: str, gold: str) -> bool:
+    return normalise(answer) == normalise(gold) != ""
 
 
 def _written_otherwise(gold: str, answer: str) -> bool:
-    """In another base, another unit, or counting other things: math-verify reads none of these."""
-    marks = [(read(gold), read(answer)) for read in (subscripts, unit, worded_numbers)]
+    """In another base or unit, of another variable, or counting other things: math-verify overlooks these."""
+    marks = [(mark(gold), mark(answer)) for mark in (subscripts, unit, label, worded_numbers)]
     return any(ours and theirs and ours != theirs for ours, theirs in marks)
 
 
-def _relatively_close(known: list[Any], parsed: list[Any]) -> bool:
-    """False where every pair of readings is a pair of numbers that lie apart relatively."""
-    golds, answers = _numbers(known), _numbers(parsed)
-    if not golds or not answers:
+def _equal(gold: str, known: tuple[Reading, ...], answers: list[Reading]) -> bool:
+    from math_verify import verify
+
+    # An inequality may stand for the interval that is asked for, but not where the gold is "x \\in ...".
+    lenient = re.search(r"\\in(?![A-Za-z])", gold) is None
+    for ours, theirs in product(known, answers):
+        try:
+            equal = verify(
+                ours.expression,
+                theirs.expression,
+                timeout_seconds=None,
+                raise_on_error=True,
+                allow_set_relation_comp=lenient,
+            )
+            if equal and _close(ours.expression, theirs.expression):
+                return True
+        except MemoryError:
+            raise
+        except Exception:  # sympy has many ways to fail on odd input; none of them makes an answer right
+            continue
+    return False
+
+
+def _close(ours: Any, theirs: Any) -> bool:
+    """False where two numbers, or two at the same place of a tuple, a set or an interval, lie apart relatively."""
+    ours_value, theirs_value = _value(ours), _value(theirs)
+    if ours_value is not None and theirs_value is not None:
+        # math-verify reads 28% as 28/100 and lets it equal 28: so do we.
+        scales = (1.0, 100.0, 0.01)
+        return any(abs(ours_value - theirs_value * s) <= _RELATIVE * max(abs(ours_value), abs(theirs_value * s)) for s in scales)
+    ours_parts, theirs_parts = _parts(ours), _parts(theirs)
+    if not ours_parts or len(ours_parts) != len(theirs_parts):
         return True
-    return any(abs(g - a) <= _RELATIVE * max(abs(g), abs(a)) for g in golds for a in _with_percent(answers, golds))
+    return all(_close(a, b) for a, b in zip(ours_parts, theirs_parts, strict=True))
 
 
-def _with_percent(answers: list[float], golds: list[float]) -> list[float]:
-    # math-verify reads 28% as 28/100 and lets it equal 28: so do we.
-    return [scaled for a in answers for scaled in (a, a * 100, a / 100)] if golds else answers
+def _value(expression: Any) -> complex | None:
+    if not getattr(expression, "is_number", False):
+        return None
+    value = complex(expression.evalf(15))
+    return value if math.isfinite(value.real) and math.isfinite(value.imag) else None
 
 
-def _numbers(readings: list[Any]) -> list[float]:
-    values = []
-    for reading in readings:
-        if getattr(reading, "is_number", False) and getattr(reading, "is_extended_real", False):
-            value = float(reading.evalf(15))
-            if math.isfinite(value):
-                values.append(value)
-    return values
+def _parts(expression: Any) -> list[Any]:
+    """Elements of a tuple, ends of an interval, elements of a finite set of numbers by size; [] for anything else."""
+    from sympy import FiniteSet, Interval, Tuple
+
+    if isinstance(expression, Interval):
+        return [expression.start, expression.end]
+    if isinstance(expression, Tuple):
+        return list(expression.args)
+    if not isinstance(expression, FiniteSet):
+        return []
+    values = [(_value(part), part) for part in expression.args]
+    if any(value is None or value.imag for value, _ in values):
+        return []
+    return [part for _, part in sorted(values, key=lambda pair: pair[0].real if pair[0] is not None else 0.0)]
 
 
 @lru_cache(maxsize=4096)
-def _parse_gold(gold: str) -> list[Any]:
-    """Readings of every spelling of the gold; math-verify accepts an answer that equals any of them."""
-    readings = [reading for text in spellings(gold) for reading in _parse(f"${text}$")]
-    return [r for r in readings if not isinstance(r, str)] or readings
+def _readings_of_gold(gold: str) -> tuple[Reading, ...]:
+    """Readings of every spelling of the gold; an answer may equal any of them."""
+    readings = (read(f"${text}$") for text in spellings(gold))
+    return tuple(reading for reading in readings if reading is not None)
 
 
-def _parse(text: str) -> list[Any]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    return parse(text, [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()], parsing_timeout=None)
-
-
-def _tagged_answer(completion: str) -> str | None:
-    found = re.findall(r"<answer>(.*?)</answer>", completion, re.DOTALL)
-    return found[-1].strip() if found else None
+def _tagged_answer(completion: str) -> str:
+    """The text between the last pair of answer tags, "" without one."""
+    before, closing, _ = completion.rpartition("</answer>")
+    return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else ""

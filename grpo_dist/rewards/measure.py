@@ -1,10 +1,12 @@
 """How well and how fast the grader judges known cases, beside math-verify as it comes.
 
-    python -m grpo_dist.rewards.measure equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show] [--workers N]
+    python -m grpo_dist.rewards.measure equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show]
+    [--workers N]
 
-The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``); the second, solutions
-written by models that end in ``A: 26``, with the ``answer`` and ``is_correct``. A bare ``pred`` is put in a box, as a model
-would. Every pair is graded in a process of its pool with a deadline; what is not graded in time counts as rejected.
+The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``); the
+second, solutions written by models that end in ``A: 26``, with the ``answer`` and ``is_correct``. A bare
+``pred`` is put in a box, as a model would. Every pair is graded in a process of its pool with a deadline;
+what is not graded in time counts as rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class Judged:
 
 
 def read_cases(path: str | Path) -> list[Case]:
-    """Pairs of ``equivalence_cases.jsonl``. Raises ValueError naming file and line for one that cannot be read."""
+    """Pairs of ``equivalence_cases.jsonl``. Raises ValueError naming file and line for one that cannot be
+    read.
+    """
     cases = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -59,7 +63,8 @@ def read_cases(path: str | Path) -> list[Case]:
             cases.append(Case(row["gold"], row["gold_form"], completion, bool(row["expected"]), subset))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"{path}:{number}: {type(error).__name__} {error}; expected one JSON object per line with gold, gold_form, "
+                f"{path}:{number}: {type(error).__name__} {error}; expected one JSON object per line with "
+                f"gold, gold_form, "
                 "pred, pred_form, expected and tags"
             ) from error
     return cases
@@ -117,14 +122,18 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
 
 def table(results: dict[str, Sequence[Judged]]) -> str:
     """One Markdown row for each grader and subset."""
-    rows = ["| grader | subset | cases | accuracy | FP | FN | no verdict | p50 | p99 | max |", "|" + "---|" * 10]
+    rows = [
+        "| grader | subset | cases | accuracy | FP | FN | no verdict | p50 | p99 | max |",
+        "|" + "---|" * 10,
+    ]
     for name, judged in results.items():
         for subset in ("plain", "hard", "bomb"):
             part = [j for j in judged if j.case.subset == subset]
             if part:
                 s = summary(part)
                 rows.append(
-                    f"| {name} | {subset} | {s['cases']} | {s['accuracy']:.3f} | {s['FP']} | {s['FN']} | {s['no verdict']} "
+                    f"| {name} | {subset} | {s['cases']} | {s['accuracy']:.3f} | {s['FP']} | {s['FN']} | "
+                    f"{s['no verdict']} "
                     f"| {1e3 * s['p50_s']:.1f} ms | {1e3 * s['p99_s']:.0f} ms | {s['max_s']:.2f} s |"
                 )
     return "\n".join(rows)
@@ -132,7 +141,11 @@ def table(results: dict[str, Sequence[Judged]]) -> str:
 
 def new_false_positives(ours: Sequence[Judged], peer: Sequence[Judged]) -> list[Case]:
     """Wrong answers that we accept and the peer does not."""
-    return [o.case for o, p in zip(ours, peer, strict=True) if o.reward == 1.0 and p.reward != 1.0 and not o.case.expected]
+    return [
+        o.case
+        for o, p in zip(ours, peer, strict=True)
+        if o.reward == 1.0 and p.reward != 1.0 and not o.case.expected
+    ]
 
 
 def graded_solutions(path: str | Path, pool: GraderPool) -> tuple[int, list[dict[str, Any]]]:
@@ -156,7 +169,9 @@ def _boxed_at_the_end(solution: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m grpo_dist.rewards.measure", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_dist.rewards.measure", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("cases", help="equivalence_cases.jsonl")
     parser.add_argument("solutions", nargs="?", help="gsm8k_graded_solutions.jsonl")
     parser.add_argument("--workers", type=int, default=2, help="grader processes")
@@ -174,13 +189,22 @@ def main() -> None:
         for judged in ours:
             if not judged.right:
                 kind = "FN" if judged.case.expected else "FP"
-                print(f"{kind} {judged.case.subset:5} {judged.reward:3.0f} {judged.case.gold!r} <- {judged.case.completion!r}")
+                print(
+                    f"{kind} {judged.case.subset:5} {judged.reward:3.0f} {judged.case.gold!r} <- "
+                    f"{judged.case.completion!r}"
+                )
     if arguments.solutions:
         with GraderPool(workers, timeout_s=5.0) as pool:
             total, differ = graded_solutions(arguments.solutions, pool)
-        print(f"\n{total} solutions, judged as their authors did: {1 - len(differ) / total:.4f} ({len(differ)} otherwise)")
+        print(
+            f"\n{total} solutions, judged as their authors did: {1 - len(differ) / total:.4f} ({len(differ)} "
+            f"otherwise)"
+        )
         for row in differ:
-            print(f"  gold {row['answer']!r} authors {row['is_correct']} here {row['grade']}: {row['solution'][-90:]!r}")
+            print(
+                f"  gold {row['answer']!r} authors {row['is_correct']} here {row['grade']}: "
+                f"{row['solution'][-90:]!r}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Grading in processes that can be killed: a hard deadline per answer, whatever the answer does to a parser.
 
-    grade() threads      one each     grader processes
-        pair  ---------- pickle ---->  parse, compare       reply in time: done, the process takes the next pair
-              <--------- JSON -------
-                                       no reply in time, or dead: SIGKILL, a new process; this pair alone is lost
+grade() threads      one each     grader processes
+    pair  ---------- pickle ---->  parse, compare       reply in time: done, the process takes the next pair
+          <--------- JSON -------
+                                   no reply in time, or dead: SIGKILL, a new process; this pair alone is lost
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Failure:
 
 
 class GraderPool:
-    """``num_workers`` grader processes shared by any number of calling threads. Use as a context manager, or `close`.
+    """``num_workers`` grader processes shared by any number of calling threads. Use as a context manager, or
+    `close`.
 
     Args:
         timeout_s: longest an answer may take, seconds of wall clock.
@@ -48,7 +49,12 @@ class GraderPool:
     """
 
     def __init__(
-        self, num_workers: int, timeout_s: float = 5.0, memory_mb: int = 1024, *, code_paths: Sequence[str] = ()
+        self,
+        num_workers: int,
+        timeout_s: float = 5.0,
+        memory_mb: int = 1024,
+        *,
+        code_paths: Sequence[str] = (),
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers = {num_workers}: a grader pool needs at least one process")
@@ -75,7 +81,8 @@ class GraderPool:
         result = self._run("check", (function,))
         if isinstance(result, Failure):
             raise ValueError(
-                f"reward function {function!r}: {result.detail.removeprefix('ValueError: ')}; expected `module:function` "
+                f"reward function {function!r}: {result.detail.removeprefix('ValueError: ')}; expected "
+                f"`module:function` "
                 "that can be imported (add its directory to rewards.code_paths)"
             )
 
@@ -92,7 +99,9 @@ class GraderPool:
         self.close()
 
     def _grade_one(self, pair: tuple[str, str]) -> Grade:
-        if not (isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+        if not (
+            isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        ):
             return Grade.of("error", f"expected a pair of texts, got {pair!r}"[:200])
         result = self._run("grade", tuple(pair))
         if isinstance(result, Failure):
@@ -187,13 +196,19 @@ class _Process:
 
 def _environment(code_paths: Sequence[str]) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
-    paths = [str(Path(p).expanduser().resolve()) for p in code_paths] + [str(_ROOT)] + ([inherited] if inherited else [])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = (
+        [str(Path(p).expanduser().resolve()) for p in code_paths]
+        + [str(_ROOT)]
+        + ([inherited] if inherited else [])
+    )
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def _value(result: Any) -> float | Failure:
     if isinstance(result, Failure):
         return result
     return math.nan if result is None else float(result)
-
-

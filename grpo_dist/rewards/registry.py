@@ -1,4 +1,6 @@
-"""Rewards by name, and their weighted sum. A reward of one's own is a function named as ``module:function``."""
+"""Rewards by name, and their weighted sum. A reward of one's own is a function named as
+``module:function``.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BUILT_IN = ("math", *SIMPLE)
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """``function``: ``math``, ``format`` or ``module:function``; ``kwargs`` are handed to a function of the user's."""
+    """``function``: ``math``, ``format`` or ``module:function``; ``kwargs`` are handed to a function of the
+    user's.
+    """
 
     name: str
     function: str
@@ -33,7 +37,9 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of G completions: ``rewards`` float32 [G], ``parts`` before weighting, ``outcomes`` of the math grader ("" without)."""
+    """Of G completions: ``rewards`` float32 [G], ``parts`` before weighting, ``outcomes`` of the math grader
+    ("" without).
+    """
 
     rewards: np.ndarray
     parts: dict[str, np.ndarray]
@@ -46,7 +52,9 @@ def reward_specs(settings: Rewards) -> list[RewardSpec]:
 
 
 def check_rewards(settings: Rewards) -> None:
-    """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their own."""
+    """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their
+    own.
+    """
     custom = [spec for spec in reward_specs(settings) if spec.function not in BUILT_IN]
     if custom:
         with GraderPool(1, code_paths=settings.code_paths) as pool:
@@ -55,7 +63,9 @@ def check_rewards(settings: Rewards) -> None:
 
 
 class Scorer:
-    """Scores completions of one problem with every reward. Raises ValueError, when made, for a reward that cannot be used."""
+    """Scores completions of one problem with every reward. Raises ValueError, when made, for a reward that
+    cannot be used.
+    """
 
     def __init__(self, specs: Sequence[RewardSpec], pool: GraderPool) -> None:
         self._specs, self._pool = list(specs), pool
@@ -66,8 +76,8 @@ class Scorer:
     def score(self, completions: Sequence[str], answer: str, columns: Mapping[str, Any]) -> Scores:
         """The weighted sum is NaN where a part of non-zero weight is: what could not be scored is not 0.
 
-        A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the names it takes;
-        an exception, a timeout, None and NaN all mean "could not be scored".
+        A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the
+        names it takes; an exception, a timeout, None and NaN all mean "could not be scored".
         """
         parts: dict[str, np.ndarray] = {}
         outcomes = [""] * len(completions)
@@ -88,7 +98,9 @@ class Scorer:
         return Scores(total.astype(np.float32), parts, outcomes)
 
     def _custom(self, spec: RewardSpec, completions: Sequence[str], known: dict[str, Any]) -> list[float]:
-        results = self._pool.call(spec.function, [{**known, **spec.kwargs, "completion": c} for c in completions])
+        results = self._pool.call(
+            spec.function, [{**known, **spec.kwargs, "completion": c} for c in completions]
+        )
         for result in results:
             if isinstance(result, Failure) and result.detail not in self._warned:
                 self._warned.add(result.detail)
@@ -103,6 +115,7 @@ def check(spec: RewardSpec, pool: GraderPool) -> None:
     module, _, name = spec.function.partition(":")
     if not module or not name:
         raise ValueError(
-            f"reward function {spec.function!r}: expected {', '.join(BUILT_IN)} or `module:function`, e.g. my_rewards:length"
+            f"reward function {spec.function!r}: expected {', '.join(BUILT_IN)} or `module:function`, e.g. "
+            f"my_rewards:length"
         )
     pool.check(spec.function)

@@ -7,56 +7,85 @@ import unicodedata
 from fractions import Fraction
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
+_INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_UNBRACED = re.compile(r"\\?[\w.\-]+")
+_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox|rm|bf)\s*\{([^{}]*)\}")
-_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree")
+_DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)"
 _FRACTION = r"\\[dt]?frac\s*\{-?\d+\}\s*\{\d+\}"
 _VALUE = rf"(?:\d+(?:\.\d+)?|\.\d+|{_FRACTION}|\d+\s*/\s*\d+)"
-_UNIT = r"(?:[A-Za-z]{2,}[A-Za-z .]*|[mgslhL]|\\text\s*\{[^{}]*\}|\\mathrm\s*\{[^{}]*\})(?:\^\{?\d\}?)?"
-_QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|\^\s*\{{?\s*\\circ\s*\}}?|\\degree)?\s*\.?")
+_SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am Hz kW m g s l h L".replace(" ", "|")
+_WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without the space it is a product: 12xyz
+_UNIT = rf"(?:(?:{_SYMBOLS})(?![A-Za-z])\.?|{_WORDS}|\\(?:text|mathrm|mbox)\s*\{{[^{{}}]*\}})(?:\s*\^\s*\{{?\d\}}?)?"
+_QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|{_DEGREES})?\s*\.?")
+# Words behind a number that change its value: 3 million is not 3.
+_NOT_A_UNIT = re.compile(
+    r"(?<![A-Za-z])(?:hundred|thousand|million|billion|trillion|dozen|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh"
+    r"|eighth|ninth|tenth|hundredth|thousandth)s?|squared|cubed|factorial|root|power|pi|or|and|more|less|fewer|most|least|not"
+    r"|mod|modulo|choose|plus|minus|times|over|divided|infinity|a?sin|a?cos|a?tan|log|ln|exp|sqrt)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,|\\,|\s)\d{3})+(?!\d)")
-_REPEATING = re.compile(r"(-?\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
-_DOTTED = re.compile(r"(-?\d*)\.(\d*?)(\d+?)\3{2,}(?:\.\.\.|\\l?dots|…)")
-_LABEL = re.compile(r"^\s*(?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?\s*=(?!=)")
+_REPEATING = re.compile(r"(-?\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?(?!\\dot)")
+_DOTTED = re.compile(r"(?<![\d.])(-?\d{0,20})\.(\d{0,9}?)(\d{1,9}?)\3{2,9}(?:\.\.\.|\\l?dots|…)")
+_LABEL = re.compile(r"^\s*((?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?)\s*=(?!=)")
+_MIXED = re.compile(r"(?<![\w.}^/])(-?)(\d+)(?:\s*(" + _FRACTION + r")|\s+(\d+/\d+))(?![\d.^])")
+_TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
+
 _UNICODE = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
     "∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "°": r"^{\circ}", "…": r"\ldots ",
     "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ",
 }  # fmt: skip
-_SUPERSCRIPT = {c: f"^{i}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
+_BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"]
 
 
 def boxes(text: str) -> list[str]:
-    """Contents of every ``\\boxed{...}`` and ``\\fbox{...}``, outermost braces balanced, in order of appearance.
+    """Contents of every ``\\boxed{...}`` and ``\\fbox{...}``, braces balanced, in order of appearance.
 
     A box that is never closed is not one. ``\\boxed 5`` is a box around 5. Of nested boxes only the outer counts.
     """
+    closed = _matching_braces(text)
     found, position = [], 0
     while match := _BOX.search(text, position):
         if match.group(1) != "{":
-            token = re.compile(r"\\?[\w.\-]+").match(text, match.end())
+            token = _UNBRACED.match(text, match.end())
             position = token.end() if token else match.end() + 1
             if token:
                 found.append(token.group())
-            continue
-        end = _closing(text, match.end())
-        if end is None:
-            break
-        found.append(text[match.end() : end].strip())
-        position = end + 1
-    return [re.sub(r"\\(?:boxed|fbox)\s*(?=\{)", "", box) for box in found]
+        elif (end := closed.get(match.end() - 1)) is None:
+            position = match.end()
+        else:
+            found.append(_without_inner_boxes(text[match.end() : end].strip()))
+            position = end + 1
+    return found
 
 
-_BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+def _matching_braces(text: str) -> dict[int, int]:
+    """Position of each opening brace that is closed -> position of its closing one."""
+    pairs, waiting = {}, []
+    for match in _BRACES.finditer(text):
+        if match.group() == "{":
+            waiting.append(match.start())
+        elif match.group() == "}" and waiting:
+            pairs[waiting.pop()] = match.start()
+    return pairs
 
 
-def _closing(text: str, start: int) -> int | None:
-    depth = 1
-    for match in _BRACES.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(match.group(), 0)
-        if depth == 0:
-            return match.start()
-    return None
+def _without_inner_boxes(box: str) -> str:
+    """``\\boxed{\\boxed{5}}`` -> ``5``: the boxes go, and the braces they leave around the whole."""
+    bare = _INNER_BOX.sub("", box)
+    if bare == box:
+        return box
+    closed, begin, end = _matching_braces(bare), 0, len(bare)
+    while begin < end and closed.get(begin) == end - 1:
+        begin, end = begin + 1, end - 1
+    return bare[begin:end].strip()
 
 
 def tidy(answer: str) -> str:
@@ -67,10 +96,12 @@ def tidy(answer: str) -> str:
     text = _REPEATING.sub(lambda m: _fraction(*m.groups()), text)
     text = _DOTTED.sub(lambda m: _fraction(*m.groups()), text)
     text = re.sub(r"(?<=\d)i\b", r" i", text)  # 2i: complex to math-verify only when i stands alone
-    text = re.sub(r"\\mathrm\s*\{\s*e\s*\}", "e", text)
-    text = re.sub(r"(?<![\w.}])(-?)(\d+)\s*(" + _FRACTION + ")", r"\1(\2+\3)", text)  # mixed number
+    text = re.sub(r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1", text)
+    text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)(?![A-Za-z])", r"\\\1 ", text)
+    text = re.sub(r"(?<=\d)\s+per\s?cent\b", r"\\%", text)
+    text = _MIXED.sub(lambda m: f"{m[1]}({m[2]}+{m[3] or m[4]})", text)
     text = re.sub(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
-    text = re.sub(r"-\s*\(\s*-([^()]*)\)", r"+(\1)", text)
+    text = _TWICE_NEGATED.sub(r"+(\1)", text)
     text = re.sub(r"(?:\\left)?\\langle", "(", text)
     text = re.sub(r"(?:\\right)?\\rangle", ")", text)
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[\s,]*(?:or|and)\s*\}|(?<=[\d\s)}\]])\s(?:or|and)\s", ",", text)
@@ -91,54 +122,100 @@ def _ungroup(text: str) -> str:
 
 def normalise(answer: str) -> str:
     """What is left when writing habits are taken away. Equal results mean equal answers; different ones mean nothing."""
-    text = tidy(answer).strip("$ .")
+    text = tidy(answer).strip("$ ")
     text = _SPACES.sub(" ", text)
     for _ in range(3):
         text = _WRAPPED.sub(r" \1 ", text)
     text = re.sub(r"\\(?:left|right|displaystyle|limits|[bB]igg?)(?![A-Za-z])", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\?\$", "", text)
-    text = re.sub(r"^\s*(?:an?|the)\s+", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"^\s*(?:the|an?(?=\s+[A-Za-z]{4,}))\s+", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"(?<=[A-Za-z]{3}),?\s+(?:and|or)\s+(?=[A-Za-z]{3})", ",", text)
     text = text.replace("\\%", "%").replace("\\cdot", "*").replace("\\times", "*").replace("\\{", "{").replace("\\}", "}")
-    text = re.sub(r"\s+", "", text).rstrip(".")
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".")  # "2 3" is neither 23 nor a product
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").upper()
     if re.fullmatch(r"-?\d*\.\d*0+|-?\d+\.", text):
         text = text.rstrip("0").rstrip(".")
-    return "\\emptyset" if text.lower() in ("nosolution", "nosolutions", "\\varnothing", "emptyset") else text
+    if text.isalpha():
+        text = text.lower()
+    return "\\emptyset" if text in ("nosolution", "nosolutions", "\\varnothing", "emptyset") else text
 
 
 def spellings(answer: str) -> list[str]:
     """``answer`` tidied, and what else it may be meant as: without its label, as a bare quantity, in radians, as a tuple."""
     plain = tidy(answer)
-    found = [plain, _LABEL.sub("", plain)]
-    if (quantity := _QUANTITY.fullmatch(_SPACES.sub(" ", plain).strip("$ "))) is not None:
-        found.append(quantity.group(1))
-    if (percent := re.fullmatch(r"(.*\d.*?)\s*\\?%", plain)) is not None:
-        found += [percent.group(1), f"\\frac{{{percent.group(1)}}}{{100}}"]
+    found = [plain]
+    if plain.count("=") == 1:
+        found.append(_LABEL.sub("", plain))
+    if (quantity := _quantity(plain)) is not None:
+        found.append(quantity[0])
+    if (percent := _percent(plain)) is not None:
+        found += [percent, f"\\frac{{{percent}}}{{100}}"]
     if (function := re.fullmatch(r"[a-zA-Z]\s*\(\s*([a-z])\s*\)\s*=([^=]*)", plain)) is not None:
         name, body = function.groups()
         if "x" not in body:
             found.append(re.sub(rf"(?<![a-zA-Z\\]){name}(?![a-zA-Z])", "x", body))
-    if _DEGREES.search(plain):
-        found.append(re.sub(rf"(\d+(?:\.\d+)?)\s*(?:{_DEGREES.pattern})", r"(\\frac{\1 \\pi}{180})", plain))
+    if re.search(_DEGREES, plain):
+        found.append(re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\\frac{\1 \\pi}{180})", plain))
     column = re.fullmatch(r"\\begin\{[pb]?matrix\}([^&]*?)(?:\\\\)?\s*\\end\{[pb]?matrix\}", plain, re.DOTALL)
     if column is not None and "\\\\" in column.group(1):
         found.append("(" + ",".join(column.group(1).split("\\\\")) + ")")
     return list(dict.fromkeys(s.strip() for s in found if s.strip()))
 
 
-def labelled_list(answer: str) -> tuple[str, ...]:
-    """``x=1000, y=10`` -> ("1000", "10"): the values of a comma-separated list, in order, without their names."""
-    parts = re.split(r",(?![^()\[\]]*[)\]])", tidy(answer))
-    return tuple(normalise(_LABEL.sub("", part)) for part in parts)
+def without_shared_percent(gold: str, answer: str) -> tuple[str, str]:
+    """Both without their percent signs where both have one: 28% is not 2800%, though each may be the number 28."""
+    ours, theirs = _percent(tidy(gold)), _percent(tidy(answer))
+    return (gold, answer) if ours is None or theirs is None else (ours, theirs)
+
+
+def _percent(plain: str) -> str | None:
+    match = re.fullmatch(r"(.*\d.*?)\s*\\?%", plain)
+    return match.group(1) if match else None
+
+
+def _quantity(plain: str) -> tuple[str, str] | None:
+    """(number, unit) of a number followed by a unit, or by nothing."""
+    match = _QUANTITY.fullmatch(_SPACES.sub(" ", plain).strip("$ "))
+    if match is None or _NOT_A_UNIT.search(match.group(2) or ""):
+        return None
+    return match.group(1), match.group(2) or ""
+
+
+def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
+    """``x=1000, y=10`` -> (("x", "1000"), ("y", "10")): names and values of a comma-separated list; "" for no name."""
+    found = []
+    for part in re.split(r",(?![^()\[\]]*[)\]])", tidy(answer)):
+        label = _LABEL.match(part)
+        name = normalise(label.group(1)) if label else ""
+        found.append((name, normalise(part[label.end() :] if label else part)))
+    return tuple(found)
+
+
+def same_list(gold: str, answer: str) -> bool:
+    """Whether two lists have the same values: by name in any order where all are named, by position where one has no names."""
+    ours, theirs = labelled_list(gold), labelled_list(answer)
+    if any(not value for _, value in ours) or len(ours) != len(theirs):
+        return False
+    if all(name for name, _ in ours + theirs):
+        return sorted(ours) == sorted(theirs)
+    if any(name for name, _ in ours) and any(name for name, _ in theirs):
+        return ours == theirs
+    return [value for _, value in ours] == [value for _, value in theirs]
+
+
+def label(answer: str) -> str | None:
+    """What a single equation says its value is: ``x = 5`` -> ``X``."""
+    plain = tidy(answer)
+    match = _LABEL.match(plain) if plain.count("=") == 1 else None
+    return normalise(match.group(1)) if match else None
 
 
 def unit(answer: str) -> str | None:
     """The unit of a quantity in the metric system, None where there is none: ``10\\text{ cm}`` -> ``cm``."""
-    quantity = _QUANTITY.fullmatch(_SPACES.sub(" ", tidy(answer)).strip("$ "))
-    name = normalise(quantity.group(2) or "").lower() if quantity else ""
-    return _METRIC.get(name)
+    quantity = _quantity(tidy(answer))
+    return _METRIC.get(normalise(quantity[1]).lower()) if quantity else None
 
 
 _METRIC = {
@@ -160,19 +237,23 @@ def worded_numbers(answer: str) -> tuple[str, ...]:
 
 
 def subscripts(answer: str) -> tuple[str, ...]:
-    """Bases that numbers are written in: ``52_8`` -> ("8",)."""
-    return tuple(re.findall(r"\d\)?_\{?(\d+)\}?", answer))
+    """Bases that numbers are written in: ``52_8``, ``52_{\\text{eight}}`` -> ("8",)."""
+    found = re.findall(r"\d\)?\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(\d+|[a-z]+)", _ascii(answer))
+    return tuple(str(_BASES.index(base) + 2) if base in _BASES else base for base in found)
 
 
 def _ascii(text: str) -> str:
     """Digits of any script, vulgar fractions, superscripts and mathematical signs in LaTeX; no invisible characters."""
     if text.isascii():
         return text
-    text = "".join(_SUPERSCRIPT.get(c, c) for c in text if unicodedata.category(c) != "Cf")
-    text = "".join(f"{{{c}}}" if c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞" else c for c in text)
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    text = _RAISED.sub(lambda m: "^{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
+    text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
+    text = _VULGAR.sub(lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m.group()).split("⁄")), text)
+    text = "".join(_UNICODE.get(c, c) for c in text)
     text = unicodedata.normalize("NFKC", text)
-    digits = "".join(str(unicodedata.digit(c)) if c.isdigit() and not c.isascii() else c for c in text)
-    text = "".join(_UNICODE.get(c, c) for c in digits)
+    text = "".join(_UNICODE.get(c, c) for c in text)
+    text = "".join(str(unicodedata.digit(c)) if c.isdigit() and not c.isascii() else c for c in text)
     return re.sub(r"\\sqrt (\d+|[a-z])", r"\\sqrt{\1}", text)
 
 

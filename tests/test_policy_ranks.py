@@ -1,0 +1,174 @@
+"""Real DeepSpeed ranks in real Ray actors: a step's gradient is that of the whole batch, however it is split."""
+
+import asyncio
+
+import pytest
+import samples_of_groups
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.policy import PolicyGroup, PolicyWorker, loss_settings
+from grpo_dist.batching import shard
+from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
+from grpo_dist.hardware import thread_environment
+from grpo_dist.loss import batch_loss
+from grpo_dist.policy_model import TokenLogprobs
+
+TEMPERATURE = 0.9
+ALGORITHM = Algorithm(
+    kl=KL(coef=0.1), correction=Correction(kind="tis", high=2.0), aggregation="seq-mean-token-mean"
+)
+
+
+class OpenWorker(PolicyWorker):
+    """A rank that lets its gradients be looked at."""
+
+    def gradients(self, own):
+        metrics = self._trainer.accumulate(own)
+        gradients = self._trainer.gradients()
+        return gradients, metrics | self._trainer.step()
+
+    def weights(self):
+        return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
+
+
+def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, **optimizer):
+    return PolicyGroup(
+        Policy(num_workers=ranks, zero_stage=stage, optimizer=Optimizer(**{"lr": 1e-3} | optimizer)),
+        model=Model(path="tiny"),
+        model_dir=str(model_dir),
+        algorithm=ALGORITHM,
+        temperature=TEMPERATURE,
+        micro_batch_tokens=micro_batch_tokens,
+        total_updates=10,
+        timeouts=Timeouts(),
+        seed=0,
+        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
+        worker=OpenWorker,
+    )
+
+
+async def on_all(group, method, *arguments):
+    return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
+
+
+async def gradients_of(model_dir, batch, **how):
+    group = start(model_dir, **how)
+    await group.ready()
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shard(batch, how["ranks"]), strict=True)]
+    results = await asyncio.gather(*calls)
+    weights = (await on_all(group, "weights"))[0]
+    await group.shutdown()
+    return results[0], weights
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return samples_of_groups.batch()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model, batch):
+    """Gradient of the whole batch at once, in float64, in this process, without DeepSpeed."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_tokens=10_000)
+    logprobs, _ = module(batch.tokens, batch.loss_mask)
+    loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
+    loss.backward()
+    return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens"),
+    [
+        (1, 0, 10_000),
+        (1, 2, 40),
+        (2, 0, 40),
+        (2, 1, 10_000),
+        (2, 2, 40),
+        (2, 2, 10_000),
+        (2, 3, 40),
+        (2, 3, 10_000),
+    ],
+)
+def test_gradient_is_that_of_the_whole_batch(
+    ray_cluster, tiny_model, batch, reference, ranks, stage, micro_batch_tokens
+):
+    (gradients, metrics), _ = asyncio.run(
+        gradients_of(tiny_model, batch, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens)
+    )
+    loss, expected = reference
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+    assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
+    assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
+
+
+def test_more_ranks_than_rows_still_give_the_gradient(ray_cluster, tiny_model):
+    small = samples_of_groups.batch(groups=1, samples=1)
+
+    async def both():
+        (one, _), _ = await gradients_of(tiny_model, small, ranks=1, stage=0)
+        (two, _), _ = await gradients_of(tiny_model, small, ranks=2, stage=3)
+        return one, two
+
+    one, two = asyncio.run(both())
+    assert relative(flat(two), flat(one)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_model, tmp_path, stage):
+    """update, save, update  ==  update, save, (another process) load, update."""
+    first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
+    how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2}
+
+    async def uninterrupted():
+        group = start(tiny_model, **how)
+        await group.ready()
+        await group.update([first])
+        await group.save(tmp_path / "policy")
+        metrics = await group.update([second])
+        weights = (await on_all(group, "weights"))[0]
+        await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
+        await group.shutdown()
+        return metrics, weights
+
+    async def resumed():
+        group = start(tiny_model, **how)
+        await group.ready()
+        await group.load(tmp_path / "policy")
+        metrics = await group.update([second])
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
+
+    metrics, weights = asyncio.run(uninterrupted())
+    again, same_weights = asyncio.run(resumed())
+    assert again == metrics
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert exported.config.tie_word_embeddings
+    assert {n: p.shape for n, p in exported.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
+
+
+def test_a_missing_checkpoint_is_refused_by_name(ray_cluster, tiny_model, tmp_path):
+    async def load():
+        group = start(tiny_model, ranks=1, stage=2)
+        await group.ready()
+        try:
+            await group.load(tmp_path / "nothing")
+        finally:
+            await group.shutdown()
+
+    with pytest.raises(ValueError, match=r"nothing: no policy state for 1 rank\(s\) at ZeRO stage 2"):
+        asyncio.run(load())
