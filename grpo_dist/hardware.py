@@ -47,5 +47,14 @@ def thread_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
 
 
+def quiet_libraries() -> None:
+    """Keep what libraries say about themselves out of the terminal: progress bars of loading, guesses about devices."""
+    if device_type() == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for GPUs in vain
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from grpo_dist.hardware import quiet_libraries
 from grpo_dist.logprobs import token_logprobs
 
 
@@ -24,6 +25,7 @@ def load_causal_lm(
     """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
     weight.
     """
+    quiet_libraries()
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

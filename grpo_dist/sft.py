@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,25 @@ def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
-        "model": str(model_dir) if settings.model.startswith("demo:") else fingerprint(model_dir),
+        "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
         "data": settings.data if settings.data.startswith("demo:") else fingerprint(_data_file(settings)),
     }
-    return cached("sft", decides, lambda directory: _train(settings, model_dir, directory, say))
+    return cached("sft", decides, lambda directory: _with_threads(settings, model_dir, directory, say))
+
+
+def _with_threads(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+    """The caller's number of threads is its own again afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or available_cpus())
+    try:
+        _train(settings, model_dir, out, say)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     from transformers import AutoTokenizer
 
-    torch.set_num_threads(settings.threads or available_cpus())
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     pairs = [_tokenise(tokenizer, record, settings, where) for where, record in _records(settings)]
     if not pairs:
@@ -71,6 +81,7 @@ def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == settings.steps - 1:
             say(f"cold start: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
+    model.config.use_cache = True  # what is written serves generation
     model.save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
 
@@ -144,11 +155,9 @@ def _records(settings: SFT) -> Iterator[tuple[str, dict[str, str]]]:
         return
     path = _data_file(settings)
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if settings.examples is not None and number > settings.examples:
-                return
-            if line.strip():
-                yield f"{path}:{number}", _record(line, f"{path}:{number}")
+        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
+        for where, line in islice(lines, settings.examples):
+            yield where, _record(line, where)
 
 
 def _record(line: str, where: str) -> dict[str, str]:

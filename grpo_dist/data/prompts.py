@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 
 from grpo_dist.data.readers import Row
 from grpo_dist.types import Prompt
@@ -30,11 +31,15 @@ def build_prompts(
     template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_tokens: int,
     overlong: Literal["refuse", "drop"] = "refuse",
+    seen: dict[str, int] | None = None,
 ) -> tuple[list[Prompt], list[Dropped]]:
     """Prompts in row order, and what was dropped and why.
 
-    Raises ValueError for a tokenizer without a chat template where one is asked for, and, with
-    ``overlong="refuse"``, for the first prompt of more than ``max_prompt_tokens`` tokens.
+    ``seen`` counts the uids given so far; hand the same dict to every call whose prompts must differ in uid.
+
+    Raises ValueError for a tokenizer without a chat template where one is asked for, for a template that does
+    not take the messages, with ``overlong="refuse"`` for the first prompt of more than ``max_prompt_tokens``
+    tokens, and where every prompt is dropped.
     """
     if use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -44,7 +49,7 @@ def build_prompts(
         )
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
-    seen: dict[str, int] = {}
+    seen = {} if seen is None else seen
     for row in rows:
         token_ids = tokenise(
             row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
@@ -62,6 +67,10 @@ def build_prompts(
         columns = dict(row.columns)
         prompts.append(
             Prompt(uid, np.asarray(token_ids, np.int32), row.answer, row.source, row.problem, columns)
+        )
+    if dropped and not prompts:
+        raise ValueError(
+            f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
     return prompts, dropped
 
@@ -81,9 +90,15 @@ def tokenise(
         return tokenizer(text)["input_ids"]
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": content})
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=True, **template_kwargs
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"the model's chat template refuses the {' and '.join(m['role'] for m in messages)} messages "
+            f"({error}); check data.system_prompt and data.template_kwargs"
+        ) from error
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

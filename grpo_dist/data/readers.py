@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,35 +65,35 @@ def _records(source: DataSource) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if path.suffix == ".jsonl" and path.is_file():
         yield from _json_lines(path)
     else:
-        yield from ((f"{path.name}:{i}", record) for i, record in enumerate(_dataset(path, source), 1))
+        yield from ((f"{path.name}:{i}", record) for i, record in _counted(_dataset(path, source), source))
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Line by line, because only so a bad line can be named."""
-    with path.open(encoding="utf-8", errors="strict") as file:
-        number = 0
-        while True:
-            number += 1
+    """Line by line, because only so a bad line can be named; read as bytes, so that an undecodable one can
+    too.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
             location = f"{path}:{number}"
             try:
-                line = file.readline()
-                if not line:
-                    return
-                record = json.loads(line) if line.strip() else None
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{location}: not UTF-8 ({error.reason}); expected JSON Lines in UTF-8"
-                ) from error
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{location}: not valid JSON ({error.msg} at column {error.colno}); expected one object "
-                    f"per line"
-                ) from error
-            if record is None:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                record = json.loads(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{location}: {_complaint(error)}") from error
+            if record is None and not text.strip():
                 continue
             if not isinstance(record, dict):
-                raise ValueError(f"{location}: a JSON {type(record).__name__}; expected one object per line")
+                kind = "null" if record is None else f"JSON {type(record).__name__}"
+                raise ValueError(f"{location}: a {kind}; expected one JSON object per line")
             yield location, record
+
+
+def _complaint(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 ({error.reason} at byte {error.start}); expected JSON Lines in UTF-8"
+    where = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    return f"not valid JSON ({reason}{where}); expected one object per line"
 
 
 def _dataset(path: Path, source: DataSource) -> Iterable[Mapping[str, Any]]:
@@ -128,6 +128,16 @@ def _dataset(path: Path, source: DataSource) -> Iterable[Mapping[str, Any]]:
     return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
 
 
+def _counted(
+    records: Iterable[Mapping[str, Any]], source: DataSource
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Rows from 1 on. What is streamed is only read now, so a damaged file shows now."""
+    iterator, number = iter(records), 0
+    while (record := _guard(lambda: next(iterator, None), source)) is not None:
+        number += 1
+        yield number, record
+
+
 def _split(loaded: Any, source: DataSource) -> Any:
     if not isinstance(loaded, Mapping):
         return loaded
@@ -136,7 +146,7 @@ def _split(loaded: Any, source: DataSource) -> Any:
     return loaded[source.split]
 
 
-def _guard(load: Any, source: DataSource) -> Any:
+def _guard(load: Callable[[], Any], source: DataSource) -> Any:
     try:
         return load()
     except Exception as error:
@@ -148,8 +158,8 @@ def _guard(load: Any, source: DataSource) -> Any:
 
 
 def _row(record: Mapping[str, Any], location: str, source: DataSource, label: str) -> Row:
-    problem = _text(_column(record, source.problem_column, location))
-    answer = _answer(_column(record, source.answer_column, location), location, source)
+    problem = _text(record, source.problem_column, location)
+    answer = _answer(_text(record, source.answer_column, location).strip(), location, source)
     if not problem.strip():
         raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
     columns = {name: _column(record, name, location) for name in source.columns}
@@ -168,8 +178,7 @@ def _column(record: Mapping[str, Any], name: str, location: str) -> Any:
     return record[name]
 
 
-def _answer(value: Any, location: str, source: DataSource) -> str:
-    answer = _text(value).strip()
+def _answer(answer: str, location: str, source: DataSource) -> str:
     if source.answer_pattern is not None:
         found = re.search(source.answer_pattern, answer)
         if found is None:
@@ -187,10 +196,16 @@ def _answer(value: Any, location: str, source: DataSource) -> str:
     return answer
 
 
-def _text(value: Any) -> str:
-    """8 and 8.0 are "8"; None is empty."""
+def _text(record: Mapping[str, Any], name: str, location: str) -> str:
+    """8 and 8.0 are "8"; None is empty. Raises ValueError for a list or an object."""
+    value = _column(record, name, location)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    return str(value)
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ValueError(
+        f"{location}: `{name}` is a {type(value).__name__} ({str(value)[:60]}); expected text or a number; "
+        "set `problem_column` and `answer_column` to columns of text"
+    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from grpo_dist.cache import cached
 from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.hardware import quiet_libraries
 
 _VERSION = 1  # of what this file makes; raise it when the result changes
 _SHAPES: dict[str, dict[str, int]] = {
@@ -26,6 +27,7 @@ def cached_model(name: str, *, seed: int) -> Path:
 
 
 def _make(name: str, seed: int, directory: Path) -> None:
+    quiet_libraries()
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

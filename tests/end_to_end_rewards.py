@@ -1,0 +1,6 @@
+"""A reward of one's own, as a user would write it."""
+
+
+def digit_share(completion: str) -> float:
+    """Share of the characters that are digits."""
+    return sum(c.isdigit() for c in completion) / max(len(completion), 1)

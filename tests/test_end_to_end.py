@@ -1,0 +1,168 @@
+"""Whole runs on the real parts, from the command line: engine, graders, reference, two ZeRO ranks, sync, checkpoints.
+
+The model is the demo's with random weights, so nothing is learned here; what is tested is that the numbers are right and
+the same again. `make evidence` has the runs that learn.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+BASE = """
+name: run
+model: {path: "demo:tiny"}
+data:
+  train: [{path: "demo:add3"}]
+  eval: [{path: "demo:add3", split: test, max_rows: 8}]
+  max_prompt_tokens: 32
+batch: {prompts_per_step: 4, samples_per_prompt: 4, micro_batch_tokens: 256}
+sampling: {max_new_tokens: 16}
+# Random weights never answer right: the reward counts what they do say, so that advantages are not all zero.
+rewards:
+  functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
+  code_paths: [REWARDS]
+rollout: {kv_cache_gib: 0.25, enforce_eager: true}
+policy: {num_workers: 2, zero_stage: 2, optimizer: {lr: 1.0e-3, schedule: linear, warmup_steps: 2}}
+evaluation: {after: false, samples_per_prompt: 2, k: [1, 2]}
+checkpoint: {export: false, every: 3}
+algorithm: {kl: {coef: 0.05}}
+"""
+CLOCK = ("time/", "throughput/")
+
+
+def run(directory, *overrides, check=True, kill_after=None):
+    """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint is there.
+
+    Fails when a process of the run outlives it.
+    """
+    path = directory / "config.yaml"
+    path.write_text(BASE.replace("REWARDS", str(ROOT / "tests")))
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", str(path), *overrides]
+    environment = os.environ | {"GRPO_DIST_TEST_RUN": mark}
+    out, err = directory / "out", directory / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(command, cwd=directory, stdout=stdout, stderr=stderr, env=environment)
+        while kill_after and not (directory / "runs/run/checkpoints" / kill_after).exists():
+            assert process.poll() is None, err.read_text()[-5000:]
+            time.sleep(0.1)
+        if kill_after:
+            process.kill()
+        process.wait(timeout=400)
+    done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert not survivors(mark)
+    return done
+
+
+def survivors(mark):
+    """Processes of a run that still live a moment after it ended."""
+    _, alive = psutil.wait_procs([p for p in psutil.process_iter() if belongs(p, mark)], timeout=15)
+    return [p.cmdline() for p in alive if belongs(p, mark)]
+
+
+def belongs(process, mark):
+    try:
+        return (
+            process.status() != psutil.STATUS_ZOMBIE and process.environ().get("GRPO_DIST_TEST_RUN") == mark
+        )
+    except psutil.Error:
+        return False
+
+
+def metrics(directory, name="run"):
+    lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_clock(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    run(directory, "steps=6")
+    return directory
+
+
+def test_first_step_is_on_policy_to_the_last_digit(uninterrupted):
+    start, first, *_ = metrics(uninterrupted)
+    assert start["step"] == 0 and {"eval/add3/pass@1", "eval/add3/pass@1_stderr", "eval/add3/pass@2"} <= set(
+        start
+    )
+    assert first["policy/ratio_mean"] == first["policy/ratio_max"] == 1.0
+    assert abs(first["ref/kl"]) < 1e-9
+    assert first["mismatch/logprob_diff_max"] < 1e-5
+    assert first["rollout/staleness_max"] == 0
+    assert first["policy/clip_low_share"] == first["policy/clip_high_share"] == 0
+
+
+def test_weights_move_and_the_engine_follows(uninterrupted):
+    last = metrics(uninterrupted)[-1]
+    assert last["step"] == 6
+    assert last["ref/kl"] > 1e-6
+    assert last["mismatch/logprob_diff_max"] < 1e-5
+    assert last["policy/lr"] == 0.0  # the linear schedule has ended
+
+
+def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninterrupted, tmp_path):
+    """The first run is killed after its checkpoint of step 3; the second, another process, goes on from there."""
+    killed = run(tmp_path, "steps=6", check=False, kill_after="step_000003")
+    assert killed.returncode == -signal.SIGKILL
+    before = metrics(tmp_path)
+    assert without_clock(before) == without_clock(metrics(uninterrupted)[: len(before)])
+    done = run(tmp_path, "steps=6")
+    assert "resuming from runs/run/checkpoints/step_000003" in done.stdout
+    assert without_clock(metrics(tmp_path)) == without_clock(metrics(uninterrupted))
+    kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert kept == ["step_000003", "step_000006"]
+
+
+def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(uninterrupted):
+    done = run(uninterrupted, "steps=6", "policy.optimizer.lr=0.5", check=False)
+    assert done.returncode == 2
+    assert "made with another configuration" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
+    """One line is the difference: max_staleness=1. Sampling runs ahead, and every token says how old its weights are."""
+    overrides = (
+        "max_staleness=1",
+        "steps=3",
+        "checkpoint.every=2",
+        "checkpoint.export=true",
+        "evaluation.after=true",
+    )
+    done = run(tmp_path, *overrides)
+    lines = metrics(tmp_path)
+    assert [line.get("rollout/staleness_max") for line in lines] == [None, 0, 1, 1]
+    assert "eval/add3/pass@1" in lines[-1]
+    assert "accuracy on held-out problems" in done.stdout and "run directory: runs/run" in done.stdout
+    directory = tmp_path / "runs/run"
+    model = AutoModelForCausalLM.from_pretrained(directory / "model")
+    assert model.config.tie_word_embeddings
+    assert "<|user|>" in AutoTokenizer.from_pretrained(directory / "model").chat_template
+    assert (directory / "config.yaml").is_file() and any((directory / "tensorboard").iterdir())
+    rows = pq.read_table(directory / "samples/step_000002.parquet").to_pylist()
+    assert len(rows) == 16
+    assert all(0 <= row["reward"] <= 1 and len(row["completion_ids"]) == len(row["logprobs"]) for row in rows)
+    ahead = directory / "checkpoints/step_000002/ahead"
+    assert [p.name for p in ahead.iterdir()] == ["batch_000002.parquet"]
+
+
+def test_more_workers_than_the_cluster_has_are_refused_before_any_starts(tmp_path):
+    done = run(tmp_path, "steps=1", "batch.prompts_per_step=256", "policy.num_workers=512", check=False)
+    assert done.returncode == 2
+    assert "`policy.num_workers` = 512 but the cluster has" in done.stderr and "Traceback" not in done.stderr
