@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short test lint clean
+.PHONY: setup demo demo-short test evidence lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -22,6 +22,10 @@ demo-short: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Whole runs that learn, and one that must not: about half an hour on two cores.
+evidence: $(READY)
+	$(BIN)/python -m pytest -s tests/evidence.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -146,6 +146,9 @@ class Cluster:
         if ray.is_initialized():
             return
         address = self._config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+        # Ray would run its workers at the lowest priority, where any other program of this machine starves them. They
+        # are the job. Read when a cluster starts, so one that is joined keeps its own.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         self._owns_ray = True  # the connection is ours to close; a joined cluster itself goes on
         local = (
             {"num_cpus": self._config.cluster.num_cpus, "include_dashboard": False}

@@ -129,6 +129,7 @@ class Rewards(Section):
         1024, description="address space a grader process may take beyond its start"
     )
     code_paths: tuple[str, ...] = Field((), description="directories added to the path of custom reward code")
+    shuffle: bool = Field(False, description="control: deal each step's rewards among its samples at random")
 
     @model_validator(mode="after")
     def _distinct(self) -> Rewards:

@@ -18,9 +18,11 @@ from typing import Protocol
 
 from grpo_dist.batching import compute_advantages, make_batch, split_updates
 from grpo_dist.config import Config
+from grpo_dist.control import shuffle_rewards
 from grpo_dist.evaluate import EvalSet, evaluate
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline, ScoredGroup
+from grpo_dist.seeds import derived_seed
 from grpo_dist.types import Group, Prompt, TrainBatch
 from grpo_dist.workers import Workers
 
@@ -64,7 +66,7 @@ async def run(
             scored = await pipeline.next()
         groups = [s.group for s in scored]
         with watch("update"):
-            metrics = await workers.policy.update(make_batches(config, scored))
+            metrics = await workers.policy.update(make_batches(config, scored, step))
         with watch("drain"):
             await pipeline.settle()
         with watch("sync"):
@@ -79,10 +81,12 @@ async def run(
             await checkpoints.save(step + 1, workers, pipeline.finished_ahead())
 
 
-def make_batches(config: Config, scored: list[ScoredGroup]) -> list[TrainBatch]:
+def make_batches(config: Config, scored: list[ScoredGroup], step: int) -> list[TrainBatch]:
     """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split."""
     algorithm = config.algorithm
     groups = [s.group for s in scored]
+    if config.rewards.shuffle:
+        groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
     advantages = compute_advantages(
         groups, algorithm.advantage, std=algorithm.std, eps=algorithm.advantage_eps
     )

@@ -48,7 +48,9 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def quiet_libraries() -> None:
-    """Keep what libraries say about themselves out of the terminal: progress bars of loading, guesses about devices."""
+    """Keep what libraries say about themselves out of the terminal: progress bars of loading, guesses about
+    devices.
+    """
     if device_type() == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for GPUs in vain
     from transformers.utils import logging

@@ -3,7 +3,7 @@ at all.
 
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1. Logits are made ``chunk_tokens`` rows at a time, in float32, and never kept: the
-backward pass makes them again.
+backward pass makes them again. At most two blocks of [chunk_tokens, V] exist at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def token_logprobs(
     lm_head_weight: Float[Tensor, "V D"],
     tokens: Int[Tensor, "B T"],
     *,
-    temperature: float,
+    temperature: float | int,
     chunk_tokens: int,
     bias: Float[Tensor, " V"] | None = None,
     with_entropy: bool = False,
@@ -29,15 +29,26 @@ def token_logprobs(
     """Log-softmax of ``(hidden @ lm_head_weight.T + bias) / temperature`` at the next token.
 
     Args:
-        hidden: last hidden states, of any floating type; logits and sums are float32.
+        hidden: last hidden states, of any floating type. Logits, sums and the gradient of the weight are
+            float32 for half precision too (float64 where ``hidden`` is).
         temperature: that of the sampling distribution; above 0.
-        chunk_tokens: rows of logits [chunk_tokens, V] that exist at once.
+        chunk_tokens: rows of logits [chunk_tokens, V] made at once, at least 1.
         with_entropy: return the entropy of each distribution too, without gradient.
-        mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts.
+        mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. What stands in
+            ``hidden`` or ``tokens`` for others is never looked at.
 
     Returns:
-        Log-probs in nats, float32 [B, T], 0 where not wanted and at t = 0; entropies likewise, or None.
+        Log-probs in nats, float32 [B, T], 0 where not wanted and at t = 0; entropies likewise, or None. Both
+        are float64 where ``hidden`` is.
+
+    Raises:
+        ValueError: ``temperature`` or ``chunk_tokens`` is not positive.
     """
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ValueError(
+            f"temperature = {temperature}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
+            "at least one token a chunk"
+        )
     wanted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
     row, column = wanted[:, 1:].nonzero(as_tuple=True)
     values, entropies = _ChunkedLogprobs.apply(
@@ -45,17 +56,13 @@ def token_logprobs(
         lm_head_weight,
         bias,
         tokens[row, column + 1],
-        temperature,
+        float(temperature),
         chunk_tokens,
         with_entropy,
     )
-    logprobs = torch.zeros(tokens.shape, dtype=torch.float32, device=hidden.device).index_put(
-        (row, column + 1), values
-    )
-    if not with_entropy:
-        return logprobs, None
-    entropy = torch.zeros_like(logprobs).index_put((row, column + 1), entropies)
-    return logprobs, entropy.detach()
+    zeros = torch.zeros(tokens.shape, dtype=values.dtype, device=hidden.device)
+    logprobs = zeros.index_put((row, column + 1), values)
+    return logprobs, zeros.index_put((row, column + 1), entropies) if with_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -75,14 +82,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows, weight, bias, targets)
         ctx.temperature, ctx.chunk = temperature, chunk
-        values = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
+        head = _Head(rows, weight, bias, temperature)
+        values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
         entropies = torch.zeros_like(values)
-        for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            log_p = _log_softmax(rows[part], weight, bias, temperature)
-            values[part] = log_p.gather(1, targets[part, None])[:, 0]
+        for part in _parts(len(rows), chunk):
+            logits = head.logits(rows[part])
+            logits -= logits.amax(dim=1, keepdim=True)
+            logits -= logits.exp().sum(dim=1, keepdim=True).log()
+            values[part] = logits.gather(1, targets[part, None])[:, 0]
             if with_entropy:
-                entropies[part] = -(log_p.exp() * log_p).sum(dim=1)
+                entropies[part] = torch.special.entr(logits.exp_()).sum(dim=1)
         ctx.mark_non_differentiable(entropies)
         return values, entropies
 
@@ -90,20 +99,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        head = _Head(rows, weight, bias, ctx.temperature)
         grad_rows = torch.empty_like(rows) if needs_rows else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, len(rows), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            logits = _log_softmax(rows[part], weight, bias, ctx.temperature).exp_().neg_()
-            logits.scatter_add_(1, targets[part, None], torch.ones_like(logits[:, :1]))
-            logits.mul_((grad[part] / ctx.temperature)[:, None])
+        grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
+        for part in _parts(len(rows), ctx.chunk):
+            logits = head.logits(rows[part])
+            d_logits = torch.softmax(logits, dim=1).neg_()
+            del logits
+            d_logits.scatter_add_(1, targets[part, None], torch.ones_like(d_logits[:, :1]))
+            d_logits *= (grad[part] / ctx.temperature)[:, None]
             if grad_rows is not None:
-                grad_rows[part] = (logits.to(weight.dtype) @ weight).to(rows.dtype)
+                grad_rows[part] = head.product(d_logits, head.weight)
             if grad_weight is not None:
-                grad_weight.addmm_(logits.T, rows[part].float())
+                grad_weight += head.product(d_logits.T, rows[part])
             if grad_bias is not None:
-                grad_bias += logits.sum(dim=0)
+                grad_bias += d_logits.sum(dim=0)
         return (
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -112,6 +123,31 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _log_softmax(rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = torch.nn.functional.linear(rows, weight, bias).float()
-    return torch.log_softmax(logits / temperature if temperature != 1.0 else logits, dim=1)
+class _Head:
+    """The LM head's products in float32 (float64 for float64), whatever type its operands have.
+
+    bfloat16 logits would carry an error of 2^-9 of their size, hundreds of times the difference between two
+    correct engines. On CUDA bfloat16 operands go to the tensor cores as they are, with sums and results in
+    float32; only the gradient of the logits is rounded to bfloat16 there. Elsewhere operands are widened.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+        self.dtype = torch.promote_types(rows.dtype, torch.float32)
+        self._tensor_cores = rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
+        self._operand = weight.dtype if self._tensor_cores else self.dtype
+        self.weight = weight.to(self._operand)
+        self._bias, self._temperature = bias, temperature
+
+    def logits(self, rows: Tensor) -> Tensor:
+        out = self.product(rows, self.weight.T)
+        if self._bias is not None:
+            out += self._bias
+        return out.div_(self._temperature) if self._temperature != 1.0 else out
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.to(self._operand), b.to(self._operand)
+        return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, count, chunk)]

@@ -26,14 +26,16 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
+    """What the objective is made of; the names are those of the registries in `grpo_dist.algorithms`."""
+
     policy_loss: str = "ppo_clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.2  # the ratio is held above 1 - clip_low where the advantage is negative
+    clip_high: float = 0.2  # and below 1 + clip_high where it is positive
     dual_clip: float | None = None
     aggregation: str = "token-mean"
-    kl_coef: float = 0.0
+    kl_coef: float = 0.0  # 0: no KL term, and no reference log-probs are looked at
     kl_estimator: str = "k3"
-    correction_kind: str = "none"
+    correction_kind: str = "none"  # none: samples count as the trainer's own
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
@@ -52,9 +54,8 @@ def batch_loss(
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
         batch: ``old_logprobs`` None says that this update is the first on these samples: the importance ratio
-        is to
-            ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed when
-            kl_coef > 0.
+            is to ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed
+            when kl_coef > 0.
         entropy: nats, for the statistics.
     """
     mask = batch.loss_mask
@@ -66,7 +67,7 @@ def batch_loss(
     if settings.correction_kind != "none":
         weights, weight_stats = correction(
             old, batch.rollout_logprobs, mask,
-            kind=settings.correction_kind, level=settings.correction_level,  # type: ignore[arg-type]
+            kind=settings.correction_kind, level=settings.correction_level,
             low=settings.correction_low, high=settings.correction_high,
         )  # fmt: skip
         token_losses = token_losses * weights
@@ -140,7 +141,7 @@ def _aggregate(
 @torch.no_grad()
 def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
     """How far the trainer's log-probs of the sampled tokens lie from those the engine sampled with."""
-    difference = torch.where(batch.loss_mask, old - batch.rollout_logprobs, 0.0)
+    difference = torch.where(batch.loss_mask, old.double() - batch.rollout_logprobs.double(), 0.0)
     return {
         "mismatch": difference.abs().sum(),
         "mismatch_max": difference.abs().max() if difference.numel() else difference.sum(),

@@ -121,3 +121,15 @@ def test_a_batch_that_is_not_sampled_in_time_is_named():
     config = fakes.config(cluster={"timeouts": {"sample_s": 0.05}})
     with pytest.raises(TimeoutError, match=r"sample: batch 0.*0\.05 s"):
         train(world, config, fakes.prompts(20))
+
+
+def test_the_control_deals_the_same_rewards_to_other_samples():
+    world, control = fakes.World(), fakes.World()
+    batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
+    train(world, fakes.config(steps=2, batch=batch, algorithm={"std": "none"}), fakes.prompts(20))
+    shuffled = fakes.config(steps=2, batch=batch, algorithm={"std": "none"}, rewards={"shuffle": True})
+    train(control, shuffled, fakes.prompts(20))
+    for mine, dealt in zip(world.updates, control.updates, strict=True):
+        assert torch.equal(mine[0].tokens, dealt[0].tokens)
+        assert not torch.equal(mine[0].advantages, dealt[0].advantages)
+    assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]

@@ -1,7 +1,8 @@
-"""Whole runs on the real parts, from the command line: engine, graders, reference, two ZeRO ranks, sync, checkpoints.
+"""Whole runs on the real parts, from the command line: engine, graders, reference, two ZeRO ranks, sync,
+checkpoints.
 
-The model is the demo's with random weights, so nothing is learned here; what is tested is that the numbers are right and
-the same again. `make evidence` has the runs that learn.
+The model is the demo's with random weights, so nothing is learned here; what is tested is that the numbers
+are right and the same again. `make evidence` has the runs that learn.
 """
 
 import json
@@ -42,7 +43,8 @@ CLOCK = ("time/", "throughput/")
 
 
 def run(directory, *overrides, check=True, kill_after=None):
-    """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint is there.
+    """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
+    is there.
 
     Fails when a process of the run outlives it.
     """
@@ -118,7 +120,9 @@ def test_weights_move_and_the_engine_follows(uninterrupted):
 
 
 def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninterrupted, tmp_path):
-    """The first run is killed after its checkpoint of step 3; the second, another process, goes on from there."""
+    """The first run is killed after its checkpoint of step 3; the second, another process, goes on from
+    there.
+    """
     killed = run(tmp_path, "steps=6", check=False, kill_after="step_000003")
     assert killed.returncode == -signal.SIGKILL
     before = metrics(tmp_path)
@@ -137,7 +141,9 @@ def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(unin
 
 
 def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
-    """One line is the difference: max_staleness=1. Sampling runs ahead, and every token says how old its weights are."""
+    """One line is the difference: max_staleness=1. Sampling runs ahead, and every token says how old its
+    weights are.
+    """
     overrides = (
         "max_staleness=1",
         "steps=3",

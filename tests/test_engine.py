@@ -1,7 +1,8 @@
-"""One real vLLM engine, fed by one real DeepSpeed rank: what is sampled, and what a weight sync leaves behind.
+"""One real vLLM engine, fed by one real DeepSpeed rank: what is sampled, and what a weight sync leaves
+behind.
 
-The engine runs in mode ``keep``, so that weights can change under requests in flight; between requests that is the same
-as ``drain``.
+The engine runs in mode ``keep``, so that weights can change under requests in flight; between requests that
+is the same as ``drain``.
 """
 
 import asyncio
@@ -63,9 +64,9 @@ class World:
             settings, sync, model=model, model_dir=str(model_dir), max_length=256, seed=0, options=OPTIONS
         )
         policy = PolicyGroup(
-            Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(), temperature=1.0,
-            micro_batch_tokens=1000, total_updates=1, timeouts=Timeouts(), seed=0, options=OPTIONS,
-            worker=MovingWorker,
+            Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
+            temperature=1.0, micro_batch_tokens=1000, total_updates=1, timeouts=Timeouts(), seed=0,
+            options=OPTIONS, worker=MovingWorker,
         )  # fmt: skip
         await asyncio.gather(rollouts.ready(), policy.ready())
         return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=60)
@@ -162,7 +163,9 @@ def test_samples_follow_from_their_seeds_alone(world):
 
 
 def test_a_prompt_longer_than_one_prefill_is_sampled_with_its_seed(world):
-    """Prompts cut into pieces would kill a CPU engine with seeded requests; many long ones exceed one prefill."""
+    """Prompts cut into pieces would kill a CPU engine with seeded requests; many long ones exceed one
+    prefill.
+    """
     prompts = [Prompt(f"long{i}", np.full(200, 11 + i, np.int32), "1", "test") for i in range(20)]
     assert all(len(rollouts) == 3 for rollouts in world.sample_all(prompts, max_new_tokens=2))
 

@@ -1,84 +1,185 @@
-"""Log-probs without all the logits at once, against the dense float64 computation."""
+"""Chunked log-probs against the dense float64 definition: values, entropies, gradients, memory."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_dist.logprobs import token_logprobs
 
-
-def dense(hidden, weight, tokens, temperature, bias=None):
-    """The definition, in float64: entry t from the hidden state at t - 1; entry 0 is 0."""
-    logits = hidden.double() @ weight.double().T
-    logits = (logits + bias.double() if bias is not None else logits) / temperature
-    log_p = logits.log_softmax(-1)
-    values = log_p[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
-    entropy = -(log_p.exp() * log_p).sum(-1)[:, :-1]
-    pad = torch.zeros(len(tokens), 1, dtype=torch.float64)
-    return torch.cat([pad, values], 1), torch.cat([pad, entropy], 1)
+B, T, D, V = 3, 7, 5, 41
 
 
-@pytest.fixture
-def inputs():
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(3, 7, 8, generator=generator)
-    weight, bias = torch.randn(11, 8, generator=generator), torch.randn(11, generator=generator)
-    tokens = torch.randint(0, 11, (3, 7), generator=generator)
-    mask = torch.rand(3, 7, generator=generator) < 0.6
-    mask[:, 0] = False
-    return hidden, weight, bias, tokens, mask
+def problem(dtype=torch.float32, seed=0, scale=3.0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(B, T, D, generator=generator, dtype=torch.float64)
+    weight = torch.randn(V, D, generator=generator, dtype=torch.float64) * scale
+    bias = torch.randn(V, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(0, V, (B, T), generator=generator)
+    mask = torch.rand(B, T, generator=generator) < 0.6
+    return [t.to(dtype).requires_grad_() for t in (hidden, weight, bias)], tokens, mask
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("chunk", [1, 4, 1000])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_values_entropies_and_gradients_are_those_of_the_definition(inputs, temperature, chunk, with_bias):
-    hidden, weight, bias, tokens, mask = inputs
-    leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-    got, entropy = token_logprobs(
-        leaves[0], leaves[1], tokens, temperature=temperature, chunk_tokens=chunk,
-        bias=leaves[2] if with_bias else None, with_entropy=True, mask=mask,
+def dense(leaves, tokens, mask, temperature):
+    """The definition, all logits at once, in float64: position t is predicted by the hidden state before
+    it.
+    """
+    hidden, weight, bias = (t.double() for t in leaves)
+    logp = ((hidden @ weight.T + bias) / temperature).log_softmax(-1)
+    logprobs, entropy = (torch.zeros(tokens.shape, dtype=torch.float64) for _ in range(2))
+    for b in range(B):
+        for t in range(1, T):
+            if mask[b, t]:
+                logprobs[b, t] = logp[b, t - 1, tokens[b, t]]
+                entropy[b, t] = -(logp[b, t - 1].exp() * logp[b, t - 1]).sum()
+    return logprobs, entropy
+
+
+def gradients(values, leaves, seed=9):
+    upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.autograd.grad((values * upstream).sum(), leaves)
+
+
+def relative(actual, expected):
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "gradient_tolerance"),
+    [(torch.float64, 1e-13, 1e-13), (torch.float32, 2e-6, 2e-6), (torch.bfloat16, 2e-6, 3e-3)],
+)
+def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
+    dtype, tolerance, gradient_tolerance, temperature, chunk_tokens
+):
+    """In bfloat16 only the gradients' own type rounds them; log-probs are float32 throughout."""
+    leaves, tokens, mask = problem(dtype)
+    hidden, weight, bias = leaves
+    actual, entropy = token_logprobs(
+        hidden, weight, tokens, temperature=temperature, chunk_tokens=chunk_tokens, bias=bias,
+        with_entropy=True, mask=mask,
     )  # fmt: skip
-    exact = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-    expected, expected_entropy = dense(
-        exact[0], exact[1], tokens, temperature, exact[2] if with_bias else None
-    )
-    assert torch.allclose(got.double(), torch.where(mask, expected, 0.0), atol=1e-6)
-    assert torch.allclose(entropy.double(), torch.where(mask, expected_entropy, 0.0), atol=1e-5)
-    pull = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
-    (got * pull).sum().backward()
-    (torch.where(mask, expected, 0.0) * pull).sum().backward()
-    for mine, true in zip(leaves[: 2 + with_bias], exact, strict=False):
-        assert torch.allclose(mine.grad, true.grad, atol=1e-5)
+    expected, expected_entropy = dense(leaves, tokens, mask, temperature)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert actual.dtype == entropy.dtype == wide and not entropy.requires_grad
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=tolerance, atol=tolerance)
+    for a, b in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
+        assert a.dtype == dtype and relative(a, b) < gradient_tolerance
 
 
-def test_chunking_changes_nothing(inputs):
-    hidden, weight, _, tokens, mask = inputs
-    results = [
-        token_logprobs(hidden, weight, tokens, temperature=0.9, chunk_tokens=c, mask=mask)[0]
-        for c in (1, 3, 100)
-    ]
-    assert torch.allclose(results[0], results[1], atol=1e-6) and torch.allclose(
-        results[1], results[2], atol=1e-6
-    )
+def test_gradient_check():
+    leaves, tokens, mask = problem(torch.float64)
+
+    def values(hidden, weight, bias):
+        return token_logprobs(
+            hidden, weight, tokens, temperature=0.8, chunk_tokens=3, bias=bias, mask=mask
+        )[0]  # fmt: skip
+
+    assert torch.autograd.gradcheck(values, leaves)
 
 
-def test_nothing_wanted_is_zero_and_still_has_a_gradient_of_zero(inputs):
-    hidden, weight, _, tokens, mask = inputs
-    weight = weight.clone().requires_grad_()
-    got, _ = token_logprobs(
-        hidden, weight, tokens, temperature=1.0, chunk_tokens=4, mask=torch.zeros_like(mask)
-    )
-    got.sum().backward()
-    assert torch.equal(got, torch.zeros(3, 7)) and torch.equal(weight.grad, torch.zeros_like(weight))
+def test_entry_t_is_the_token_at_t_and_the_first_token_has_none():
+    """A head that predicts "the same token again" with certainty: only repetitions have log-prob 0."""
+    tokens = torch.tensor([[2, 2, 1, 1, 1, 0]])
+    hidden = torch.nn.functional.one_hot(tokens, 3).float()
+    logprobs, entropy = token_logprobs(hidden, torch.eye(3) * 100, tokens, temperature=1.0, chunk_tokens=2)
+    assert logprobs.tolist() == [[0.0, 0.0, -100.0, 0.0, 0.0, -100.0]] and entropy is None
 
 
-def test_bfloat16_hidden_states_give_float32_log_probs(inputs):
-    hidden, weight, _, tokens, mask = inputs
-    got, _ = token_logprobs(
-        hidden.bfloat16(), weight.bfloat16(), tokens, temperature=1.0, chunk_tokens=4, mask=mask
-    )
-    expected, _ = dense(hidden.bfloat16(), weight.bfloat16(), tokens, 1.0)
-    assert got.dtype == torch.float32
-    assert (
-        float((got - torch.where(mask, expected, 0.0)).abs().max()) < 0.1
-    )  # the product is rounded to 8 bits
+def test_entropy_of_a_uniform_distribution_is_the_logarithm_of_its_size():
+    _, entropy = token_logprobs(
+        torch.zeros(1, 3, D), torch.randn(V, D), torch.zeros(1, 3, dtype=torch.long),
+        temperature=1.0, chunk_tokens=8, with_entropy=True,
+    )  # fmt: skip
+    torch.testing.assert_close(entropy, torch.tensor([[0.0, 1, 1]]) * torch.log(torch.tensor(float(V))))
+
+
+def test_chunk_size_and_row_split_leave_values_alone():
+    (hidden, weight, _), tokens, mask = problem(scale=10.0)
+    how = {"temperature": 0.9, "mask": mask}
+    whole, _ = token_logprobs(hidden, weight, tokens, chunk_tokens=1000, **how)
+    for chunk in (1, 2, 3, 5):
+        torch.testing.assert_close(
+            token_logprobs(hidden, weight, tokens, chunk_tokens=chunk, **how)[0], whole, rtol=0, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
+def test_what_is_not_wanted_is_not_looked_at(garbage):
+    (hidden, weight, _), tokens, mask = problem()
+    mask[:, 0] = True  # nothing predicts the first token, whatever the mask says
+    used = torch.zeros(B, T, dtype=torch.bool)
+    used[:, :-1] = mask[:, 1:]
+    how = {"temperature": 1.0, "chunk_tokens": 4, "mask": mask}
+    clean, _ = token_logprobs(hidden, weight, tokens, **how)
+    spoilt = torch.where(used[..., None], hidden.detach(), garbage).requires_grad_()
+    bad_tokens = torch.where(mask, tokens, -100)
+    actual, _ = token_logprobs(spoilt, weight, bad_tokens, **how)
+    assert torch.equal(actual, clean)
+    assert torch.equal(actual[~mask], torch.zeros(int((~mask).sum())))
+    assert torch.equal(actual[:, 0], torch.zeros(B))
+    actual.sum().backward()
+    assert torch.equal(spoilt.grad[~used], torch.zeros(int((~used).sum()), D))
+    assert torch.isfinite(weight.grad).all()
+
+
+@pytest.mark.parametrize("width", [1, T])
+def test_nothing_wanted_gives_zero_and_zero_gradient(width):
+    (hidden, weight, bias), tokens, _ = problem()
+    logprobs, entropy = token_logprobs(
+        hidden[:, :width], weight, tokens[:, :width], temperature=1.0, chunk_tokens=4, bias=bias,
+        with_entropy=True, mask=torch.zeros(B, width, dtype=torch.bool),
+    )  # fmt: skip
+    assert not logprobs.any() and not entropy.any()
+    for gradient in torch.autograd.grad(logprobs.sum(), (hidden, weight, bias)):
+        assert not gradient.any()
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return out
+
+
+def test_no_more_logits_exist_than_a_chunk_forward_and_backward():
+    rows, chunk, vocabulary = 64, 4, 500
+    hidden = torch.randn(2, rows, 3, requires_grad=True)
+    weight = torch.randn(vocabulary, 3, requires_grad=True)
+    tokens = torch.randint(0, vocabulary, (2, rows))
+    with Largest() as seen:
+        logprobs, _ = token_logprobs(
+            hidden, weight, tokens, temperature=0.7, chunk_tokens=chunk, with_entropy=True
+        )
+        logprobs.sum().backward()
+    assert seen.elements == chunk * vocabulary
+
+
+def test_the_weight_is_trained_through_both_uses_when_it_is_tied():
+    """Embedding and head share a tensor: its gradient is the sum of both paths."""
+    leaves, tokens, mask = problem(torch.float64)
+    weight = leaves[1]
+
+    def loss(embedding, head):
+        hidden = torch.tanh(embedding[tokens])
+        how = {"temperature": 1.0, "chunk_tokens": 4, "mask": mask}
+        return token_logprobs(hidden, head, tokens, **how)[0].sum()
+
+    (tied,) = torch.autograd.grad(loss(weight, weight), weight)
+    separate = [weight.detach().clone().requires_grad_() for _ in range(2)]
+    parts = torch.autograd.grad(loss(*separate), separate)
+    assert relative(tied, parts[0] + parts[1]) < 1e-14
+
+
+@pytest.mark.parametrize("change", [{"temperature": 0.0}, {"chunk_tokens": 0}])
+def test_a_temperature_or_chunk_of_zero_is_refused(change):
+    (hidden, weight, _), tokens, _ = problem()
+    with pytest.raises(ValueError, match="expected a temperature above 0 and at least one token a chunk"):
+        token_logprobs(hidden, weight, tokens, **({"temperature": 1.0, "chunk_tokens": 1} | change))

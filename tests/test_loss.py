@@ -1,7 +1,10 @@
-"""The loss of an update: nothing about how rows are split, ordered or padded may change its gradient."""
+"""The loss of an update: how its terms combine, and that no split of the rows changes it."""
 
-import dataclasses
+import math
+from dataclasses import replace
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import samples_of_groups
 import torch
@@ -9,126 +12,269 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms.aggregation import MODES
-from grpo_dist.batching import micro_batches, shard
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.batching import make_batch, micro_batches, shard, split_updates
+from grpo_dist.logprobs import token_logprobs
 from grpo_dist.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.types import TrainBatch
 
-BATCH = samples_of_groups.batch(groups=3, samples=4)
-OLD = dataclasses.replace(BATCH, old_logprobs=BATCH.rollout_logprobs + 0.1 * torch.randn(BATCH.tokens.shape))
-POLICY = torch.where(BATCH.loss_mask, BATCH.rollout_logprobs + 0.3 * torch.randn(BATCH.tokens.shape), 0.0)
-ENTROPY = torch.rand(BATCH.tokens.shape)
+VOCABULARY = 108  # of samples_of_groups
 
 
-def whole(batch, settings, dtype=torch.float64):
-    logprobs = POLICY.to(dtype).clone().requires_grad_()
-    loss, stats = batch_loss(logprobs, as_type(batch, dtype), settings, entropy=ENTROPY.to(dtype))
-    loss.backward()
-    return float(loss.detach()), logprobs.grad, stats
-
-
-def as_type(batch, dtype):
-    floats = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
-    floats = {
-        n: t.to(dtype) for n, t in floats.items() if isinstance(t, torch.Tensor) and t.is_floating_point()
+def batch_of_one_row(**changes):
+    """Prompt of one token, completion of three."""
+    fields = {
+        "tokens": torch.tensor([[1, 2, 3, 4]]),
+        "lengths": torch.tensor([4]),
+        "loss_mask": torch.tensor([[False, True, True, True]]),
+        "advantages": torch.tensor([[0.0, 2, 2, 2]]),
+        "rollout_logprobs": torch.tensor([[0.0, -1, -2, -3]]),
+        "ref_logprobs": None,
+        "old_logprobs": None,
+        "num_tokens": 3.0,
+        "num_sequences": 1.0,
+        "max_tokens": 10,
     }
-    return dataclasses.replace(batch, **floats)
+    return TrainBatch(**(fields | changes))
 
 
-def in_parts(batch, settings, parts, dtype=torch.float64):
-    logprobs = POLICY.to(dtype).clone().requires_grad_()
-    total, stats = 0.0, None
-    for rows in parts:
-        part = as_type(batch.select(rows), dtype)
-        width = part.tokens.shape[1]
-        entropy = ENTROPY.to(dtype)[rows, :width]
-        loss, part_stats = batch_loss(logprobs[rows, :width], part, settings, entropy=entropy)
-        loss.backward()
-        total += float(loss.detach())
-        stats = part_stats if stats is None else add_stats(stats, part_stats)
-    return total, logprobs.grad, stats
+def loss_and_gradient(batch, settings, logprobs, entropy=None):
+    logprobs = logprobs.clone().requires_grad_()
+    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy)
+    loss.backward()
+    return loss.item(), logprobs.grad, finish_stats(stats)
+
+
+def test_first_update_has_ratio_one_and_the_plain_policy_gradient():
+    batch = batch_of_one_row()
+    loss, gradient, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]))
+    assert loss == -2.0
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2, -2, -2]]) / 3)
+    assert metrics == {
+        "loss/total": -2.0, "loss/policy": -2.0,
+        "policy/ratio_mean": 1.0, "policy/ratio_max": 1.0, "policy/approx_kl": 0.0,
+        "policy/clip_low_share": 0.0, "policy/clip_high_share": 0.0, "policy/dual_clip_share": 0.0,
+        "mismatch/logprob_diff_mean": 0.0, "mismatch/logprob_diff_max": 0.0, "mismatch/kl": 0.0,
+    }  # fmt: skip
+
+
+def test_later_updates_take_the_ratio_to_the_old_logprobs():
+    batch = batch_of_one_row(old_logprobs=torch.tensor([[0.0, -1, -2, -3]]))
+    ratios = torch.tensor([[1.0, 1.1, 1.5, 0.5]])
+    loss, gradient, metrics = loss_and_gradient(
+        batch, LossSettings(clip_high=0.2), batch.old_logprobs + ratios.log()
+    )
+    assert loss == pytest.approx(-2 * (1.1 + 1.2 + 0.5) / 3)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 1.1, 0, -2 * 0.5]]) / 3)
+    assert metrics["policy/clip_high_share"] == pytest.approx(1 / 3)
+    assert metrics["policy/ratio_mean"] == pytest.approx((1.1 + 1.5 + 0.5) / 3)
+
+
+def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
+    logprobs = torch.tensor([[0.0, -1, -2, -3]])
+    rollout = logprobs - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])
+    reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
+    batch = batch_of_one_row(rollout_logprobs=rollout, ref_logprobs=reference)
+    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_high=2.0)
+    loss, gradient, metrics = loss_and_gradient(batch, settings, logprobs)
+    kl = (0.1065307 + 0.7182818) / 3
+    policy = -2 * (1.5 + 2.0 + 0.5) / 3
+    assert loss == pytest.approx(policy + 0.1 * kl, rel=1e-6)
+    slopes = [1 - math.exp(-d) for d in (0.5, -1, 0)]
+    expected = [-2 * w + 0.1 * s for w, s in zip((1.5, 2.0, 0.5), slopes, strict=True)]
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, *expected]]) / 3)
+    assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
+    assert metrics["loss/kl"] == pytest.approx(0.1 * kl, rel=1e-6)
+    assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-6)
+    assert metrics["correction/weight_mean"] == pytest.approx((1.5 + 4 + 0.5) / 3, rel=1e-6)
+    assert metrics["correction/weight_max"] == pytest.approx(4, rel=1e-6)
+    assert metrics["correction/outside_share"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(math.log(4), rel=1e-6)
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(math.log(1.5 * 4 * 2) / 3, rel=1e-6)
+
+
+def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_over_trained_tokens():
+    batch = batch_of_one_row(rollout_logprobs=torch.tensor([[9.0, -1, -2, -2.5]]))
+    entropy = torch.tensor([[9.0, 1, 2, 6]])
+    _, _, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]), entropy)
+    assert metrics["mismatch/logprob_diff_max"] == 0.5
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.5 / 3)
+    assert metrics["mismatch/kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3)
+    assert metrics["policy/entropy"] == 3.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
+    """With advantages -1 on policy every token loss is 1; with k1 and d = 1 every KL is 1: equal terms."""
+    batch = samples_of_groups.batch()
+    logprobs = torch.randn(batch.tokens.shape)
+    batch = replace(batch, advantages=torch.full_like(logprobs, -1.0), ref_logprobs=logprobs - 1)
+    settings = LossSettings(kl_coef=0.25, kl_estimator="k1", aggregation=mode)
+    _, _, metrics = loss_and_gradient(batch, settings, logprobs)
+    assert metrics["loss/kl"] == pytest.approx(0.25 * metrics["loss/policy"], rel=1e-5)
+    assert metrics["ref/kl"] == pytest.approx(1.0, rel=1e-5)
+
+
+# --- the same gradient for every split
+
+
+class Tiny(torch.nn.Module):
+    """A causal model of two matrices: hidden states are running means of embeddings."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.embedding, self.head = (
+            torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator, dtype=torch.float64).to(dtype))
+            for _ in range(2)
+        )
+
+    def forward(self, batch):
+        steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
+        hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
+        how = {"temperature": 0.9, "chunk_tokens": 16, "mask": batch.loss_mask}
+        return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
+
+    def gradient(self, parts, settings):
+        """Flat gradient and metrics when ``parts`` are taken one after the other."""
+        self.zero_grad()
+        total = None
+        for part in parts:
+            logprobs, entropy = self(part)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy)
+            loss.backward()
+            total = stats if total is None else add_stats(total, stats)
+        return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """16 rows, one of them unscored, with old log-probs near the model's so that both clip bounds bite."""
+    rng = np.random.default_rng(5)
+    groups = [samples_of_groups.group(i, rng) for i in range(4)]
+    rewards = groups[1].rewards.copy()
+    rewards[2] = np.nan
+    groups[1] = replace(groups[1], rewards=rewards)
+    advantages = [rng.standard_normal(4).astype(np.float32) for _ in groups]
+    reference = [
+        -5 * rng.random(len(r.completion_ids)).astype(np.float32) for g in groups for r in g.rollouts
+    ]
+    batch = make_batch(groups, advantages, ref_logprobs=reference, max_new_tokens=12)
+    with torch.no_grad():
+        logprobs, _ = Tiny(torch.float64)(batch)
+
+    def near(spread):
+        noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * spread
+        return torch.where(batch.loss_mask, logprobs + noise, 0.0).float()
+
+    return replace(batch, old_logprobs=near(0.3), rollout_logprobs=near(0.5))
+
+
+COMBINATIONS = [
+    LossSettings(
+        policy_loss=policy_loss, aggregation=mode, dual_clip=3.0 if kind == "mis" else None,
+        kl_coef=0.05, kl_estimator=estimator,
+        correction_kind=kind, correction_level=level, correction_low=0.5, correction_high=2.0,
+    )
+    for policy_loss, mode, (estimator, kind, level) in product(
+        POLICY_LOSSES,
+        MODES,
+        [
+            ("k3", "none", "token"), ("k2", "tis", "token"),
+            ("k1", "mis", "sequence"), ("k3", "icepop", "geometric"),
+        ],
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_no_split_of_the_rows_changes_gradient_or_metrics(whole, dtype, data):
+    """For every loss, aggregation, KL estimator and correction: relative error 1e-6 in float64 (the data are
+    float32), 1e-5 in float32."""
+    order = data.draw(st.permutations(range(len(whole))))
+    cuts = data.draw(st.sets(st.integers(1, len(whole) - 1)))
+    bounds = [0, *sorted(cuts), len(whole)]
+    parts = [whole.select(list(order[a:b])) for a, b in pairwise(bounds)]
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+    model = Tiny(dtype)
+    for how in COMBINATIONS:
+        expected, metrics = model.gradient([whole], how)
+        actual, same = model.gradient(parts, how)
+        assert float((actual - expected).norm() / expected.norm()) < tolerance, how
+        assert same == pytest.approx(metrics, rel=tolerance, abs=tolerance), how
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
+def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ranks, budget):
+    """As the policy workers split: rows dealt to ranks, micro-batches by token budget; some ranks idle."""
+    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    model = Tiny(torch.float64)
+    expected, _ = model.gradient([whole], how)
+    parts = [
+        part.select(rows)
+        for part in shard(whole, ranks)
+        for rows in micro_batches(part.lengths.tolist(), budget)
+    ]
+    actual, _ = model.gradient(parts, how)
+    assert float((actual - expected).norm() / expected.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_could_not_be_scored_adds_to_nothing(whole, mode):
+    unscored = 4 + 2
+    assert not whole.loss_mask[unscored].any() and whole.num_sequences == 15
+    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    model = Tiny(torch.float64)
+    expected, metrics = model.gradient([whole], how)
+    actual, same = model.gradient([whole.select([r for r in range(16) if r != unscored])], how)
+    assert torch.equal(actual, expected) and same == pytest.approx(metrics, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["none", "tis", "mis", "icepop"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_gradient_does_not_depend_on_the_split(mode, kind, level, estimator):
-    how = LossSettings(
-        aggregation=mode, kl_coef=0.1, kl_estimator=estimator, correction_kind=kind, correction_level=level,
-        correction_low=0.5, correction_high=2.0, dual_clip=3.0, clip_high=0.28,
-    )  # fmt: skip
-    for batch in (BATCH, OLD):
-        loss, gradient, stats = whole(batch, how)
-        for parts in ([[i] for i in range(12)], [[11, 3, 5], [0, 1, 2, 4], [6, 7, 8, 9, 10]]):
-            again, split_gradient, split_stats = in_parts(batch, how, parts)
-            assert again == pytest.approx(loss, rel=1e-9)
-            assert float((split_gradient - gradient).norm() / gradient.norm()) < 1e-9
-            assert finish_stats(split_stats) == pytest.approx(finish_stats(stats), rel=1e-6)
+def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
+    batch = samples_of_groups.batch()
+    batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0, num_sequences=0.0)
+    settings = LossSettings(aggregation=mode, kl_coef=0.1, correction_kind=kind, correction_level="sequence")
+    loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))
+    assert loss == 0.0 and not gradient.any()
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert metrics["policy/ratio_mean"] == 1.0 and metrics["ref/kl"] == 0.0
 
 
-@given(owners=st.lists(st.integers(0, 4), min_size=12, max_size=12))
-@settings(max_examples=30, deadline=None)
-def test_any_split_will_do_in_float32_too(owners):
-    how = LossSettings(aggregation="seq-mean-token-mean", kl_coef=0.1, correction_kind="tis")
-    parts = [[i for i, o in enumerate(owners) if o == k] for k in range(5)]
-    _, gradient, _ = whole(OLD, how, torch.float32)
-    _, split, _ = in_parts(OLD, how, [p for p in parts if p], torch.float32)
-    assert float((split - gradient).norm() / gradient.norm()) < 1e-5
-
-
-def test_on_policy_ratio_is_one_and_gradient_is_that_of_policy_gradient():
-    how = LossSettings(aggregation="token-mean")
-    _, gradient, stats = whole(BATCH, how)
-    expected = -torch.where(BATCH.loss_mask, BATCH.advantages, 0.0) / BATCH.num_tokens
-    assert torch.allclose(gradient.float(), expected)
-    metrics = finish_stats(stats)
-    assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
-    assert metrics["policy/approx_kl"] == 0.0
-
-
-def test_correction_weighs_the_policy_loss_and_never_the_kl_term():
-    """With all advantages 0 only the KL term is left, and weights of 0 (everything masked) must not touch it."""
-    still = dataclasses.replace(BATCH, advantages=torch.zeros_like(BATCH.advantages))
-    plain = whole(still, LossSettings(kl_coef=0.1))
-    masked = whole(
-        still, LossSettings(kl_coef=0.1, correction_kind="mis", correction_low=50.0, correction_high=60.0)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(whole, garbage):
+    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_level="sequence", dual_clip=3.0)
+    mask = whole.loss_mask
+    logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)
+    clean = loss_and_gradient(whole, settings, logprobs, entropy)
+    names = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
+    spoilt = replace(whole, **{n: torch.where(mask, getattr(whole, n), garbage) for n in names})
+    dirty = loss_and_gradient(
+        spoilt, settings, torch.where(mask, logprobs, garbage), torch.where(mask, entropy, garbage)
     )
-    assert plain[0] == masked[0] and torch.equal(plain[1], masked[1])
+    assert dirty[0] == clean[0] and dirty[2] == clean[2]
+    assert torch.equal(dirty[1], clean[1]) and not dirty[1][~mask].any()
 
 
-def test_unscored_rows_and_padding_add_nothing():
-    rng_batch = dataclasses.replace(BATCH, loss_mask=BATCH.loss_mask.clone())
-    rng_batch.loss_mask[3] = False
-    _, gradient, _ = whole(rng_batch, LossSettings(kl_coef=0.1))
-    assert torch.equal(gradient[3], torch.zeros_like(gradient[3]))
-    assert torch.equal(
-        gradient[~rng_batch.loss_mask], torch.zeros(int((~rng_batch.loss_mask).sum())).double()
-    )
+def test_each_update_of_a_step_is_divided_by_its_own_size(whole):
+    """Two updates of whole groups: the loss of each is that of a step made of its groups alone."""
+    parts = split_updates(whole, num_groups=4, num_updates=2)
+    model = Tiny(torch.float64)
+    for part, rows in zip(parts, (range(8), range(8, 16)), strict=True):
+        alone = whole.select(list(rows))
+        mask = alone.loss_mask
+        alone = replace(alone, num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()))
+        expected, metrics = model.gradient([alone], LossSettings())
+        actual, same = model.gradient([part], LossSettings())
+        assert torch.equal(actual, expected) and same == metrics
+    assert [p.num_sequences for p in parts] == [7.0, 8.0]
 
 
-def test_a_step_with_nothing_to_train_on_has_loss_and_gradient_zero():
-    empty = dataclasses.replace(
-        BATCH, loss_mask=torch.zeros_like(BATCH.loss_mask), num_tokens=0.0, num_sequences=0.0
-    )
-    for mode in MODES:
-        loss, gradient, stats = whole(
-            empty, LossSettings(aggregation=mode, kl_coef=0.1, correction_kind="tis")
-        )
-        assert loss == 0.0 and torch.equal(gradient, torch.zeros_like(gradient))
-        assert all(value == value for value in finish_stats(stats).values())
-
-
-def test_mismatch_is_measured_on_trained_tokens():
-    shifted = torch.where(BATCH.loss_mask, BATCH.rollout_logprobs + 0.25, 123.0)
-    _, stats = batch_loss(shifted.requires_grad_(), BATCH, LossSettings())
-    metrics = finish_stats(stats)
-    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.25, rel=1e-5)
-    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(0.25, rel=1e-5)
-
-
-def test_ranks_and_micro_batches_together_cover_every_row_once():
-    rows = BATCH.lengths.tolist()
-    parts = shard(BATCH, 3)
-    assert sorted(n for p in parts for n in p.lengths.tolist()) == sorted(rows)
-    for part in parts:
-        taken = [i for m in micro_batches(part.lengths.tolist(), 40) for i in m]
-        assert sorted(taken) == list(range(len(part)))
+def test_statistics_of_disjoint_rows_add_up_except_maxima():
+    a = {"ratio": torch.tensor(2.0), "ratio_max": torch.tensor(5.0)}
+    b = {"ratio": torch.tensor(3.0), "ratio_max": torch.tensor(4.0)}
+    assert {k: float(v) for k, v in add_stats(a, b).items()} == {"ratio": 5.0, "ratio_max": 5.0}

@@ -1,4 +1,6 @@
-"""Real DeepSpeed ranks in real Ray actors: a step's gradient is that of the whole batch, however it is split."""
+"""Real DeepSpeed ranks in real Ray actors: a step's gradient is that of the whole batch, however it is
+split.
+"""
 
 import asyncio
 

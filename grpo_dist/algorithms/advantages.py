@@ -11,32 +11,33 @@ deviation of the same size gives 0.06 to 0.9.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Std = Literal["group", "batch", "none"]
-
 
 def grpo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: Std = "group", eps: float = 1e-6
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "group", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Group-relative advantage: (r - mean of its group) / (standard deviation + eps).
 
-    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2. The deviation is that of the sample
-    (ddof 1), of the group, or with ``std="batch"`` of all centred rewards of the batch around 0 with as many
-    degrees of freedom as there are scored samples less one per group; ``"none"`` divides by nothing.
+    DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2.
 
     Args:
         rewards: one per sample; NaN could not be scored: it leaves the statistics and gets advantage 0.
         group_ids: samples of one prompt share an id.
+        std: ``group``: sample deviation (ddof 1) of the group. ``batch``: sample deviation of the centred
+            rewards of all scored samples of the batch, whose mean is 0 (REINFORCE++ with a group baseline,
+            Hu et al. 2025, arXiv:2501.03262). ``none``: divide by nothing.
         eps: added to the deviation.
 
     Returns:
         Advantages. 0 for a group with one scored sample or with equal rewards. For
         [1, 0, 0, 1, 0, 0, 0, 0]: 1.6201816 for a right answer, -0.5400605 for a wrong one.
+
+    Raises:
+        ValueError: ``std`` is none of the three.
     """
     known = ~torch.isnan(rewards)
     group = _Groups(group_ids, known)
@@ -46,15 +47,14 @@ def grpo(
     elif std == "group":
         scale = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index] + eps
     elif std == "batch":
-        freedom = (group.count - 1).clamp(min=0).sum().clamp(min=1)
-        scale = (centred**2).sum().div(freedom).sqrt() + eps
+        scale = ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
     else:
         raise ValueError(f"std = {std!r}: expected group, batch or none")
     return torch.where(spread, centred / scale, 0.0).to(rewards.dtype)
 
 
 def dr_grpo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: Std = "none", eps: float = 1e-6
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Dr. GRPO: r - mean of its group, with no division, which would weight easy and hard prompts up.
 
@@ -66,7 +66,7 @@ def dr_grpo(
 
 
 def rloo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: Std = "none", eps: float = 1e-6
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Leave-one-out: r - mean of the other samples of its group = n / (n - 1) * (r - mean of the group).
 
@@ -95,19 +95,19 @@ class _Groups:
         return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
 
     def centre(self, values: Float[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Known values less the mean of their group, in float64, 0 elsewhere; and where the group has a
-        spread at all.
+        """Known values less the mean of their group, in float64; and where the group has a spread at all:
+        elsewhere the values are exactly 0, free of the rounding of the mean.
         """
         known = torch.where(self._known, values.double(), 0.0)
         mean = self.sum(known) / self.count.clamp(min=1)
-        centred = torch.where(self._known, known - mean[self.index], 0.0)
         low = torch.full_like(mean, torch.inf).scatter_reduce(
             0, self.index, torch.where(self._known, known, torch.inf), "amin"
         )
         high = torch.full_like(mean, -torch.inf).scatter_reduce(
             0, self.index, torch.where(self._known, known, -torch.inf), "amax"
         )
-        return centred, (high > low)[self.index] & self._known
+        spread = (high > low)[self.index] & self._known
+        return torch.where(spread, known - mean[self.index], 0.0), spread
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}

@@ -14,8 +14,8 @@ def aggregate(
     mask: Bool[Tensor, "B T"],
     mode: str,
     *,
-    num_tokens: float,
-    num_sequences: float,
+    num_tokens: float | int,
+    num_sequences: float | int,
     max_tokens: int,
 ) -> Float[Tensor, ""]:
     """Sum of token losses over a denominator of the whole optimisation step.
@@ -30,7 +30,8 @@ def aggregate(
         seq-mean-token-sum        sum of its losses     num_sequences
         seq-mean-token-sum-norm   sum / max_tokens      num_sequences   Dr. GRPO, arXiv:2503.20783
 
-    With nothing unmasked the result is 0 with gradient 0. Raises ValueError for an unknown mode.
+    With nothing unmasked the result is 0 with gradient 0, whatever stands in ``token_losses``. Raises
+    ValueError for an unknown mode.
     """
     losses = torch.where(
         mask, token_losses, torch.zeros((), dtype=token_losses.dtype, device=token_losses.device)

@@ -30,7 +30,9 @@ def k2(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Fl
 
 
 def k3(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """exp(-d) - 1 + d, in nats; DeepSeekMath's equation 4. ``expm1`` keeps it exact where d is tiny."""
+    """exp(-d) - 1 + d, in nats; DeepSeekMath (arXiv:2402.03300), equation 4. ``expm1`` keeps it exact where d
+    is tiny. In float32 it overflows to inf below d = -88, and the trainer refuses a loss that is not finite.
+    """
     d = logprobs - ref_logprobs
     return torch.expm1(-d) + d
 

@@ -20,14 +20,12 @@ rollout engine:
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Kind = Literal["tis", "mis", "icepop"]
-Level = Literal["token", "sequence", "geometric"]
+KINDS = ("tis", "mis", "icepop")
+LEVELS = ("token", "sequence", "geometric")
 _LOG_LIMIT = 20.0  # |log w| beyond which exp is not asked: 5e8 is past every bound that makes sense
 
 
@@ -37,49 +35,58 @@ def correction(
     rollout_logprobs: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
-    kind: Kind,
-    level: Level,
-    low: float,
-    high: float,
+    kind: str,
+    level: str,
+    low: float | int,
+    high: float | int,
 ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
     """Weights for the policy loss (never for a KL term); no gradient flows through them.
 
     Args:
         train_logprobs: nats, the trainer's, of the weights that the importance ratio of the policy loss
-        starts from. rollout_logprobs: nats, as the engine sampled.
-        low, high: bounds of the weight, 0 <= low < high.
+            starts from.
+        rollout_logprobs: nats, as the engine sampled.
+        kind, level: see the top of this module.
+        low, high: bounds of the weight, themselves allowed, 0 <= low < high.
 
     Returns:
         Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), ``weight_max``,
-        ``outside`` (tokens whose weight lay outside the bounds). Raises ValueError for an unknown kind or
-        level.
+        ``outside`` (tokens whose weight lay outside the bounds). Weights are computed in float64, so that a
+        product over a long sequence does not depend on the order of its factors, and returned in the type of
+        ``train_logprobs``. |log w| is cut at 20 nats before exp.
+
+    Raises:
+        ValueError: unknown kind or level, or bounds out of order.
     """
-    zero = torch.zeros((), dtype=train_logprobs.dtype, device=train_logprobs.device)
-    log_ratio = torch.where(mask, train_logprobs, zero) - torch.where(mask, rollout_logprobs, zero)
+    if kind not in KINDS or level not in LEVELS:
+        raise ValueError(
+            f"correction kind {kind!r}, level {level!r}: expected kind {', '.join(KINDS)} and level "
+            f"{', '.join(LEVELS)}"
+        )
+    if not 0 <= low < high:
+        raise ValueError(f"correction bounds low = {low}, high = {high}: expected 0 <= low < high")
+    zero = torch.zeros((), dtype=torch.float64, device=train_logprobs.device)
+    log_ratio = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
     token_ratio = _exp(log_ratio)
     if level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
     elif level == "geometric":
         lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
         log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(log_ratio)
-    elif level != "token":
-        raise ValueError(f"correction level {level!r}: expected token, sequence or geometric")
     ratio = _exp(log_ratio)
     inside = (ratio >= low) & (ratio <= high)
     if kind == "tis":
         weights = ratio.clamp(low, high)
     elif kind == "mis":
         weights = torch.where(inside, ratio, zero)
-    elif kind == "icepop":
-        weights = torch.where(inside, token_ratio, zero)
     else:
-        raise ValueError(f"correction kind {kind!r}: expected tis, mis or icepop")
+        weights = torch.where(inside, token_ratio, zero)
     stats = {
         "weight": torch.where(mask, ratio, zero).sum(),
         "weight_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
         "outside": (mask & ~inside).sum(),
     }
-    return torch.where(mask, weights, zero), stats
+    return torch.where(mask, weights, zero).to(train_logprobs.dtype), stats
 
 
 def _exp(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:

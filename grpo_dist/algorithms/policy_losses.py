@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 Stats = dict[str, Tensor]
+_LOG_LIMIT = 60.0  # nats; exp of it, 1e26, is past every bound on a ratio and far from overflowing float32
 
 
 def ppo_clip(
@@ -22,9 +23,9 @@ def ppo_clip(
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    clip_low: float | int = 0.2,
+    clip_high: float | int = 0.2,
+    dual_clip: float | int | None = None,
 ) -> tuple[Float[Tensor, "B T"], Stats]:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
 
@@ -44,7 +45,10 @@ def ppo_clip(
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs.detach(), zero)
     advantages = torch.where(mask, advantages.to(logprobs.dtype), zero)
-    ratio = log_ratio.exp()
+    # Where a bound makes the loss constant in a large ratio, the ratio must not overflow: 0 * inf is NaN in
+    # the backward pass. A token with A < 0 and no dual clip has no such bound; it keeps its gradient.
+    unbounded = (advantages < 0) if dual_clip is None else torch.zeros_like(mask)
+    ratio = torch.where(unbounded, log_ratio, log_ratio.clamp(max=_LOG_LIMIT)).exp()
     plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses = torch.maximum(plain, clipped)
     capped = torch.zeros_like(mask)

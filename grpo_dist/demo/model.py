@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.cache import cached
-from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.hardware import quiet_libraries
+from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
 
-_VERSION = 1  # of what this file makes; raise it when the result changes
+_VERSION = 2  # of what this file makes; raise it when the result changes
 _SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},  # 0.8 M parameters
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6},  # 4.8 M parameters
 }
+_WORDS = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 6}
 
 
 def cached_model(name: str, *, seed: int) -> Path:
@@ -26,18 +27,26 @@ def cached_model(name: str, *, seed: int) -> Path:
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
 
 
+def write_word_model(texts: Sequence[str], directory: Path, *, seed: int) -> None:
+    """A model for word problems like ``texts`` into ``directory``: random weights, word pieces of
+    ``texts``.
+    """
+    _write(_WORDS, word_tokenizer(texts, pieces=1536), 2560, seed, directory)
+
+
 def _make(name: str, seed: int, directory: Path) -> None:
-    quiet_libraries()
+    _write(_SHAPES[name], character_tokenizer(), 272, seed, directory)
+
+
+def _write(shape: dict[str, int], tokenizer: Any, vocabulary: int, seed: int, directory: Path) -> None:
+    """Everything of a Hugging Face model directory; the same files for the same arguments."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = character_tokenizer()
-    shape: dict[str, Any] = _SHAPES[name]
+    settings: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2} | shape
     config = Qwen2Config(
-        **shape,
-        vocab_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **settings,
+        vocab_size=vocabulary,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
         bos_token_id=None,

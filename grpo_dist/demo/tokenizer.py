@@ -1,13 +1,18 @@
-"""A character tokenizer with a chat template: small enough to be made here, real enough to take any text."""
+"""Tokenizers with a chat template, small enough to be made here: one of characters, one of word pieces.
+
+Both are Qwen2 tokenizers, since AutoTokenizer reads whatever stands beside a Qwen2 model as one: byte-level,
+so that any text is taken and given back exactly (Unicode normalised to NFC).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
-_ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
+_SPECIALS = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", "<|assistant|>")
 # Whole tokens, kept when text is decoded: they are part of what the reward reads.
-_WORDS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
+_MARKS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
@@ -16,26 +21,58 @@ _TEMPLATE = (
 
 
 def character_tokenizer() -> Any:
-    """One token per printable ASCII character or newline, and per word above; anything else is unknown.
+    """One token per byte, which is per character in ASCII, and per mark above: 267 tokens.
 
-    Turns are ``<|user|>2+2=<|assistant|>4<|end|>``. Vocabulary 109, to be embedded in 128.
+    Turns are ``<|user|>2+2=<|assistant|>4<|end|>``.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    return _tokenizer(_bytes(), [], _MARKS)
 
-    specials = [PAD, END, UNKNOWN, *_ROLES]
-    characters = [chr(c) for c in range(32, 127)] + ["\n"]
-    vocabulary = {token: i for i, token in enumerate([*specials, *_WORDS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in specials])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in _WORDS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        unk_token=UNKNOWN,
-        chat_template=_TEMPLATE,
-        clean_up_tokenization_spaces=False,
+
+def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
+    """Byte-level BPE of ``texts`` with at most ``pieces`` pieces, and one token for every number below 1000.
+
+    A longer number is read three digits at a time. At most ``pieces`` + 1001 tokens.
+    """
+    from tokenizers import Tokenizer, models, trainers
+    from transformers import Qwen2Tokenizer
+
+    plain = Qwen2Tokenizer().backend_tokenizer
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer, learner.normalizer = plain.pre_tokenizer, plain.normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=pieces, special_tokens=list(_SPECIALS), initial_alphabet=_alphabet(), show_progress=False
     )
+    learner.train_from_iterator(texts, trainer)
+    numbers = [str(n) for n in range(10, 1000)] + [f"{n:02}" for n in range(10)]
+    model = _state(learner)
+    return _tokenizer(model["vocab"], [tuple(m) for m in model["merges"]], ("\\boxed{", *numbers))
+
+
+def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], whole: Sequence[str]) -> Any:
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(
+        vocabulary, merges, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, chat_template=_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIALS])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in whole])
+    return tokenizer
+
+
+def _bytes() -> dict[str, int]:
+    return {token: i for i, token in enumerate([*_SPECIALS, *_alphabet()])}
+
+
+def _alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in byte-level BPE, in a fixed order."""
+    from tokenizers import pre_tokenizers
+
+    return sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def _state(tokenizer: Any) -> dict[str, Any]:
+    import json
+
+    return json.loads(tokenizer.to_str())["model"]

@@ -1,4 +1,4 @@
-"""Real word problems for a small model taught from scratch: SVAMP and MAWPS, made ready for cold start and GRPO.
+"""Real word problems for a small model taught from scratch: SVAMP and MAWPS, for cold start and GRPO.
 
     python -m grpo_dist.demo.wordproblems SOURCE_DIR OUT_DIR
 
@@ -6,36 +6,49 @@ reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Eq
 
     train.jsonl, test.jsonl   problem, answer: the problems as they are
     sft.jsonl                 prompt, completion: demonstrations on half of the training problems
-    model/                    a Qwen2-shaped model with random weights and its tokenizer, made from the training text
+    model/                    a small Qwen2 with random weights, and a tokenizer made from the training text
 
-    problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized into 2 ...
+    problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized ...
     completion   \\boxed{290/2}
 
-The model is asked for the expression, not for its value: what it has to learn is to read, and arithmetic is left to
-the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``.
+The model is asked for the expression, not for its value: what it has to learn is to read. Arithmetic is left
+to the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``. SVAMP states its expressions; for
+MAWPS they are searched for, and a problem whose answer has several readings is not demonstrated.
 
-Only half of the training problems are demonstrated. The model would know the others by heart as well, and no group
-would hold a wrong answer to learn from. A demonstration is given once as it is and a few times with other numbers,
-which teaches copying. Problems that differ in numbers or punctuation alone fall on the same side of every split.
+Only half of the training problems are demonstrated. The model would soon know the others by heart as well,
+and no group would hold a wrong answer to learn from. A demonstration is given once as it is and a few times
+with other numbers, which teaches copying. Problems that differ in numbers, case or punctuation alone are on
+the same side of every split.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
 import json
+import operator
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
+from typing import TypeAlias
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
 VARIANTS = 9  # of a demonstrated problem, beside itself, with other numbers
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
-_EXPRESSION = re.compile(r"[\d.+\-*/() ]+")
+# An operation on two expressions, or the place of a number.
+Tree: TypeAlias = "int | tuple[str, Tree, Tree]"
+_APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+_SYMBOLS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +79,7 @@ class WordProblem:
 
 
 def load(source_dir: Path) -> list[WordProblem]:
-    """All problems with an exact answer, each text once. Raises ValueError for a missing or malformed file."""
+    """All problems with an exact answer, each once. Raises ValueError for a missing or malformed file."""
     from grpo_dist.config import DataSource
     from grpo_dist.data.readers import read
 
@@ -98,62 +111,85 @@ def simplify(equation: str) -> str:
 
 
 def evaluate(expression: str) -> Fraction | None:
-    """Exact value of digits, + - * / and parentheses; None for anything else and for a division by zero.
+    """Exact value of numbers, + - * / and parentheses; None for anything else and for a division by zero.
 
     "7.5/2" -> Fraction(15, 4)
     """
-    if not _EXPRESSION.fullmatch(expression) or "**" in expression or "//" in expression:
-        return None
-    exact = re.sub(r"\d*\.?\d+", lambda number: f"Fraction('{number[0]}')", expression)
     try:
-        return Fraction(eval(exact, {"__builtins__": {}, "Fraction": Fraction}))
-    except (SyntaxError, ZeroDivisionError, TypeError):
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
         return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.BinOp) and type(node.op) in _SYMBOLS:
+        return _APPLY[_SYMBOLS[type(node.op)]](_value(node.left), _value(node.right))
+    raise SyntaxError("neither a number nor an operation")
 
 
 def search(numbers: Sequence[str], value: Fraction) -> str:
-    """The expression over two, else three, of ``numbers`` that has ``value``; "" if there is none or no single one.
+    """The expression over two, else three, of ``numbers`` that has ``value``; "" for none and for several.
 
-    ["2", "2"], 4 is "": 2+2 and 2*2 are different readings of the problem. ["8", "3", "4"], 20 is "(8-3)*4".
+    ["9", "3", "5"], 30 is "(9-3)*5". ["2", "2"], 4 is "": 2+2 and 2*2 are different readings of a problem.
     """
+    exact = [Fraction(n) for n in numbers]
     for size in (2, 3):
-        if len(numbers) < size:
-            break
-        readings: dict[tuple[Fraction | None, ...], str] = {}
+        readings: dict[tuple[Fraction | None, ...], Tree] = {}
         for places in permutations(range(len(numbers)), size):
-            for form in _forms(places):
-                if evaluate(form.format(*numbers)) == value:
-                    readings.setdefault(_signature(form, len(numbers)), form)
+            for tree in _trees(places):
+                if _compute(tree, exact) == value:
+                    readings.setdefault(_signature(tree, len(numbers)), tree)
         if readings:
-            return next(iter(readings.values())).format(*numbers) if len(readings) == 1 else ""
+            return _render(next(iter(readings.values())), numbers) if len(readings) == 1 else ""
     return ""
 
 
-def _forms(places: Sequence[int]) -> Iterator[str]:
-    """Expressions over ``places``, as format strings, those that read most naturally first."""
-    first, *rest = (f"{{{place}}}" for place in places)
-    if len(rest) == 1:
-        yield from (f"{first}{op}{rest[0]}" for op in "+-*/")
-        return
-    second, third = rest
+def _trees(places: Sequence[int]) -> Iterator[Tree]:
+    """Expressions over two or three places in this order, from the left first."""
+    first, second, *rest = places
     for op in "+-*/":
+        if not rest:
+            yield op, first, second
+            continue
         for then in "+-*/":
-            loose = op in "+-" and then in "*/"
-            yield f"({first}{op}{second}){then}{third}" if loose else f"{first}{op}{second}{then}{third}"
-            if loose or (op == "*" and then in "+-"):
-                continue
-            if op in "-/" and then in "+-":
-                yield f"{first}{op}({second}{then}{third})"
+            yield then, (op, first, second), rest[0]
+            yield op, first, (then, second, rest[0])
 
 
-def _signature(form: str, count: int) -> tuple[Fraction | None, ...]:
+def _compute(tree: Tree, numbers: Sequence[Fraction]) -> Fraction | None:
+    if isinstance(tree, int):
+        return numbers[tree]
+    left, right = _compute(tree[1], numbers), _compute(tree[2], numbers)
+    if left is None or right is None or (tree[0] == "/" and right == 0):
+        return None
+    return _APPLY[tree[0]](left, right)
+
+
+def _render(tree: Tree, numbers: Sequence[str]) -> str:
+    """With parentheses only where they change the value."""
+    if isinstance(tree, int):
+        return numbers[tree]
+    op, left, right = tree
+    loose = {"*": "+-", "/": "+-"}.get(op, "")
+    looser = {"-": "+-", "*": "+-", "/": "+-*/"}.get(op, "")
+    texts = [_render(child, numbers) for child in (left, right)]
+    if not isinstance(left, int) and left[0] in loose:
+        texts[0] = f"({texts[0]})"
+    if not isinstance(right, int) and right[0] in looser:
+        texts[1] = f"({texts[1]})"
+    return op.join(texts)
+
+
+def _signature(tree: Tree, count: int) -> tuple[Fraction | None, ...]:
     """Values at fixed other numbers: equal for expressions that are algebraically the same."""
     trials = ([7 + 11 * i + i**3 for i in range(count)], [1013 - 17 * i + i**4 for i in range(count)])
-    return tuple(evaluate(form.format(*trial)) for trial in trials)
+    return tuple(_compute(tree, [Fraction(n) for n in trial]) for trial in trials)
 
 
 def vary(problem: WordProblem, rng: random.Random) -> WordProblem | None:
-    """The same problem with other numbers of the same length and order of size, used likewise in the expression.
+    """The same problem with other numbers of the same length and order of size, in the expression too.
 
     None where the expression's value would be negative or undefined.
     """
@@ -169,7 +205,7 @@ def vary(problem: WordProblem, rng: random.Random) -> WordProblem | None:
 
 
 def demonstrations(problems: Iterable[WordProblem], seed: int = 0) -> list[dict[str, str]]:
-    """``prompt`` and ``completion`` of each demonstrated problem and its variants, in an order from ``seed``."""
+    """``prompt`` and ``completion`` of each demonstrated problem and its variants, shuffled from ``seed``."""
     rng = random.Random(f"word problems {seed}")
     shown: list[WordProblem] = []
     for problem in (p for p in problems if p.is_demonstrated):
@@ -209,7 +245,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _like(number: str, rng: random.Random) -> str:
-    """As many digits, in the same places; 1 to 9 stand for each other, but 0 and 1 are more than numbers and stay."""
+    """As many digits in the same places. 0 and 1 are more than numbers in a text, and stay."""
     if number in ("0", "1"):
         return number
     whole, point, decimals = number.partition(".")

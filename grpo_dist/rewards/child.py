@@ -1,7 +1,7 @@
 """What runs in a grader process: ``python -m grpo_dist.rewards.child MEMORY_MB LIFELINE``.
 
-Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code that is graded
-finds both closed: what it prints goes nowhere, and what it reads is empty.
+Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code
+that is graded finds both closed: what it prints goes nowhere, and what it reads is empty.
 """
 
 from __future__ import annotations
@@ -51,10 +51,15 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             load(*arguments)
             _limit_memory(memory_mb)
             return ["ok", None]
-        return ["ok", {"grade": _grade, "call": _call}[kind](*arguments)]
+        return ["ok", _grade(*arguments) if kind == "grade" else _call(*arguments)]
     except MemoryError:
-        return ["memory", f"out of memory: more than {memory_mb} MB beyond what the process holds when started"]
-    except BaseException as error:  # also SystemExit and the like from graded code: it must not end the process
+        return [
+            "memory",
+            f"out of memory: more than {memory_mb} MB beyond what the process holds when started",
+        ]
+    except (
+        BaseException
+    ) as error:  # also SystemExit and the like from graded code: it must not end the process
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 
 
@@ -73,18 +78,25 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
         return None
     number = float(value)
     if math.isinf(number):
-        raise ValueError(f"{path} returned {number}; expected a finite number, or None for what cannot be scored")
+        raise ValueError(
+            f"{path} returned {number}; expected a finite number, or None for what cannot be scored"
+        )
     return None if math.isnan(number) else number
 
 
 @lru_cache
 def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """The function at ``module:function`` and the keywords it takes; None: all. Raises ValueError saying what is wrong."""
+    """The function at ``module:function`` and the keywords it takes; None: all.
+
+    Raises ValueError saying what is wrong.
+    """
     module_name, _, name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise ValueError(f"module `{module_name}` cannot be imported ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"module `{module_name}` cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"module `{module_name}` has no function `{name}`")
@@ -110,8 +122,9 @@ def _limit_memory(megabytes: int | None) -> None:
 def _die_with_parent(lifeline: int) -> None:
     """SIGKILL for this process group when the parent is gone.
 
-    The kernel sends it when the other end of this pipe closes, so it also ends a process that is busy in C and never
-    comes back to Python, as in 9**9**9. (Death signals of prctl come when the *thread* that started a child ends.)
+    The kernel sends it when the other end of this pipe closes, so it also ends a process that is busy in C
+    and never comes back to Python, as in 9**9**9. (Death signals of prctl come when the *thread* that
+    started a child ends.)
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

@@ -1,14 +1,16 @@
 """Is the answer of a completion the gold answer? math-verify, with what it gets wrong mended around it.
 
-1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a box, and as
-   a second try one with several, is read whole.
-2. Text that is equal after light normalisation is right without further ado; so a gold that no parser reads still counts.
+1. The answer is the last box. (math-verify merges all boxes of a response into one set.) A response without a
+   box is read whole; the boxes of one with several are read together where the gold is a list.
+2. Text that is equal after light normalisation is right without further ado; so a gold that no parser reads
+   still counts.
 3. Gold and answer are parsed as ``$...$``; the answer as a box too.
-4. What math-verify calls equal is refused when the numbers differ relatively (its rounding is absolute: 1.6e-19 = 1.7e-19)
-   or the answer is written in another base (it ignores subscripts: 52_8 = 52_9), in another unit or as another variable.
+4. What math-verify calls equal is refused when the numbers differ relatively (its rounding is absolute:
+   1.6e-19 = 1.7e-19) or the answer is written in another base (it ignores subscripts: 52_8 = 52_9), in
+   another unit or as another variable.
 
-Runs without any time limit of its own: `pool.GraderPool` keeps the clock from outside, in processes it can kill. No text of
-a model ever reaches sympify, parse_expr or eval; see `reading`.
+Runs without any time limit of its own: `pool.GraderPool` keeps the clock from outside, in processes that it
+can kill. No text of a model is evaluated as Python; see `reading`.
 """
 
 from __future__ import annotations
@@ -21,18 +23,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
+from grpo_dist.rewards.marks import label, subscripts, unit, without_shared_percent, worded_numbers
 from grpo_dist.rewards.reading import Reading, read
-from grpo_dist.rewards.text import (
-    boxes,
-    label,
-    normalise,
-    same_list,
-    spellings,
-    subscripts,
-    unit,
-    without_shared_percent,
-    worded_numbers,
-)
+from grpo_dist.rewards.text import boxes, normalise, same_list, spellings
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
 _LONGEST_ANSWER = 1500  # characters; a longer box is wrong, unless the gold is as long
@@ -62,7 +55,7 @@ def grade(completion: str, answer: str) -> Grade:
 
         grade("so it is \\boxed{3+5}.", "8")       correct
         grade("so it is \\boxed{7}.", "8")         wrong
-        grade("I do not know.", "8")               no_answer: neither a box nor anything else that reads as an answer
+        grade("I do not know.", "8")               no_answer: no box, and nothing else that reads as one
 
     Never gives ``timeout`` or ``error``: those are the pool's. Raises only MemoryError.
     """
@@ -145,12 +138,15 @@ def _equal(gold: str, known: tuple[Reading, ...], answers: list[Reading]) -> boo
 
 
 def _close(ours: Any, theirs: Any) -> bool:
-    """False where two numbers, or two at the same place of a tuple, a set or an interval, lie apart relatively."""
+    """False where two numbers lie apart relatively, alone or at one place of a tuple, set or interval."""
     ours_value, theirs_value = _value(ours), _value(theirs)
     if ours_value is not None and theirs_value is not None:
         # math-verify reads 28% as 28/100 and lets it equal 28: so do we.
         scales = (1.0, 100.0, 0.01)
-        return any(abs(ours_value - theirs_value * s) <= _RELATIVE * max(abs(ours_value), abs(theirs_value * s)) for s in scales)
+        return any(
+            abs(ours_value - theirs_value * s) <= _RELATIVE * max(abs(ours_value), abs(theirs_value * s))
+            for s in scales
+        )
     ours_parts, theirs_parts = _parts(ours), _parts(theirs)
     if not ours_parts or len(ours_parts) != len(theirs_parts):
         return True
@@ -160,12 +156,15 @@ def _close(ours: Any, theirs: Any) -> bool:
 def _value(expression: Any) -> complex | None:
     if not getattr(expression, "is_number", False):
         return None
-    value = complex(expression.evalf(15))
+    try:
+        value = complex(expression.doit().evalf(15))
+    except TypeError:  # a number that sympy has no digits for, as gcd(18, 3) is to it
+        return None
     return value if math.isfinite(value.real) and math.isfinite(value.imag) else None
 
 
 def _parts(expression: Any) -> list[Any]:
-    """Elements of a tuple, ends of an interval, elements of a finite set of numbers by size; [] for anything else."""
+    """Elements of a tuple, ends of an interval, elements of a set of real numbers by size; else []."""
     from sympy import FiniteSet, Interval, Tuple
 
     if isinstance(expression, Interval):

@@ -164,7 +164,7 @@ def graded_solutions(path: str | Path, pool: GraderPool) -> tuple[int, list[dict
 
 
 def _boxed_at_the_end(solution: str) -> str:
-    head, mark, last = solution.rpartition("A:")
+    _, mark, last = solution.rpartition("A:")
     return f"{solution}\nThe answer is \\boxed{{{last.strip()}}}." if mark else solution
 
 

@@ -14,18 +14,22 @@ import os
 import pickle
 import queue
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.rewards.math import Grade
 
-_START_S = 120.0  # a new process has imported the parsers by then, also on a busy machine
+_START_S = (
+    120.0  # a new process has imported the parsers by then, or a module of the user's, also on a busy machine
+)
 _TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before they matter
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,13 +43,17 @@ class Failure:
 
 
 class GraderPool:
-    """``num_workers`` grader processes shared by any number of calling threads. Use as a context manager, or
-    `close`.
+    """``num_workers`` grader processes shared by any number of threads. Use as a context manager, or `close`.
+
+    The processes end with the one that made the pool, however that one ends.
 
     Args:
-        timeout_s: longest an answer may take, seconds of wall clock.
-        memory_mb: address space a process may take beyond what it holds once started.
-        code_paths: directories where custom reward functions are found.
+        timeout_s: longest an answer may take, seconds of wall clock. Starting a process does not count.
+        memory_mb: address space a process may take beyond what it holds once started, MiB.
+        code_paths: directories where custom reward functions are found, before the usual ones.
+
+    Raises:
+        ValueError: a number that is not positive, or a directory of ``code_paths`` that is not there.
     """
 
     def __init__(
@@ -56,15 +64,18 @@ class GraderPool:
         *,
         code_paths: Sequence[str] = (),
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"num_workers = {num_workers}: a grader pool needs at least one process")
+        for name, number in (
+            ("num_workers", num_workers),
+            ("timeout_s", timeout_s),
+            ("memory_mb", memory_mb),
+        ):
+            if not number > 0:
+                raise ValueError(f"GraderPool: {name} = {number}: expected a positive number")
         self._timeout_s = timeout_s
-        start = [sys.executable, "-m", "grpo_dist.rewards.child", str(memory_mb)]
         environment = _environment(code_paths)
         self._idle: queue.Queue[_Process] = queue.Queue()
         for _ in range(num_workers):
-            self._idle.put(_Process(start, environment))
-        self._size = num_workers
+            self._idle.put(_Process(memory_mb, environment))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
 
     def grade(self, pairs: list[tuple[str, str]]) -> list[Grade]:
@@ -72,22 +83,24 @@ class GraderPool:
         return list(self._threads.map(self._grade_one, pairs))
 
     def call(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
-        """Values of ``module:function`` for each set of keywords, in order; a Failure where there is none."""
+        """Values of ``module:function`` for each set of keywords, in order; a Failure where there is none.
+
+        The function gets those keywords that it takes. NaN where it returns None or NaN.
+        """
         tasks = [(function, dict(k)) for k in keywords]
-        return list(self._threads.map(lambda task: _value(self._run("call", task)), tasks))
+        return list(self._threads.map(self._call_one, tasks))
 
     def check(self, function: str) -> None:
         """Raises ValueError when ``module:function`` cannot be loaded."""
-        result = self._run("check", (function,))
+        result = self._run("load", (function,))
         if isinstance(result, Failure):
             raise ValueError(
                 f"reward function {function!r}: {result.detail.removeprefix('ValueError: ')}; expected "
-                f"`module:function` "
-                "that can be imported (add its directory to rewards.code_paths)"
+                "`module:function` that can be imported (add its directory to rewards.code_paths)"
             )
 
     def close(self) -> None:
-        """Ends every process. Safe to call twice."""
+        """Ends every process, when those at work are done. Safe to call twice."""
         self._threads.shutdown(cancel_futures=True)
         while not self._idle.empty():
             self._idle.get_nowait().kill()
@@ -102,11 +115,22 @@ class GraderPool:
         if not (
             isinstance(pair, tuple | list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
         ):
-            return Grade.of("error", f"expected a pair of texts, got {pair!r}"[:200])
+            kinds = (
+                [type(part).__name__ for part in pair]
+                if isinstance(pair, tuple | list)
+                else type(pair).__name__
+            )
+            return Grade.of("error", f"expected a pair of texts, got {kinds}")
         result = self._run("grade", tuple(pair))
         if isinstance(result, Failure):
             return Grade.of("timeout" if result.outcome == "timeout" else "error", result.detail)
         return Grade.of(result[0], result[1])
+
+    def _call_one(self, task: tuple[str, dict[str, Any]]) -> float | Failure:
+        result = self._run("call", task)
+        if isinstance(result, Failure):
+            return result
+        return math.nan if result is None else float(result)
 
     def _run(self, kind: str, arguments: tuple[Any, ...]) -> Any:
         process = self._idle.get()
@@ -119,74 +143,96 @@ class GraderPool:
 class _Process:
     """One grader process; started anew after it was killed, had died or has done enough."""
 
-    def __init__(self, start: list[str], environment: dict[str, str]) -> None:
-        self._start, self._environment = start, environment
+    def __init__(self, memory_mb: int, environment: dict[str, str]) -> None:
+        self._memory_mb, self._environment = memory_mb, environment
         self._launch()
 
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """The result, or a Failure."""
         try:
-            request = pickle.dumps((kind, timeout_s, arguments))
+            request = pickle.dumps((kind, arguments))
         except Exception as error:
             return Failure("error", f"cannot be sent to a grader process ({type(error).__name__}: {error})")
-        if self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
-            self._relaunch()
         try:
-            self._wait_until_ready()
+            self._prepare()
+            if kind in ("load", "call") and arguments[0] not in self._loaded:
+                status, value = self._ask(pickle.dumps(("load", arguments[:1])), _START_S)
+                if status == "ok":
+                    self._loaded.add(arguments[0])
+                if status != "ok" or kind == "load":
+                    return value if status == "ok" else Failure("error", value)
             self._tasks += 1
-            self._input.write(request)
-            self._input.flush()
-            status, value = self._reply(timeout_s)
+            status, value = self._ask(request, timeout_s)
         except TimeoutError:
-            self._relaunch()
+            self.kill()
             return Failure("timeout", f"no result within {timeout_s:g} s")
         except (OSError, EOFError, ValueError) as error:
-            self._relaunch()
+            self.kill()
             return Failure("error", f"the grader process died ({error})")
+        if status == "memory":  # what is left of its heap is no place for the next answer
+            self.kill()
         return value if status == "ok" else Failure("error", value)
 
     def kill(self) -> None:
-        self._child.kill()
+        """SIGKILL to the process and to those it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
-        for pipe in (self._child.stdin, self._child.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:  # what a dead process had not read
-                    continue
+        for end in (self._child.stdin, self._child.stdout, self._lifeline):
+            if end is not None:
+                end.close()
 
     def _launch(self) -> None:
-        self._child = subprocess.Popen(
-            self._start,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=self._environment,
-            start_new_session=True,  # an interrupt at the terminal is for the driver, which closes the pool
-        )
+        held, given = os.pipe()
+        self._lifeline = os.fdopen(given, "wb", buffering=0)
+        try:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "grpo_dist.rewards.child", str(self._memory_mb), str(held)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                env=self._environment,
+                pass_fds=(held,),
+                start_new_session=True,  # an interrupt at the terminal is for the driver alone
+            )
+        finally:
+            os.close(held)
         assert self._child.stdin is not None and self._child.stdout is not None
-        self._input, self._output = self._child.stdin, self._child.stdout
+        self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
+        os.set_blocking(self._input, False)
         self._tasks, self._ready, self._buffer = 0, False, b""
+        self._loaded: set[str] = set()
 
-    def _relaunch(self) -> None:
-        self.kill()
-        self._launch()
-
-    def _wait_until_ready(self) -> None:
+    def _prepare(self) -> None:
+        """A process that is up and waits for a request."""
+        if self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
+            self.kill()
+            self._launch()
         if not self._ready:
             try:
-                self._reply(_START_S)
+                self._reply(time.monotonic() + _START_S)
             except TimeoutError as error:
                 raise EOFError(f"not started within {_START_S:g} s") from error
             self._ready = True
 
-    def _reply(self, seconds: float) -> Any:
-        """The next line of the process, parsed. Raises TimeoutError, or EOFError when the process ended."""
+    def _ask(self, request: bytes, seconds: float) -> Any:
         end = time.monotonic() + seconds
+        rest = memoryview(request)
+        while rest:
+            _, ready, _ = select.select([], [self._input], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            rest = rest[os.write(self._input, rest[: 1 << 16]) :]
+        return self._reply(end)
+
+    def _reply(self, end: float) -> Any:
+        """The next line of the process, parsed. Raises TimeoutError, or EOFError when the process ended."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
             if not ready:
                 raise TimeoutError
-            piece = os.read(self._output.fileno(), 1 << 16)
+            piece = os.read(self._output, 1 << 16)
             if not piece:
                 raise EOFError(f"exit status {self._child.wait()}")
             self._buffer += piece
@@ -195,20 +241,17 @@ class _Process:
 
 
 def _environment(code_paths: Sequence[str]) -> dict[str, str]:
+    directories = [Path(path).expanduser().resolve() for path in code_paths]
+    for given, directory in zip(code_paths, directories, strict=True):
+        if not directory.is_dir():
+            raise ValueError(
+                f"rewards.code_paths: {given!r} is not a directory (looked at {directory}); expected "
+                "directories with the modules of custom rewards"
+            )
     inherited = os.environ.get("PYTHONPATH")
-    paths = (
-        [str(Path(p).expanduser().resolve()) for p in code_paths]
-        + [str(_ROOT)]
-        + ([inherited] if inherited else [])
-    )
+    paths = [*map(str, directories), str(_ROOT), *([inherited] if inherited else [])]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-
-
-def _value(result: Any) -> float | Failure:
-    if isinstance(result, Failure):
-        return result
-    return math.nan if result is None else float(result)

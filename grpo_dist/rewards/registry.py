@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Lock
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,9 +20,29 @@ from grpo_dist.rewards.pool import Failure, GraderPool
 
 logger = logging.getLogger(__name__)
 
-# Rewards that read nothing but the completion and cannot hang. `math` is the pool's own.
-SIMPLE: dict[str, Callable[[str], float]] = {"format": think_answer_format}
-BUILT_IN = ("math", *SIMPLE)
+_WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
+
+
+class Score(Protocol):
+    """A built-in reward: G completions of a problem, its gold -> rewards (NaN: not scored) and outcomes."""
+
+    def __call__(
+        self, completions: Sequence[str], answer: str, pool: GraderPool
+    ) -> tuple[list[float], list[str] | None]: ...
+
+
+def _math(completions: Sequence[str], answer: str, pool: GraderPool) -> tuple[list[float], list[str] | None]:
+    grades = pool.grade([(completion, answer) for completion in completions])
+    return [grade.reward for grade in grades], [grade.outcome for grade in grades]
+
+
+def _format(
+    completions: Sequence[str], answer: str, pool: GraderPool
+) -> tuple[list[float], list[str] | None]:
+    return [think_answer_format(completion) for completion in completions], None
+
+
+REWARDS: dict[str, Score] = {"math": _math, "format": _format}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ def check_rewards(settings: Rewards) -> None:
     """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their
     own.
     """
-    custom = [spec for spec in reward_specs(settings) if spec.function not in BUILT_IN]
+    custom = [spec for spec in reward_specs(settings) if spec.function not in REWARDS]
     if custom:
         with GraderPool(1, code_paths=settings.code_paths) as pool:
             for spec in custom:
@@ -63,13 +85,19 @@ def check_rewards(settings: Rewards) -> None:
 
 
 class Scorer:
-    """Scores completions of one problem with every reward. Raises ValueError, when made, for a reward that
-    cannot be used.
+    """Scores completions of one problem with every reward; several threads may call it at once.
+
+    ``failures``: how often each custom reward failed, by message; each message is logged once.
+    Raises ValueError, when made, for a reward that cannot be used, or two of one name.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], pool: GraderPool) -> None:
         self._specs, self._pool = list(specs), pool
-        self._warned: set[str] = set()
+        self._lock = Lock()
+        self.failures: dict[str, Counter[str]] = {}
+        names = [spec.name for spec in self._specs]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two rewards share a name: {names}; give each `name` once")
         for spec in self._specs:
             check(spec, pool)
 
@@ -82,12 +110,9 @@ class Scorer:
         parts: dict[str, np.ndarray] = {}
         outcomes = [""] * len(completions)
         for spec in self._specs:
-            if spec.function == "math":
-                grades = self._pool.grade([(c, answer) for c in completions])
-                values = [g.reward for g in grades]
-                outcomes = [g.outcome for g in grades]
-            elif spec.function in SIMPLE:
-                values = [SIMPLE[spec.function](c) for c in completions]
+            if spec.function in REWARDS:
+                values, graded = REWARDS[spec.function](completions, answer, self._pool)
+                outcomes = graded or outcomes
             else:
                 values = self._custom(spec, completions, {"answer": answer, **columns})
             parts[spec.name] = np.array(values, dtype=np.float32)
@@ -102,20 +127,29 @@ class Scorer:
             spec.function, [{**known, **spec.kwargs, "completion": c} for c in completions]
         )
         for result in results:
-            if isinstance(result, Failure) and result.detail not in self._warned:
-                self._warned.add(result.detail)
-                logger.warning("reward %s: %s; such samples count as not scored", spec.name, result.detail)
+            if isinstance(result, Failure):
+                self._note(spec.name, result.detail)
         return [math.nan if isinstance(r, Failure) else r for r in results]
+
+    def _note(self, name: str, detail: str) -> None:
+        with self._lock:
+            seen = self.failures.setdefault(name, Counter())
+            new = detail not in seen
+            if new and len(seen) >= _WARNINGS_PER_REWARD:
+                detail, new = "further messages", False
+            seen[detail] += 1
+        if new:
+            logger.warning("reward %s: %s; such samples count as not scored", name, detail)
 
 
 def check(spec: RewardSpec, pool: GraderPool) -> None:
     """Raises ValueError for an unknown name, or a function that cannot be loaded."""
-    if spec.function in BUILT_IN:
+    if spec.function in REWARDS:
         return
     module, _, name = spec.function.partition(":")
     if not module or not name:
         raise ValueError(
-            f"reward function {spec.function!r}: expected {', '.join(BUILT_IN)} or `module:function`, e.g. "
+            f"reward function {spec.function!r}: expected {', '.join(REWARDS)} or `module:function`, e.g. "
             f"my_rewards:length"
         )
     pool.check(spec.function)

@@ -1,4 +1,4 @@
-"""Answers as text: finding boxes, and spelling the same thing the same way. Regular expressions only, nothing evaluated."""
+"""Answers as text: finding boxes, and spelling the same thing the same way. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|operatorname|mbox|rm|bf)\s*\{([^{}]*)\}")
-_DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)"
+DEGREES = r"(?:\^\s*\{?\s*\\circ\s*\}?|\\degree)"
 _FRACTION = r"\\[dt]?frac\s*\{-?\d+\}\s*\{\d+\}"
 _VALUE = rf"(?:\d+(?:\.\d+)?|\.\d+|{_FRACTION}|\d+\s*/\s*\d+)"
-_SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am Hz kW m g s l h L".replace(" ", "|")
+_SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am Hz kW m g s l h L".replace(
+    " ", "|"
+)
 _WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without the space it is a product: 12xyz
-_UNIT = rf"(?:(?:{_SYMBOLS})(?![A-Za-z])\.?|{_WORDS}|\\(?:text|mathrm|mbox)\s*\{{[^{{}}]*\}})(?:\s*\^\s*\{{?\d\}}?)?"
-_QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|{_DEGREES})?\s*\.?")
+_IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
+_ORDINAL = rf"(?:st|nd|rd|th)(?:{_WORDS})?"
+_UNIT = rf"(?:(?:{_SYMBOLS})(?![A-Za-z])\.?|{_ORDINAL}|{_WORDS}|{_IN_TEXT})(?:\s*\^\s*\{{?\d\}}?)?"
+_QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|{DEGREES})?\s*\.?")
 # Words behind a number that change its value: 3 million is not 3.
 _NOT_A_UNIT = re.compile(
     r"(?<![A-Za-z])(?:hundred|thousand|million|billion|trillion|dozen|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh"
@@ -30,25 +34,26 @@ _NOT_A_UNIT = re.compile(
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,|\\,|\s)\d{3})+(?!\d)")
 _REPEATING = re.compile(r"(-?\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?(?!\\dot)")
 _DOTTED = re.compile(r"(?<![\d.])(-?\d{0,20})\.(\d{0,9}?)(\d{1,9}?)\3{2,9}(?:\.\.\.|\\l?dots|…)")
-_LABEL = re.compile(r"^\s*((?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?)\s*=(?!=)")
+LABEL = re.compile(
+    r"^\s*((?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?)\s*=(?!=)"
+)
 _MIXED = re.compile(r"(?<![\w.}^/])(-?)(\d+)(?:\s*(" + _FRACTION + r")|\s+(\d+/\d+))(?![\d.^])")
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
 
 _UNICODE = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
-    "∞": r"\infty ", "π": r"\pi ", "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "°": r"^{\circ}", "…": r"\ldots ",
-    "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ",
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "⁄": "/", "…": r"\ldots ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∞": r"\infty ", "π": r"\pi ", "°": r"^{\circ}",
+    "∪": r"\cup ", "∩": r"\cap ", "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "√": r"\sqrt ",
 }  # fmt: skip
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
-_BASES = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"]
 
 
 def boxes(text: str) -> list[str]:
     """Contents of every ``\\boxed{...}`` and ``\\fbox{...}``, braces balanced, in order of appearance.
 
-    A box that is never closed is not one. ``\\boxed 5`` is a box around 5. Of nested boxes only the outer counts.
+    A box that is never closed is not one. ``\\boxed 5`` is a box around 5. Of nested boxes the outer counts.
     """
     closed = _matching_braces(text)
     found, position = [], 0
@@ -90,21 +95,24 @@ def _without_inner_boxes(box: str) -> str:
 
 def tidy(answer: str) -> str:
     """Spellings that math-verify stumbles over, in the one it knows; still LaTeX."""
-    text = _ascii(answer.strip())
+    text = latex(answer.strip())
     text = re.sub(r"\\[\[\]()]", "", text).strip().strip("$").strip()
     text = _ungroup(text)
     text = _REPEATING.sub(lambda m: _fraction(*m.groups()), text)
     text = _DOTTED.sub(lambda m: _fraction(*m.groups()), text)
     text = re.sub(r"(?<=\d)i\b", r" i", text)  # 2i: complex to math-verify only when i stands alone
     text = re.sub(r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1", text)
-    text = re.sub(r"(?<![\\A-Za-z])(pi|sqrt)(?![A-Za-z])", r"\\\1 ", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<=\d)\s+per\s?cent\b", r"\\%", text)
     text = _MIXED.sub(lambda m: f"{m[1]}({m[2]}+{m[3] or m[4]})", text)
     text = re.sub(r"^(-?\d+(?:\.\d+)?)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)
     text = _TWICE_NEGATED.sub(r"+(\1)", text)
     text = re.sub(r"(?:\\left)?\\langle", "(", text)
     text = re.sub(r"(?:\\right)?\\rangle", ")", text)
-    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[\s,]*(?:or|and)\s*\}|(?<=[\d\s)}\]])\s(?:or|and)\s", ",", text)
+    text = re.sub(
+        r"\\(?:text|mathrm|mbox)\s*\{[\s,]*(?:or|and)\s*\}|(?<=[\d\s)}\]])\s(?:or|and)\s", ",", text
+    )
     text = re.sub(r"^\\\{\s*[a-z]\s*(?:\||\\mid|:)\s*(.*)\\\}$", r"\1", text)
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
     text = re.sub(r"(?<=[\w})])\.$", "", text)
@@ -112,7 +120,7 @@ def tidy(answer: str) -> str:
 
 
 def _ungroup(text: str) -> str:
-    """1,234 -> 1234, where the comma cannot separate elements: a lone number, or a list that separates by ", "."""
+    """1,234 -> 1234, where the comma cannot separate elements: a lone number, or a list that has ", "."""
     listed = re.search(r"[(\[{]\s*-?\d", text.replace("{,}", ",")) or len(_GROUPED.findall(text)) != 1
     if listed and not re.search(r"\d,\s+-?\d", text):
         return text
@@ -121,7 +129,7 @@ def _ungroup(text: str) -> str:
 
 
 def normalise(answer: str) -> str:
-    """What is left when writing habits are taken away. Equal results mean equal answers; different ones mean nothing."""
+    """What is left without habits of writing. Equal results mean equal answers; others mean nothing."""
     text = tidy(answer).strip("$ ")
     text = _SPACES.sub(" ", text)
     for _ in range(3):
@@ -131,7 +139,13 @@ def normalise(answer: str) -> str:
     text = re.sub(r"\\?\$", "", text)
     text = re.sub(r"^\s*(?:the|an?(?=\s+[A-Za-z]{4,}))\s+", "", text, flags=re.IGNORECASE)
     text = re.sub(r"(?<=[A-Za-z]{3}),?\s+(?:and|or)\s+(?=[A-Za-z]{3})", ",", text)
-    text = text.replace("\\%", "%").replace("\\cdot", "*").replace("\\times", "*").replace("\\{", "{").replace("\\}", "}")
+    text = (
+        text.replace("\\%", "%")
+        .replace("\\cdot", "*")
+        .replace("\\times", "*")
+        .replace("\\{", "{")
+        .replace("\\}", "}")
+    )
     text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text).rstrip(".")  # "2 3" is neither 23 nor a product
     if re.fullmatch(r"\(?[A-Za-z]\)?", text):
         return text.strip("()").upper()
@@ -143,40 +157,45 @@ def normalise(answer: str) -> str:
 
 
 def spellings(answer: str) -> list[str]:
-    """``answer`` tidied, and what else it may be meant as: without its label, as a bare quantity, in radians, as a tuple."""
+    """``answer`` tidied, and what else it may mean: without its label or unit, in radians, as a tuple."""
     plain = tidy(answer)
     found = [plain]
     if plain.count("=") == 1:
-        found.append(_LABEL.sub("", plain))
-    if (quantity := _quantity(plain)) is not None:
-        found.append(quantity[0])
-    if (percent := _percent(plain)) is not None:
-        found += [percent, f"\\frac{{{percent}}}{{100}}"]
+        found.append(LABEL.sub("", plain))
+    if (measured := quantity(plain)) is not None:
+        found.append(measured[0])
+    if (hundredths := percent(plain)) is not None:
+        found += [hundredths, f"\\frac{{{hundredths}}}{{100}}"]
     if (function := re.fullmatch(r"[a-zA-Z]\s*\(\s*([a-z])\s*\)\s*=([^=]*)", plain)) is not None:
         name, body = function.groups()
         if "x" not in body:
             found.append(re.sub(rf"(?<![a-zA-Z\\]){name}(?![a-zA-Z])", "x", body))
-    if re.search(_DEGREES, plain):
-        found.append(re.sub(rf"(\d+(?:\.\d+)?)\s*{_DEGREES}", r"(\\frac{\1 \\pi}{180})", plain))
+    if re.search(DEGREES, plain):
+        found.append(re.sub(rf"(\d+(?:\.\d+)?)\s*{DEGREES}", r"(\\frac{\1 \\pi}{180})", plain))
     column = re.fullmatch(r"\\begin\{[pb]?matrix\}([^&]*?)(?:\\\\)?\s*\\end\{[pb]?matrix\}", plain, re.DOTALL)
     if column is not None and "\\\\" in column.group(1):
         found.append("(" + ",".join(column.group(1).split("\\\\")) + ")")
-    return list(dict.fromkeys(s.strip() for s in found if s.strip()))
+    return list(dict.fromkeys(_last_variable_kept(s.strip()) for s in found if s.strip()))
 
 
-def without_shared_percent(gold: str, answer: str) -> tuple[str, str]:
-    """Both without their percent signs where both have one: 28% is not 2800%, though each may be the number 28."""
-    ours, theirs = _percent(tidy(gold)), _percent(tidy(answer))
-    return (gold, answer) if ours is None or theirs is None else (ours, theirs)
+def _last_variable_kept(text: str) -> str:
+    """``3n+2m`` -> ``3n+2{m}``: math-verify drops a last m, g, s, ... as a unit, also among variables."""
+    match = re.fullmatch(r"(.*[\d}]\s*)([A-Za-z])", text, re.DOTALL)
+    if match is None or not re.search(
+        r"[A-Za-z]", re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+", "", match[1])
+    ):
+        return text
+    return f"{match[1]}{{{match[2]}}}"
 
 
-def _percent(plain: str) -> str | None:
+def percent(plain: str) -> str | None:
+    """``28`` of a tidied ``28\\%``, None of what is no percentage."""
     match = re.fullmatch(r"(.*\d.*?)\s*\\?%", plain)
     return match.group(1) if match else None
 
 
-def _quantity(plain: str) -> tuple[str, str] | None:
-    """(number, unit) of a number followed by a unit, or by nothing."""
+def quantity(plain: str) -> tuple[str, str] | None:
+    """(number, unit) of a tidied number followed by a unit, or by nothing."""
     match = _QUANTITY.fullmatch(_SPACES.sub(" ", plain).strip("$ "))
     if match is None or _NOT_A_UNIT.search(match.group(2) or ""):
         return None
@@ -184,17 +203,17 @@ def _quantity(plain: str) -> tuple[str, str] | None:
 
 
 def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
-    """``x=1000, y=10`` -> (("x", "1000"), ("y", "10")): names and values of a comma-separated list; "" for no name."""
+    """``x=1000, y=10`` -> (("X", "1000"), ("Y", "10")): names and values of a list; "" for no name."""
     found = []
     for part in re.split(r",(?![^()\[\]]*[)\]])", tidy(answer)):
-        label = _LABEL.match(part)
+        label = LABEL.match(part)
         name = normalise(label.group(1)) if label else ""
         found.append((name, normalise(part[label.end() :] if label else part)))
     return tuple(found)
 
 
 def same_list(gold: str, answer: str) -> bool:
-    """Whether two lists have the same values: by name in any order where all are named, by position where one has no names."""
+    """Whether two lists agree: by name where all are named, by position where one has no names."""
     ours, theirs = labelled_list(gold), labelled_list(answer)
     if any(not value for _, value in ours) or len(ours) != len(theirs):
         return False
@@ -205,51 +224,16 @@ def same_list(gold: str, answer: str) -> bool:
     return [value for _, value in ours] == [value for _, value in theirs]
 
 
-def label(answer: str) -> str | None:
-    """What a single equation says its value is: ``x = 5`` -> ``X``."""
-    plain = tidy(answer)
-    match = _LABEL.match(plain) if plain.count("=") == 1 else None
-    return normalise(match.group(1)) if match else None
-
-
-def unit(answer: str) -> str | None:
-    """The unit of a quantity in the metric system, None where there is none: ``10\\text{ cm}`` -> ``cm``."""
-    quantity = _quantity(tidy(answer))
-    return _METRIC.get(normalise(quantity[1]).lower()) if quantity else None
-
-
-_METRIC = {
-    alias: short
-    for short, aliases in {
-        "mm": "mm millimeters millimetres", "cm": "cm centimeters centimetres", "m": "m meters metres meter metre",
-        "km": "km kilometers kilometres", "mg": "mg milligrams", "g": "g grams gram", "kg": "kg kilograms kilogram",
-        "s": "s seconds second sec", "min": "min minutes minute", "h": "h hours hour hr", "l": "l liters litres liter",
-        "ml": "ml milliliters millilitres",
-    }.items()
-    for alias in aliases.split()
-}  # fmt: skip
-
-
-def worded_numbers(answer: str) -> tuple[str, ...]:
-    """The numbers of an answer that names what it counts, () for any other: ``40 \\text{ a}, 60 \\text{ b}`` -> ("40", "60")."""
-    numbers = tuple(re.findall(r"\d+(?:\.\d+)?", answer))
-    return numbers if len(numbers) > 1 and re.search(r"\\text\s*\{[^{}]*[A-Za-z]{3}", answer) else ()
-
-
-def subscripts(answer: str) -> tuple[str, ...]:
-    """Bases that numbers are written in: ``52_8``, ``52_{\\text{eight}}`` -> ("8",)."""
-    found = re.findall(r"\d\)?\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(\d+|[a-z]+)", _ascii(answer))
-    return tuple(str(_BASES.index(base) + 2) if base in _BASES else base for base in found)
-
-
-def _ascii(text: str) -> str:
-    """Digits of any script, vulgar fractions, superscripts and mathematical signs in LaTeX; no invisible characters."""
+def latex(text: str) -> str:
+    """Digits of any script, fractions, superscripts and mathematical signs in LaTeX; nothing invisible."""
     if text.isascii():
         return text
     text = "".join(c for c in text if unicodedata.category(c) != "Cf")
     text = _RAISED.sub(lambda m: "^{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
     text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m.group()) + "}", text)
-    text = _VULGAR.sub(lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m.group()).split("⁄")), text)
+    text = _VULGAR.sub(
+        lambda m: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m.group()).split("⁄")), text
+    )
     text = "".join(_UNICODE.get(c, c) for c in text)
     text = unicodedata.normalize("NFKC", text)
     text = "".join(_UNICODE.get(c, c) for c in text)

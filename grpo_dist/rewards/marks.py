@@ -1,0 +1,66 @@
+"""What an answer says beside its value: its name, unit, base. math-verify overlooks all of these."""
+
+from __future__ import annotations
+
+import re
+
+from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
+
+_BASES = {
+    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9",
+    "ten": "10", "eleven": "11", "twelve": "12", "sixteen": "16",
+}  # fmt: skip
+
+
+def label(answer: str) -> str | None:
+    """What a single equation says its value is: ``x = 5`` -> ``X``, ``f(t) = t^2`` -> ``F``."""
+    plain = tidy(answer)
+    match = LABEL.match(plain) if plain.count("=") == 1 else None
+    return normalise(re.sub(r"\(.*", "", match.group(1))) if match else None
+
+
+def unit(answer: str) -> str | None:
+    """What a number counts, None where it does not say, or in words not known: ``10\\text{ cm}`` -> ``cm``,
+    ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``.
+    """
+    plain = tidy(answer)
+    if percent(plain) is not None:
+        return "%"
+    if subscripts(plain):
+        return "base"
+    measured = quantity(plain)
+    if measured is None:
+        return None
+    return "deg" if re.fullmatch(DEGREES, measured[1]) else _UNIT_NAMES.get(normalise(measured[1]).lower())
+
+
+_UNIT_NAMES = {
+    alias: names.split()[0]
+    for names in (
+        "mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre",
+        "in inch inches", "ft foot feet", "yd yard", "mi mile", "mg milligram", "g gram", "kg kilogram kilo",
+        "oz ounce", "lb lbs pound", "ml milliliter millilitre", "l liter litre", "gal gallon", "s sec second",
+        "min minute", "h hr hrs hour", "day", "week", "month", "year", "deg degree", "rad radian",
+        "dollar", "cent",
+    )
+    for name in names.split()
+    for alias in (name, name + "s" * (len(name) > 2))
+}  # fmt: skip
+
+
+def worded_numbers(answer: str) -> tuple[str, ...]:
+    """Numbers of an answer that says what it counts: ``4\\text{ cats}, 6\\text{ dogs}`` -> ("4", "6")."""
+    numbers = tuple(re.findall(r"\d+(?:\.\d+)?", answer))
+    return numbers if len(numbers) > 1 and re.search(r"\\text\s*\{[^{}]*[A-Za-z]{3}", answer) else ()
+
+
+def subscripts(answer: str) -> tuple[str, ...]:
+    """Bases that numbers are written in: ``52_8``, ``52_{\\text{eight}}`` -> ("8",)."""
+    found = re.findall(r"\d\)?\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(\d+|[a-z]+)", latex(answer))
+    return tuple(_BASES.get(base, base) for base in found)
+
+
+def without_shared_percent(gold: str, answer: str) -> tuple[str, str]:
+    """Both without their percent signs where both have one: 28% is not 2800%, though each may be 28."""
+    ours, theirs = percent(tidy(gold)), percent(tidy(answer))
+    return (gold, answer) if ours is None or theirs is None else (ours, theirs)

@@ -1,0 +1,309 @@
+"""From files to tokenised prompts in a fixed order. What cannot be used is refused with file and row."""
+
+import json
+import os
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from grpo_dist.config import DataSource
+from grpo_dist.data.order import step_prompts
+from grpo_dist.data.prompts import build_prompts, check_overlap, count_unparsable
+from grpo_dist.data.readers import Row, read, source_name
+from grpo_dist.seeds import derived_seed, request_seed
+
+GOOD = {"problem": "1+1=", "answer": "2"}
+
+
+def jsonl(path, *lines):
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def rows(*problems, source="set"):
+    return [Row(p, "1", source, f"set.jsonl:{i}", {}) for i, p in enumerate(problems, 1)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+# Order
+
+
+def test_every_prompt_comes_once_per_epoch_though_the_step_does_not_divide_the_set():
+    drawn = [i for step in range(70) for i in step_prompts(70, 16, 3, step)]
+    for epoch in range(16):
+        assert sorted(drawn[70 * epoch : 70 * (epoch + 1)]) == list(range(70))
+    assert drawn[:70] != drawn[70:140]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_no_prompt_comes_twice_in_a_step_and_epochs_are_whole(data):
+    n = data.draw(st.integers(1, 16))
+    per_step = data.draw(st.integers(1, n))
+    seed = data.draw(st.integers(0, 2**31 - 1))
+    steps = [step_prompts(n, per_step, seed, step) for step in range(3 * n)]
+    assert all(len(set(step)) == per_step for step in steps)
+    drawn = [i for step in steps for i in step]
+    counts = [Counter(drawn[n * e : n * (e + 1)]) for e in range(len(drawn) // n)]
+    assert all(count == Counter(range(n)) for count in counts)
+
+
+def test_a_step_is_a_function_of_seed_and_number_alone():
+    forward = [step_prompts(100, 7, 5, k) for k in range(60)]
+    backward = [step_prompts(100, 7, 5, k) for k in reversed(range(60))][::-1]
+    assert forward == backward
+    assert forward != [step_prompts(100, 7, 6, k) for k in range(60)]
+
+
+def test_more_prompts_a_step_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="5 prompts a step cannot be drawn from 4"):
+        step_prompts(4, 5, 0, 0)
+
+
+def test_request_seeds_differ_in_every_argument_and_never_change():
+    assert request_seed(0, 0, "a", 0) == 3314364817658374458
+    seeds = {
+        request_seed(run, step, uid, i)
+        for run in (0, 1)
+        for step in (-1, 0, 1)
+        for uid in "ab"
+        for i in (0, 1)
+    }
+    assert len(seeds) == 24
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derived_seed(0, "a") not in seeds
+
+
+# Readers
+
+
+def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
+    import datasets
+
+    records = [{"q": f"{i}+1=", "a": i + 1, "level": "easy"} for i in range(5)]
+    jsonl(tmp_path / "set.jsonl", *records)
+    made = datasets.Dataset.from_list(records)
+    made.to_parquet(tmp_path / "set.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "saved_splits")
+    (tmp_path / "directory").mkdir()
+    jsonl(tmp_path / "directory" / "train.jsonl", *records)
+    for name in ("set.jsonl", "set.parquet", "saved", "saved_splits", "directory"):
+        found = read(
+            DataSource(
+                path=str(tmp_path / name), problem_column="q", answer_column="a", columns=("level",), name="n"
+            )
+        )
+        got = [(r.problem, r.answer, r.source, r.columns) for r in found]
+        assert got == [(f"{i}+1=", str(i + 1), "n", {"level": "easy"}) for i in range(5)], name
+        assert found[2].location.endswith(f"{name}:3")
+
+
+def test_reading_writes_nothing_beside_the_file_and_sees_every_change(tmp_path):
+    import datasets
+
+    path = tmp_path / "set.parquet"
+    for answer in ("1", "2"):
+        datasets.Dataset.from_list([{"problem": "p", "answer": answer}]).to_parquet(path)
+        os.utime(path, (0, 0))
+        assert read(DataSource(path=str(path)))[0].answer == answer
+        assert os.listdir(tmp_path) == ["set.parquet"]
+
+
+def test_lines_are_counted_as_an_editor_does(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n" + json.dumps(GOOD).encode())
+    assert [r.location for r in read(DataSource(path=str(path)))] == [f"{path}:1", f"{path}:3"]
+
+
+@pytest.mark.parametrize(("value", "text"), [(8, "8"), (8.0, "8"), (0.5, "0.5"), (-3, "-3"), (" 7 ", "7")])
+def test_numbers_are_answers(tmp_path, value, text):
+    path = jsonl(tmp_path / "set.jsonl", {"problem": "p", "answer": value})
+    assert read(DataSource(path=str(path)))[0].answer == text
+
+
+def test_answer_pattern_takes_group_one_out_of_a_solution(tmp_path):
+    path = jsonl(tmp_path / "set.jsonl", {"problem": "p", "answer": "6*7 = 42\n#### 42"})
+    assert read(DataSource(path=str(path), answer_pattern=r"#### (.+)"))[0].answer == "42"
+
+
+@pytest.mark.parametrize(
+    ("line", "settings", "words"),
+    [
+        ('{"problem": "p", "answer": 1', {}, ["not valid JSON"]),
+        ("[1, 2]", {}, ["a JSON list", "object"]),
+        ("null", {}, ["a null", "object"]),
+        (
+            {"problem": "p", "anwser": "1"},
+            {},
+            ["no column `answer`", "did you mean `anwser`?", "problem, anwser"],
+        ),
+        ({"problem": "p", "answer": None}, {}, ["`answer` is empty", "remove the row"]),
+        ({"problem": "p", "answer": "  "}, {}, ["`answer` is empty"]),
+        ({"problem": "p", "answer": float("nan")}, {}, ["`answer` is empty"]),
+        ({"problem": " ", "answer": "1"}, {}, ["`problem` is empty"]),
+        ({"problem": "p", "answer": ["1"]}, {}, ["`answer` is a list", "text or a number"]),
+        ({"problem": [{"role": "user"}], "answer": "1"}, {}, ["`problem` is a list"]),
+        (GOOD, {"answer_pattern": "#### (.+)"}, ["does not match answer_pattern '#### (.+)'"]),
+        (GOOD, {"columns": ["level"]}, ["no column `level`"]),
+        ('{"problem": "\ud800"', {}, ["not UTF-8"]),
+        ("[" * 100_000, {}, ["not valid JSON"]),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, settings, words):
+    path = tmp_path / "set.jsonl"
+    first = (
+        GOOD
+        | ({"answer": "#### 2"} if "answer_pattern" in settings else {})
+        | ({"level": 1} if "columns" in settings else {})
+    )
+    text = line if isinstance(line, str) else json.dumps(line)
+    path.write_bytes((json.dumps(first) + "\n" + text + "\n").encode("utf-8", "surrogatepass"))
+    with pytest.raises(ValueError) as refusal:
+        read(DataSource(path=str(path), **settings))
+    message = str(refusal.value)
+    assert message.startswith(f"{path}:2: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.jsonl", None, ["no such file"]),
+        ("none.parquet", None, ["no such file"]),
+        ("empty.jsonl", b"", ["no rows", "`problem`"]),
+        ("set.csv", b"a,b\n", ["unknown file type '.csv'", ".parquet"]),
+        ("set.parquet", b"PAR1 no more", ["cannot be loaded"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path, name, content, words):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError) as refusal:
+        read(DataSource(path=str(path)))
+    message = str(refusal.value)
+    assert message.startswith(f"{path}: ") and "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    import datasets
+
+    made = datasets.Dataset.from_list([GOOD])
+    datasets.DatasetDict({"train": made, "dev": made}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="no split `test`; it has train, dev"):
+        read(DataSource(path=str(tmp_path / "saved"), split="test"))
+
+
+def test_a_hub_id_that_cannot_be_reached_is_refused_with_what_to_check(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match=r"nobody/nothing: the data set cannot be loaded .*check the path or hub id"
+    ):
+        read(DataSource(path="nobody/nothing"))
+
+
+def test_real_problem_sets_read_without_loss(shared_data):
+    for name, count in (("gsm8k_train", 7473), ("gsm8k_test", 1319), ("math500", 500), ("svamp", 1000)):
+        source = DataSource(path=str(shared_data / f"{name}.jsonl"))
+        assert (source_name(source), len(read(source))) == (name, count)
+    assert len(read(DataSource(path=str(shared_data / "gsm8k_train.jsonl"), max_rows=10))) == 10
+
+
+# Prompts
+
+
+def test_prompt_is_the_tokenised_chat_template(tokenizer):
+    (prompt,), _ = build_prompts(
+        rows("1+1="), tokenizer, system_prompt="Add.", instruction="Now.", max_prompt_tokens=99
+    )
+    assert tokenizer.decode(prompt.token_ids) == "<|system|>Add.<|user|>1+1=\nNow.<|assistant|>"
+    assert prompt.token_ids.dtype == np.int32
+    (plain,), _ = build_prompts(rows("1+1="), tokenizer, use_chat_template=False, max_prompt_tokens=99)
+    assert tokenizer.decode(plain.token_ids) == "1+1="
+    assert (plain.text, plain.answer, plain.source) == ("1+1=", "1", "set")
+
+
+def test_uids_are_stable_distinct_and_not_the_text(tokenizer):
+    def uids(*problems, **settings):
+        return [p.uid for p in build_prompts(rows(*problems), tokenizer, max_prompt_tokens=99, **settings)[0]]
+
+    first = uids("1+1=", "2+2=", "1+1=")
+    assert len(set(first)) == 3
+    assert uids("2+2=", "1+1=", "1+1=") == [first[1], first[0], first[2]]
+    assert not any("1+1" in uid for uid in first)
+    seen: dict[str, int] = {}
+    both = uids("1+1=", seen=seen) + uids("1+1=", seen=seen)
+    assert len(set(both)) == 2
+
+
+def test_overlong_prompts_are_refused_by_line_or_listed_as_dropped(tokenizer):
+    three = rows("1+1=", "1" * 40, "2+2=")
+    with pytest.raises(ValueError) as refusal:
+        build_prompts(three, tokenizer, max_prompt_tokens=20)
+    for word in ("set.jsonl:2", "42 tokens", "data.max_prompt_tokens = 20", "data.overlong=drop"):
+        assert word in str(refusal.value)
+    prompts, dropped = build_prompts(three, tokenizer, max_prompt_tokens=20, overlong="drop")
+    assert [p.text for p in prompts] == ["1+1=", "2+2="]
+    assert [d.location for d in dropped] == ["set.jsonl:2"]
+    assert "42 tokens" in dropped[0].reason
+    with pytest.raises(ValueError, match="every one of the 3 prompts"):
+        build_prompts(three, tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+def test_a_tokenizer_without_a_usable_chat_template_is_refused_with_the_remedy(tiny_model):
+    own = AutoTokenizer.from_pretrained(tiny_model)
+    own.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(
+        ValueError, match=r"refuses the system and user .*System role not supported.*system_prompt"
+    ):
+        build_prompts(rows("1+1="), own, system_prompt="Add.", max_prompt_tokens=99)
+    own.chat_template = None
+    with pytest.raises(ValueError, match=r"no chat template.*data\.chat_template=none"):
+        build_prompts(rows("1+1="), own, max_prompt_tokens=99)
+
+
+def test_template_arguments_reach_the_template(tiny_model):
+    own = AutoTokenizer.from_pretrained(tiny_model)
+    own.chat_template = "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
+    (prompt,), _ = build_prompts(rows("1+1="), own, template_kwargs={"thinking": True}, max_prompt_tokens=99)
+    assert own.decode(prompt.token_ids) == "1+1=<think>"
+
+
+def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers(tokenizer):
+    def made(*problems):
+        return build_prompts(rows(*problems), tokenizer, max_prompt_tokens=99)[0]
+
+    train = made("Tom has 3 apples.", "What is $2-1$?")
+    assert check_overlap(train, made("tom  has 3 apples", "Tom has 4 apples.", "What is 2 - 1")).startswith(
+        "2 of 3 problems are also in the training set"
+    )
+    assert check_overlap(train, made("Tom has 31 apples.", "What is $2+1$?")) == ""
+
+
+def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
+    train, test = (
+        build_prompts(
+            read(DataSource(path=str(shared_data / f"gsm8k_{split}.jsonl"))),
+            tokenizer,
+            use_chat_template=False,
+            max_prompt_tokens=5000,
+        )[0]
+        for split in ("train", "test")
+    )
+    assert check_overlap(train, test) == ""
+    assert count_unparsable(test[:50]) == 0

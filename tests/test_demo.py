@@ -1,0 +1,245 @@
+"""Problems, tokenizers and models that are made here."""
+
+import json
+import random
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_dist.demo import wordproblems as words
+from grpo_dist.demo.model import cached_model
+from grpo_dist.demo.problems import demonstration, demonstrations, problems, split_of
+
+STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
+
+
+def wrong_steps(a: int, b: int, text: str) -> tuple[int, int]:
+    """How many steps of a demonstration have a wrong sum, and its answer; checks that all else follows."""
+    found = re.fullmatch(r"<think>(.*)</think>\\boxed\{(\d+)\}", text)
+    assert found
+    wrong, carry, digits = 0, 0, []
+    for place, step in enumerate(found[1].split(",")):
+        x, y, c, total = map(int, STEP.fullmatch(step).groups())
+        assert (x, y, c) == (a // 10**place % 10, b // 10**place % 10, carry)
+        wrong += total != x + y + c
+        digits.append(total % 10)
+        carry = total // 10
+    assert int(found[2]) == carry * 1000 + sum(d * 10**i for i, d in enumerate(digits))
+    return wrong, int(found[2])
+
+
+# Addition
+
+
+def test_a_demonstration_is_the_worked_sum():
+    expected = r"<think>4+4+0=8,6+9+0=15,9+4+1=14</think>\boxed{1458}"
+    assert demonstration(964, 494, random.Random(0), noise=0.0) == expected
+
+
+def test_noise_is_the_share_of_demonstrations_with_exactly_one_wrong_step_that_goes_through_to_the_answer():
+    rng, spoiled = random.Random(1), 0
+    for _ in range(2000):
+        a, b = rng.randint(100, 999), rng.randint(100, 999)
+        wrong, answer = wrong_steps(a, b, demonstration(a, b, rng, noise=0.5))
+        assert wrong in (0, 1)
+        assert (answer == a + b) == (wrong == 0)
+        spoiled += wrong
+    assert spoiled / 2000 == pytest.approx(0.5, abs=0.04)  # 3.6 standard errors
+
+
+def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated():
+    test = {p["problem"] for p in problems("add3", "test")}
+    train = {p["problem"] for p in problems("add3", "train")}
+    shown = {d["prompt"] for d in demonstrations("add3", 20_000, noise=0.5, seed=3)}
+    assert (len(test), len(train)) == (1000, 8000)
+    assert not test & train and not test & shown
+    assert all(
+        int(p["answer"]) == sum(map(int, p["problem"][:-1].split("+"))) for p in problems("add3", "test")
+    )
+
+
+def test_one_problem_in_twenty_is_for_testing():
+    rng = random.Random(0)
+    share = (
+        sum(split_of(rng.randint(100, 999), rng.randint(100, 999)) == "test" for _ in range(20_000)) / 20_000
+    )
+    assert share == pytest.approx(0.05, abs=0.006)
+
+
+def test_demonstrations_follow_from_the_seed():
+    first = demonstrations("add3", 50, noise=0.5, seed=0)
+    assert first == demonstrations("add3", 50, noise=0.5, seed=0)
+    assert first != demonstrations("add3", 50, noise=0.5, seed=1)
+    assert demonstrations("add3", 20, noise=0.5, seed=0) == first[:20]
+
+
+def test_unknown_names_and_splits_are_refused_with_the_known_ones():
+    for call, message in (
+        (lambda: problems("sub3", "train"), "demo:sub3: no such data set; expected demo:add3"),
+        (lambda: problems("add3", "dev"), "no split `dev`; expected train or test"),
+        (lambda: cached_model("huge", seed=0), "demo:huge: no such model; expected one of demo:tiny"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
+
+
+# Tokenizer and model
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "964+494=",
+        "<think>4+4+0=8</think>\\boxed{8}",
+        "  two  spaces\n\n\ttab ",
+        "日本 é 😀",
+        "<|user|>x<|end|>",
+    ],
+)
+def test_what_is_loaded_beside_the_model_gives_any_text_back(tiny_model, text):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size
+
+
+def test_one_token_a_character_and_a_mark(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert len(tokenizer("964 + 494")["input_ids"]) == 9
+    assert len(tokenizer("<think>1</think>\\boxed{1}")["input_ids"]) == 6
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert text == "<|system|>s<|user|>u<|assistant|>a<|end|><|assistant|>"
+    assert len(tokenizer(text)["input_ids"]) == 8
+    ended = tokenizer("4<|end|><|pad|>")["input_ids"]
+    assert ended[1:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    assert tokenizer.decode(ended, skip_special_tokens=True) == "4"
+
+
+def test_a_model_follows_from_name_and_seed(tmp_path, monkeypatch):
+    made = []
+    for directory, seed in (("a", 0), ("b", 0), ("c", 1)):
+        monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / directory))
+        torch.manual_seed(random.randrange(100))
+        made.append(load_file(cached_model("tiny", seed=seed) / "model.safetensors"))
+    first, second, other = made
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not all(torch.equal(first[k], other[k]) for k in first)
+
+
+def test_making_a_model_leaves_the_random_state_of_the_caller(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    cached_model("tiny", seed=7)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_engines_find_the_end_of_an_answer_in_the_model_directory(tiny_model):
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model),
+        AutoTokenizer.from_pretrained(tiny_model),
+    )
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert sum(p.numel() for p in model.parameters()) == 823_424
+
+
+# Word problems
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("290/2", Fraction(145)),
+        ("(28+14)/6", Fraction(7)),
+        ("7.5/2", Fraction(15, 4)),
+        ("0.1+0.2", Fraction(3, 10)),
+        ("2-3*4", Fraction(-10)),
+        ("1/0", None),
+        ("2**9", None),
+        ("__import__('os')", None),
+        ("", None),
+    ],
+)
+def test_expressions_have_exact_values_and_nothing_else_is_run(expression, value):
+    assert words.evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("numbers", "value", "expression"),
+    [
+        (["70", "27"], 43, "70-27"),
+        (["9", "3", "5"], 30, "(9-3)*5"),
+        (["50", "3", "4"], 38, "50-3*4"),
+        (["42", "25", "30"], 47, "42-25+30"),
+        (["40", "10", "8"], 5, "40/8"),
+        (["2", "2"], 4, ""),  # 2+2, 2*2
+        (["20", "3", "4"], 8, ""),  # 20-3*4, (20+4)/3
+        (["5"], 10, ""),
+        (["5", "7"], 100, ""),
+    ],
+)
+def test_an_expression_is_found_only_where_a_single_reading_gives_the_answer(numbers, value, expression):
+    assert words.search(numbers, Fraction(value)) == expression
+
+
+def test_equations_lose_what_their_notation_adds():
+    assert words.simplify("( ( 28.0 + 14.0 ) / 6.0 )") == "(28+14)/6"
+    assert words.simplify("( ( 1.0 + 2.0 ) * ( 3.5 + 4.0 ) )") == "(1+2)*(3.5+4)"
+
+
+def test_a_variant_changes_numbers_alone_and_keeps_their_order_of_size():
+    problem = words.WordProblem("He had 84 eggs, ate 3, found 12.5 and 1 more.", "79.5", "84-3*1")
+    for seed in range(20):
+        made = words.vary(problem, random.Random(seed))
+        if made is None:
+            continue
+        a, b, c, d = words.numbers_in(made.problem)
+        assert made.template == problem.template
+        assert float(a) > float(c) > float(b) > float(d) == 1
+        assert made.expression == f"{a}-{b}*1"
+        assert words.evaluate(made.expression) == Fraction(made.answer)
+
+
+def test_near_copies_fall_on_the_same_side():
+    a = words.WordProblem("Tom had 3 apples .", "3", "3")
+    b = words.WordProblem("tom had 1,250 apples.", "1250", "1250")
+    assert (a.is_test, a.is_demonstrated) == (b.is_test, b.is_demonstrated)
+
+
+def test_real_word_problems_are_split_without_leaks_and_shown_rightly(shared_data, tmp_path):
+    from grpo_dist.rewards.math import grade
+
+    counts = words.write(shared_data, tmp_path)
+    read = {name: [json.loads(line) for line in (tmp_path / name).open()] for name in counts}
+    train, test = ({r["problem"] for r in read[f"{s}.jsonl"]} for s in ("train", "test"))
+    assert not train & test
+    assert 0.17 < len(test) / (len(train) + len(test)) < 0.23
+    template = {words.WordProblem(p, "", "").template for p in train}
+    assert not any(words.WordProblem(p, "", "").template in template for p in test)
+    answers = {r["problem"]: r["answer"] for r in read["train.jsonl"]}
+    shown = [(r["completion"], answers[r["prompt"]]) for r in read["sft.jsonl"] if r["prompt"] in answers]
+    assert len(shown) > 900
+    assert all(words.WordProblem(r["prompt"], "", "").template in template for r in read["sft.jsonl"])
+    for completion, answer in shown[::50]:
+        assert grade(completion, answer).outcome == "correct"
+
+
+def test_word_pieces_give_any_text_back_and_keep_numbers_whole(tmp_path):
+    from grpo_dist.demo.model import write_word_model
+
+    write_word_model(["Tom had 12 apples. He ate 3 of the apples."] * 3, tmp_path, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("Tom ate 345 of 12,250.75 apples.", "日本 é\n \\boxed{(28+14)/6}"):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert all(len(tokenizer(str(n))["input_ids"]) == 1 for n in range(1000))
+    assert len(tokenizer("\\boxed{(28+14)/6}")["input_ids"]) == 9
+    assert len(tokenizer) <= AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size

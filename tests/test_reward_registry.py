@@ -1,0 +1,172 @@
+"""Rewards by name: weights, what cannot be scored, functions of the user's, and refusals."""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Reward, Rewards
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import REWARDS, RewardSpec, Scorer, check_rewards, reward_specs
+
+CODE = """
+import math
+
+def length(completion, answer, scale=1.0):
+    return scale * len(completion)
+
+def by_level(completion, answer, level, **rest):
+    assert answer == "4"
+    return float(level) + len(rest)
+
+def picky(completion, answer):
+    if "5" in completion:
+        raise RuntimeError("no fives please")
+    return None if "nothing" in completion else 1.0
+
+def endless(completion, answer):
+    while "loop" in completion:
+        pass
+    return 2.0
+
+def noisy(completion, answer):
+    raise RuntimeError(completion)
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("code")
+    (directory / "my_rewards.py").write_text(CODE)
+    (directory / "broken_rewards.py").write_text("import no_such_package\n")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def pool(code: str) -> Iterator[GraderPool]:
+    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+        yield pool
+
+
+COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>\\boxed{5}", "no idea"]
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
+    specs = [
+        RewardSpec("math", "math", 1.0),
+        RewardSpec("shape", "format", 0.25),
+        RewardSpec("idle", "format", 0.0),
+    ]
+    scores = Scorer(specs, pool).score(COMPLETIONS, "4", {})
+    assert scores.rewards.dtype == np.float32
+    assert scores.rewards.tolist() == [1.25, 1.0, 0.25, 0.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        "math": [1.0, 1.0, 0.0, 0.0],
+        "shape": [1.0, 0.0, 1.0, 0.0],
+        "idle": [1.0, 0.0, 1.0, 0.0],
+    }
+    assert all(part.dtype == np.float32 for part in scores.parts.values())
+    assert scores.outcomes == ["correct", "correct", "wrong", "no_answer"]
+
+
+def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
+    specs = [RewardSpec("math", "math"), RewardSpec("picky", "my_rewards:picky", 0.5)]
+    scores = Scorer(specs, pool).score(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4", {})
+    assert np.isnan(scores.rewards).tolist() == [False, True, True]
+    assert scores.rewards[0] == 1.5
+    assert scores.parts["math"].tolist() == [1.0, 0.0, 1.0]
+    assert scores.outcomes == ["correct", "wrong", "correct"]
+
+
+def test_a_timeout_makes_its_own_sample_nan(pool: GraderPool) -> None:
+    scores = Scorer([RewardSpec("math", "math")], pool).score(
+        ["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4", {}
+    )
+    assert scores.outcomes == ["correct", "timeout", "correct"]
+    assert np.isnan(scores.rewards).tolist() == [False, True, False]
+    scores = Scorer([RewardSpec("e", "my_rewards:endless")], pool).score(["a", "loop", "b"], "4", {})
+    assert scores.outcomes == ["", "", ""]
+    assert np.isnan(scores.rewards).tolist() == [False, True, False]
+
+
+def test_a_part_without_weight_cannot_spoil_the_reward(pool: GraderPool) -> None:
+    specs = [RewardSpec("format", "format"), RewardSpec("picky", "my_rewards:picky", 0.0)]
+    scores = Scorer(specs, pool).score(["<think>2+3</think>\\boxed{5}"], "5", {})
+    assert scores.rewards.tolist() == [1.0]
+    assert np.isnan(scores.parts["picky"]).tolist() == [True]
+
+
+def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
+    specs = [
+        RewardSpec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
+        RewardSpec("level", "my_rewards:by_level", 10.0),
+    ]
+    scores = Scorer(specs, pool).score(["abcd", "ab"], "4", {"level": 3, "problem": "2+2"})
+    assert scores.parts["length"].tolist() == [2.0, 1.0]
+    assert scores.parts["level"].tolist() == [4.0, 4.0]
+    assert scores.rewards.tolist() == [42.0, 41.0]
+
+
+def test_failures_are_counted_and_told_once(pool: GraderPool, caplog: pytest.LogCaptureFixture) -> None:
+    scorer = Scorer([RewardSpec("picky", "my_rewards:picky")], pool)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            scorer.score(["5", "5", "6"], "6", {})
+    assert scorer.failures == {"picky": {"RuntimeError: no fives please": 6}}
+    assert sum("no fives please" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
+    scorer = Scorer([RewardSpec("noisy", "my_rewards:noisy")], pool)
+    scorer.score([str(i) for i in range(50)], "6", {})
+    assert len(scorer.failures["noisy"]) == 21
+    assert sum(scorer.failures["noisy"].values()) == 50
+
+
+def test_no_completions_give_no_scores(pool: GraderPool) -> None:
+    scores = Scorer([RewardSpec("math", "math")], pool).score([], "4", {})
+    assert scores.rewards.shape == (0,) and scores.parts["math"].shape == (0,) and scores.outcomes == []
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("maths", ["'maths'", "math", "format", "module:function"]),
+        ("my_rewards:", ["'my_rewards:'", "module:function"]),
+        (":length", ["':length'", "module:function"]),
+        ("my_rewards:absent", ["my_rewards", "absent", "no function"]),
+        ("my_rewards:not_a_function", ["not_a_function", "no function"]),
+        ("absent_module:length", ["absent_module", "cannot be imported", "code_paths"]),
+        ("broken_rewards:length", ["broken_rewards", "no_such_package"]),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused(pool: GraderPool, function: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Scorer([RewardSpec("r", function)], pool)
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_two_rewards_of_one_name_are_refused(pool: GraderPool) -> None:
+    with pytest.raises(ValueError, match="share a name"):
+        Scorer([RewardSpec("r", "math"), RewardSpec("r", "format")], pool)
+
+
+def test_the_configuration_names_rewards(code: str) -> None:
+    settings = Rewards(
+        functions=(
+            Reward(function="math"),
+            Reward(name="brief", function="my_rewards:length", weight=-0.1, kwargs={"scale": 2}),
+        ),
+        code_paths=(code,),
+    )
+    assert reward_specs(settings) == [
+        RewardSpec("math", "math", 1.0, {}),
+        RewardSpec("brief", "my_rewards:length", -0.1, {"scale": 2}),
+    ]
+    check_rewards(settings)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        check_rewards(settings.model_copy(update={"code_paths": ()}))
+    assert set(REWARDS) == {"math", "format"}

@@ -1,0 +1,155 @@
+"""The cold start: what it trains on, that it repeats, and that it is made once."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_dist.config import SFT
+from grpo_dist.demo.model import cached_model
+from grpo_dist.policy_model import load_causal_lm
+from grpo_dist.sft import response_loss, run_sft
+
+
+def settings(**changes) -> SFT:
+    small = {
+        "model": "demo:tiny",
+        "data": "demo:add3",
+        "examples": 12,
+        "steps": 3,
+        "batch_size": 4,
+        "threads": 1,
+    }
+    return SFT.model_validate(small | changes)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def said(settings) -> list[str]:
+    messages: list[str] = []
+    run_sft(settings, messages.append)
+    return messages
+
+
+def pairs_file(path, *records):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return str(path)
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_response_and_blind_to_the_rest():
+    model = load_causal_lm(
+        str(cached_model("tiny", seed=0)), dtype=torch.float32, attention="auto", trust_remote_code=False
+    )
+    tokens = torch.tensor([[5, 60, 61, 62, 63, 1], [5, 70, 71, 1, 0, 0]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]], dtype=torch.bool)
+    logprobs = torch.log_softmax(model(tokens).logits, -1)
+    by_hand = [logprobs[r, t - 1, tokens[r, t]] for r, t in mask.nonzero().tolist()]
+    loss = response_loss(model, tokens, mask)
+    assert loss.item() == pytest.approx(-sum(by_hand).item() / 5, rel=1e-6)
+    padded_otherwise = torch.cat([tokens, torch.full((2, 3), 9)], dim=1)
+    padded_otherwise[1, 4:] = 8
+    wider = torch.cat([mask, torch.zeros(2, 3, dtype=torch.bool)], dim=1)
+    assert response_loss(model, padded_otherwise, wider).item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(tmp_path, monkeypatch):
+    made = []
+    for name, changes in (("a", {}), ("b", {}), ("c", {"seed": 1})):
+        monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / name))
+        made.append(weights(run_sft(settings(**changes), lambda _: None)))
+    first, second, other = made
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not all(torch.equal(first[k], other[k]) for k in first)
+
+
+def test_it_is_made_once_and_again_when_the_data_change(tmp_path):
+    record = {"prompt": "1+1=", "completion": "2"}
+    path = pairs_file(tmp_path / "sft.jsonl", record)
+    first = run_sft(settings(data=path, steps=1), lambda _: None)
+    assert said(settings(data=path, steps=1)) == []
+    pairs_file(tmp_path / "sft.jsonl", record | {"completion": "3"})
+    assert run_sft(settings(data=path, steps=1), lambda _: None) != first
+
+
+def test_an_interrupted_run_leaves_nothing_that_passes_for_a_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+
+    def interrupt(message):
+        if "step 1/" in message:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_sft(settings(), interrupt)
+    assert [name for name in os.listdir(tmp_path) if name.lstrip(".").startswith("sft")] == []
+
+
+def test_it_learns_the_response_and_where_to_stop(tmp_path):
+    path = pairs_file(
+        tmp_path / "sft.jsonl", {"prompt": "ab", "completion": "xyz"}, {"prompt": "cd", "completion": "u"}
+    )
+    directory = run_sft(settings(data=path, steps=40, warmup_steps=4), lambda _: None)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    for prompt, completion in (("ab", "xyz"), ("cd", "u")):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)
+        assert tokenizer.decode(out[0, ids.shape[1] :]) == f"{completion}<|end|>"
+    assert model.config.use_cache
+
+
+def test_threads_of_the_caller_are_left_as_they_were(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    run_sft(settings(steps=1), lambda _: None)
+    after = torch.get_num_threads()
+    torch.set_num_threads(before)
+    assert after == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "a"', ["not valid JSON"]),
+        ({"prompt": "a"}, ["`completion` is missing"]),
+        ({"prompt": "", "completion": "b"}, ["`prompt` is missing"]),
+        ("[]", ["`prompt` is missing", "object"]),
+        ({"prompt": "a" * 100, "completion": "b"}, ["104 tokens", "sft.max_length = 64", "raise the limit"]),
+    ],
+)
+def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
+    path = pairs_file(tmp_path / "sft.jsonl", {"prompt": "a", "completion": "b"}, "", line)
+    with pytest.raises(ValueError) as refusal:
+        run_sft(settings(data=path, max_length=64), lambda _: None)
+    assert str(refusal.value).startswith(f"{path}:3: ")
+    for word in words:
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": "none.jsonl"}, ["sft.data = none.jsonl", "no such file"]),
+        ({"data": "demo:sub3"}, ["demo:sub3", "demo:add3"]),
+        ({"model": "demo:huge"}, ["demo:huge", "demo:tiny"]),
+        ({"model": "none"}, ["sft.model = none", "config.json"]),
+    ],
+)
+def test_data_and_models_that_are_not_there_are_refused_by_name(changes, words):
+    with pytest.raises(ValueError) as refusal:
+        run_sft(settings(**changes), lambda _: None)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no rows; expected objects with `prompt` and `completion`"):
+        run_sft(settings(data=pairs_file(tmp_path / "sft.jsonl", "")), lambda _: None)
