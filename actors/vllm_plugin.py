@@ -1,5 +1,12 @@
 """What vLLM loads in each of its processes, through the entry point group `vllm.general_plugins`."""
 
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+
 
 def register() -> None:
     """Make this project's weight transfer known to vLLM. Called once per process, sometimes more."""
@@ -8,3 +15,23 @@ def register() -> None:
     for name, engine in (("gloo", "GlooWeightTransfer"), ("nccl_verified", "NcclWeightTransfer")):
         if name not in Factory._registry:
             Factory.register_engine(name, "actors.weight_transfer", engine)
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """An engine's processes end when the one that started them does, even if that was killed without a word.
+
+    vLLM's own worker waits for its engine in places where it does not notice that there is none any more.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name=_WATCH, daemon=True).start()
+
+
+_WATCH = "grpo-dist: end with parent"

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSource
+from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluate import EvalSet
+from grpo_dist.hardware import resolve_dtype
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
@@ -30,6 +32,9 @@ def prepare(config: Config, say: Say) -> Prepared:
     be used.
     """
     check_rewards(config.rewards)
+    deepspeed_config(
+        config.policy, dtype=resolve_dtype(config.model.dtype)
+    )  # refuses keys that are not the user's
     model_dir = resolve_model(config, say)
     check_length(config, model_dir)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)

@@ -4,8 +4,8 @@
     demonstration  <think>4+4+0=8,6+9+0=15,9+4+1=14</think>\\boxed{1458}
                    digit + digit + carry, lowest digits first
 
-Demonstrations may carry one wrong step, whose error then goes through to the answer. A model taught on such
-knows the algorithm but samples a right answer only about as often as the demonstrations are right: what
+Demonstrations may carry one slip, a sum that is off by one, whose error then goes through to the answer. A
+model taught on such knows the algorithm but samples a right answer only about as often as the demonstrations are right: what
 reinforcement can mend.
 
 A problem belongs to the test split when md5(problem) % 20 == 0, so no test problem is ever trained or
@@ -59,7 +59,7 @@ def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
         x, y = a // 10**place % 10, b // 10**place % 10
         total = x + y + carry
         if place == wrong:
-            total = rng.choice([t for t in range(20) if t != total])
+            total = rng.choice([t for t in (total - 1, total + 1) if 0 <= t < 20])
         steps.append(f"{x}+{y}+{carry}={total}")
         digits.append(total % 10)
         carry = total // 10

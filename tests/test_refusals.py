@@ -1,0 +1,109 @@
+"""Input that cannot be used: one message that says where, what and what to do; exit code 2; nothing started."""
+
+import json
+
+import pytest
+
+from grpo_dist.cli import main
+
+GOOD = [{"problem": f"{i} + 1", "answer": str(i + 1)} for i in range(20)]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with good data and a configuration on it."""
+    monkeypatch.chdir(tmp_path)
+    write("train.jsonl", GOOD)
+    (tmp_path / "config.yaml").write_text(
+        "model: {path: 'demo:tiny'}\n"
+        "data: {train: [{path: train.jsonl}], max_prompt_tokens: 32}\n"
+        "batch: {prompts_per_step: 4, samples_per_prompt: 2}\n"
+        "sampling: {max_new_tokens: 8}\n"
+    )
+    return tmp_path
+
+
+def write(name, rows):
+    with open(name, "w") as file:
+        file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def refusal(capsys, *overrides, command="train"):
+    """The one line that the command prints on its error output, having ended with code 2."""
+    assert main([command, "config.yaml", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, error
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.path=/no/such/model"], ["model.path = /no/such/model", "no such directory"]),
+        (["model.path=demo:huge"], ["demo:huge", "demo:tiny"]),
+        (["data.train.0.path=missing.jsonl"], ["missing.jsonl", "no such file"]),
+        (["data.train.0.answer_column=anser"], ["train.jsonl:1", "`anser`", "did you mean `answer`"]),
+        (
+            ["data.max_prompt_tokens=4"],
+            ["train.jsonl:1", "tokens", "data.max_prompt_tokens = 4", "data.overlong=drop"],
+        ),
+        (["batch.prompts_per_step=64"], ["20 prompts", "`batch.prompts_per_step` = 64", "at most 20"]),
+        (["policy.num_workers=3"], ["`policy.num_workers` = 3", "use 2 or 4"]),
+        (["sampling.max_new_tokens=4096"], ["max_position_embeddings = 1024", "lower one"]),
+        (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
+        (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),
+        (["optimiser.lr=1"], ["unknown key `optimiser`"]),
+        (["policy.deepspeed={train_batch_size: 8}"], ["policy.deepspeed.train_batch_size", "remove it"]),
+    ],
+)
+def test_settings_that_cannot_be_used(here, capsys, overrides, words):
+    message = refusal(capsys, *overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"problem": "1+1", ', ["train.jsonl:21", "not valid JSON"]),
+        ('["1+1", "2"]', ["train.jsonl:21", "a JSON list; expected one JSON object per line"]),
+        ({"problem": "1+1"}, ["train.jsonl:21", "no column `answer`"]),
+        ({"problem": "1+1", "answer": ""}, ["train.jsonl:21", "`answer` is empty"]),
+        ({"problem": "1+1", "answer": None}, ["train.jsonl:21", "`answer` is empty"]),
+        ({"problem": " ", "answer": "2"}, ["train.jsonl:21", "`problem` is empty"]),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(here, capsys, row, words):
+    write("train.jsonl", [*GOOD, row])
+    message = refusal(capsys)
+    assert all(word in message for word in words), message
+
+
+def test_empty_data(here, capsys):
+    write("train.jsonl", [])
+    assert "train.jsonl: no rows" in refusal(capsys)
+
+
+def test_a_model_directory_without_a_model(here, capsys):
+    (here / "model").mkdir()
+    assert "no config.json" in refusal(capsys, "model.path=./model")
+
+
+def test_training_problems_in_the_evaluation_set(here, capsys):
+    write("held_out.jsonl", GOOD[:3])
+    overrides = ("data.eval=[{path: held_out.jsonl}]", "data.overlap=refuse")
+    message = refusal(capsys, *overrides)
+    assert "3 of 3 problems are also in the training set" in message and "data.overlap=warn" in message
+
+
+def test_check_refuses_the_same_and_starts_nothing(here, capsys):
+    assert "missing.jsonl" in refusal(capsys, "data.train.0.path=missing.jsonl", command="check")
+    assert main(["check", "config.yaml"]) == 0
+    assert "4 prompts x 2 samples = 8 samples a step" in capsys.readouterr().out
+    assert not (here / "runs").exists()
+
+
+def test_sft_without_a_section_and_eval_without_a_set(here, capsys):
+    assert "no `sft` section" in refusal(capsys, command="sft")
+    assert "data.eval is empty" in refusal(capsys, command="eval")
