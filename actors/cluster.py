@@ -25,7 +25,7 @@ from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.hardware import thread_environment
+from grpo_dist.hardware import device_type, thread_environment
 from grpo_dist.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ class Cluster:
 
     async def stop_workers(self) -> None:
         """End every actor this cluster started; safe to call twice."""
-        while self._handles:
-            await self._handles.pop().shutdown()
+        handles, self._handles = self._handles, []
+        await gather(handle.shutdown() for handle in reversed(handles))
 
     async def _ready(self) -> None:
         """All actors load at once; what they refuse (a model they cannot load) is the user's to mend."""
@@ -146,8 +146,8 @@ class Cluster:
         if ray.is_initialized():
             return
         address = self._config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-        # Ray would run its workers at the lowest priority, where any other program of this machine starves them. They
-        # are the job. Read when a cluster starts, so one that is joined keeps its own.
+        # Ray would run its workers at the lowest priority, where any other program of this machine starves
+        # them. They are the job. Read when a cluster starts, so one that is joined keeps its own.
         os.environ.setdefault("RAY_worker_niceness", "0")
         self._owns_ray = True  # the connection is ours to close; a joined cluster itself goes on
         local = (
@@ -155,6 +155,8 @@ class Cluster:
             if address == "local"
             else {}
         )
+        if local and device_type() == "cpu":
+            local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
         try:
             ray.init(
                 address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local

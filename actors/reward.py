@@ -4,13 +4,13 @@ Group.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 
+from actors.ending import end
 from grpo_dist.config import Rewards
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, reward_specs
@@ -75,6 +75,4 @@ class RewardPool:
             self._outstanding[index] -= 1
 
     async def shutdown(self) -> None:
-        await asyncio.gather(*(worker.close.remote() for worker in self._workers), return_exceptions=True)
-        for worker in self._workers:
-            ray.kill(worker)
+        await end(self._workers)

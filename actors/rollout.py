@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from actors.ending import end
 from grpo_dist.config import Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
@@ -260,6 +261,4 @@ class RolloutPool:
             self._freed.notify(sequences)
 
     async def shutdown(self) -> None:
-        await asyncio.gather(*(worker.close.remote() for worker in self.workers), return_exceptions=True)
-        for worker in self.workers:
-            ray.kill(worker)
+        await end(self.workers)

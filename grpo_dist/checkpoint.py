@@ -85,7 +85,8 @@ def load_state(checkpoint: Path, config: Config) -> State:
         ) from error
     if state.fingerprint != fingerprint(config):
         raise ValueError(
-            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps`, "
+            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps` "
+            "(with a constant learning rate), "
             f"evaluation, "
             "checkpoint, tracking and cluster settings may change on resume. Restore the old values, choose "
             "another "

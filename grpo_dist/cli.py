@@ -77,7 +77,7 @@ def _check(path: str, overrides: list[str]) -> None:
     from grpo_dist.prepare import prepare
 
     with refusals():
-        prepared = prepare(config, _say)
+        prepared = prepare(config, _say, train_first=False)
     print(dump_config(config))
     print(batch_arithmetic(config, len(prepared.prompts)))
 

@@ -8,6 +8,7 @@ is only the shape, the ranges and the cross-checks. It imports neither torch nor
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
@@ -42,7 +43,9 @@ class DataSource(Section):
     path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
     split: str = Field("train", description="split of a data set that has several")
     name: str | None = Field(
-        None, description="label in metrics and samples; null: the file's or data set's name"
+        None,
+        pattern="^[^/]+$",
+        description="label in metrics and samples; null: the file's or data set's name",
     )
     subset: str | None = Field(None, description="configuration name of a hub data set")
     problem_column: str = "problem"
@@ -50,6 +53,20 @@ class DataSource(Section):
     answer_pattern: str | None = Field(None, description="regular expression whose group 1 is the answer")
     columns: tuple[str, ...] = Field((), description="further columns handed to rewards")
     max_rows: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _pattern_has_a_group(self) -> DataSource:
+        try:
+            groups = re.compile(self.answer_pattern or "()").groups
+        except re.error as error:
+            raise ValueError(
+                f"answer_pattern {self.answer_pattern!r} is not a regular expression: {error}"
+            ) from error
+        if groups < 1:
+            raise ValueError(
+                f"answer_pattern {self.answer_pattern!r} has no group; put ( ) around the answer"
+            )
+        return self
 
 
 class Data(Section):
@@ -185,7 +202,8 @@ class WeightSync(Section):
     bucket_mb: PositiveInt = 256
     mode: Literal["drain", "keep"] = Field(
         "drain",
-        description="drain: samples in flight finish first; keep: they pause, and go on under the new ones",
+        description="drain: all launched samples finish first, more than 1 step of staleness gains nothing; "
+        "keep: they pause, and go on under the new weights",
     )
 
 
@@ -344,7 +362,7 @@ class Config(Section):
 class SFT(Section):
     """A supervised cold start: next-token loss on the response of (prompt, completion) pairs."""
 
-    model: str = Field(description="local directory, hub id, or `demo:<name>` for a model made from the seed")
+    model: str = Field(description="local directory, or `demo:<name>` for a model made from the seed")
     data: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
     examples: PositiveInt | None = Field(None, description="use the first so many; null: all")
     noise: Fraction = Field(0.0, description="share of generated demonstrations that carry one wrong step")

@@ -11,7 +11,8 @@ from grpo_dist.types import Group
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
-    """The same groups with all rewards of the step dealt out anew among their samples, a function of ``seed``.
+    """The same groups with all rewards of the step dealt out anew among their samples, a function of
+    ``seed``.
 
     Their distribution stays, their meaning goes: whatever still improves does not come from the reward.
     """

@@ -49,6 +49,12 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
+    if dtype == torch.bfloat16 and policy.zero_stage == 0:
+        raise ValueError(
+            "`policy.zero_stage` = 0 with bfloat16: DeepSpeed accumulates gradients in float32 only with "
+            "ZeRO; use "
+            "policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
+        )
     if dtype == torch.bfloat16:
         base["bf16"] = {"enabled": True}
         base["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -75,7 +75,7 @@ async def run(
         metrics |= throughput_metrics(groups, watch.stop())
         recorder.samples(f"step_{step + 1:06d}", groups)
         recorder.log(step + 1, metrics)
-        if is_due(step + 1, config.evaluation.every):
+        if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
         if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps:
             await checkpoints.save(step + 1, workers, pipeline.finished_ahead())
@@ -95,6 +95,11 @@ def make_batches(config: Config, scored: list[ScoredGroup], step: int) -> list[T
         groups, advantages, ref_logprobs=ref_logprobs, max_new_tokens=config.sampling.max_new_tokens
     )
     return split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
+
+
+def is_last_of_all(config: Config, step: int) -> bool:
+    """Whether the exported model is evaluated right after this step anyway."""
+    return step == config.steps and config.evaluation.after and config.checkpoint.export
 
 
 def is_due(step: int, every: int) -> bool:

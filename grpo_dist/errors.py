@@ -14,12 +14,14 @@ class UserError(ValueError):
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within, a ValueError is a refusal of the input. Outside, it is a failure of the program and keeps its
-    traceback.
+    """Within, a ValueError or OSError (a file that cannot be read or written) is a refusal of the input.
+    Outside, it is a failure of the program and keeps its traceback.
     """
     try:
         yield
-    except UserError:
+    except (UserError, TimeoutError, ConnectionError):
         raise
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    except (ValueError, OSError) as error:
+        # What an actor raised arrives with its remote traceback as the message; the cause has the words
+        # alone.
+        raise UserError(str(getattr(error, "cause", None) or error)) from error

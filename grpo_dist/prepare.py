@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSource
+from grpo_dist.data.readers import read, source_name
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluate import EvalSet
-from grpo_dist.hardware import resolve_dtype
+from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
@@ -27,18 +28,25 @@ class Prepared:
     eval_sets: list[EvalSet]
 
 
-def prepare(config: Config, say: Say) -> Prepared:
+def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot
     be used.
+
+    ``train_first=False`` leaves a cold start undone: the model is then the one it would begin with.
     """
     check_rewards(config.rewards)
     deepspeed_config(
         config.policy, dtype=resolve_dtype(config.model.dtype)
-    )  # refuses keys that are not the user's
-    model_dir = resolve_model(config, say)
+    )  # refuses what is not the user's to set
+    check_backend(config)
+    # Rows first: a mistake in them should not wait for a cold start or a download.
+    for source in (*config.data.train, *config.data.eval):
+        read(source)
+    model_dir = resolve_model(config, say, train_first=train_first)
     check_length(config, model_dir)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    prompts = [p for source in config.data.train for p in load_prompts(config, source, tokenizer, say)]
+    seen: dict[str, int] = {}
+    prompts = [p for source in config.data.train for p in load_prompts(config, source, tokenizer, say, seen)]
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -51,7 +59,6 @@ def prepare(config: Config, say: Say) -> Prepared:
 
 def prepare_eval(config: Config, tokenizer: Any, prompts: list[Prompt], say: Say) -> list[EvalSet]:
     from grpo_dist.data.prompts import check_overlap
-    from grpo_dist.data.readers import source_name
 
     eval_sets = []
     for source in config.data.eval:
@@ -68,15 +75,15 @@ def prepare_eval(config: Config, tokenizer: Any, prompts: list[Prompt], say: Say
     return eval_sets
 
 
-def resolve_model(config: Config, say: Say) -> Path:
+def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path:
     """Directory of the model: made here (`demo:`), trained here (`sft`), local, or fetched from the hub."""
     from grpo_dist.demo.model import cached_model
-    from grpo_dist.sft import run_sft
+    from grpo_dist.sft import base_model, run_sft
 
     path = config.model.path
     if path == "sft":
         assert config.sft is not None  # the configuration was checked
-        return run_sft(config.sft, say)
+        return run_sft(config.sft, say) if train_first else base_model(config.sft)
     if path.startswith("demo:"):
         return cached_model(path.removeprefix("demo:"), seed=config.seed)
     local = Path(path).expanduser()
@@ -85,6 +92,10 @@ def resolve_model(config: Config, say: Say) -> Path:
             raise ValueError(
                 f"model.path = {path}: the directory has no config.json; expected a Hugging Face model "
                 f"directory"
+            )
+        if not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
+            raise ValueError(
+                f"model.path = {path}: no weights there; expected *.safetensors beside config.json"
             )
         return local.resolve()
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
@@ -109,6 +120,11 @@ def _download(hub_id: str, revision: str | None) -> Path:
         ) from error
 
 
+def check_backend(config: Config) -> None:
+    if config.weight_sync.backend == "nccl" and device_type() == "cpu":
+        raise ValueError("weight_sync.backend = nccl needs GPUs, and torch sees none here; use auto or gloo")
+
+
 def check_length(config: Config, model_dir: Path) -> None:
     from transformers import AutoConfig
 
@@ -128,9 +144,11 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
     return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
 
 
-def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -> list[Prompt]:
+def load_prompts(
+    config: Config, source: DataSource, tokenizer: Any, say: Say, seen: dict[str, int] | None = None
+) -> list[Prompt]:
+    """Prompts of ``source``. ``seen``: uids given out so far, so that two sources never share one."""
     from grpo_dist.data.prompts import build_prompts, count_unparsable
-    from grpo_dist.data.readers import read, source_name
 
     rows = read(source)
     data = config.data
@@ -143,6 +161,7 @@ def load_prompts(config: Config, source: DataSource, tokenizer: Any, say: Say) -
         template_kwargs=data.template_kwargs,
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
+        seen=seen,
     )
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")

@@ -33,7 +33,7 @@ def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
     """
-    model_dir = _model_dir(settings)
+    model_dir = base_model(settings)
     decides = {
         "version": _VERSION,
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
@@ -189,7 +189,8 @@ def _data_file(settings: SFT) -> Path:
     return path
 
 
-def _model_dir(settings: SFT) -> Path:
+def base_model(settings: SFT) -> Path:
+    """The model that training starts from. Raises ValueError when there is none."""
     if settings.model.startswith("demo:"):
         from grpo_dist.demo.model import cached_model
 

@@ -28,6 +28,8 @@ from grpo_dist.prepare import (
 from grpo_dist.tracking import NoSamples, Tracker
 from grpo_dist.types import Group
 
+_DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
+
 
 def train(config: Config) -> Path:
     """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be
@@ -41,16 +43,16 @@ def train(config: Config) -> Path:
         prepared = prepare(config, _say)
         ahead = load_ahead(newest, prepared.prompts) if newest else {}
     start = state.step if state else 0
-    if start >= config.steps and (run_dir / "model").exists():
+    if start >= config.steps and _finished(run_dir) == start:
         raise UserError(
-            f"{run_dir}: the run is complete ({start} steps); raise `steps` to go on, or choose another "
-            f"`name`, or set "
-            "checkpoint.resume=never"
+            f"{run_dir}: the run is complete ({start} steps); choose another `name`, or set "
+            "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
         )
     (run_dir / "config.yaml").write_text(dump_config(config))
     with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
-        asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, ahead))
-    _print_result(run_dir)
+        final = asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, ahead))
+    (run_dir / _DONE).write_text(f"{config.steps}\n")
+    _print_result(run_dir, final)
     return run_dir
 
 
@@ -62,7 +64,8 @@ async def _train(
     newest: Path | None,
     start: int,
     ahead: dict[int, list[Group]],
-) -> None:
+) -> dict[str, float]:
+    """The whole session; the evaluation of the exported model, {} where there is none."""
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
@@ -72,7 +75,8 @@ async def _train(
             workers = await cluster.start_training(prepared.model_dir)
         if newest is not None:
             _say(f"resuming from {newest}")
-            await workers.policy.load(newest / "policy")
+            with refusals():
+                await workers.policy.load(newest / "policy")
             await workers.sync.push(version=start)
         await driver.run(
             config,
@@ -85,16 +89,17 @@ async def _train(
             ahead=ahead,
         )
         if not config.checkpoint.export:
-            return
+            return {}
         await workers.policy.export(run_dir / "model", tokenizer_dir=prepared.model_dir)
         if not (config.evaluation.after and prepared.eval_sets):
-            return
+            return {}
         await cluster.stop_workers()
         # A fresh engine on the exported files: the reported number is that of the model a user gets.
         async with deadline(timeouts.start_s, "start: engine on the exported model"):
             samplers = await cluster.start_evaluation(run_dir / "model")
         final = await evaluate(config, samplers, prepared.eval_sets, tracker, step=config.steps)
         tracker.log(config.steps, final)
+        return final
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
@@ -126,12 +131,17 @@ def _resumable(config: Config, run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _print_result(run_dir: Path) -> None:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    evals = [{k: v for k, v in line.items() if k.startswith("eval/")} for line in lines]
-    evals = [e for e in evals if e]
-    if evals:
-        print_before_after(evals[0] if len(evals) > 1 else {}, evals[-1], str(run_dir))
+def _finished(run_dir: Path) -> int | None:
+    """Steps of the run when everything, its last evaluation too, was done; None before."""
+    done = run_dir / _DONE
+    return int(done.read_text()) if done.is_file() else None
+
+
+def _print_result(run_dir: Path, final: dict[str, float]) -> None:
+    """The table of the evaluation before training and of the exported model, as far as they were made."""
+    if final:
+        first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+        print_before_after(first if first["step"] == 0 else {}, final, str(run_dir))
     else:
         _say(f"run directory: {run_dir}")
 

@@ -62,6 +62,7 @@ class Trainer:
         self.place, self._policy, self._loss = place, policy, loss
         self._micro_batch_tokens, self._total_updates = micro_batch_tokens, total_updates
         self._updates = 0
+        self._trust_remote_code = model.trust_remote_code
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         dtype = resolve_dtype(model.dtype, device)
@@ -85,13 +86,18 @@ class Trainer:
 
         The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are
         those of the weights the step began with. Returns metrics of the whole step over all ranks: the mean
-        over updates, except ``mismatch/*``, which compares rollout and trainer before anything moved. Raises
+        over updates (maxima where the name says so), except ``mismatch/*``, which compares rollout and
+        trainer before anything moved; ``first_update/*`` are those before anything moved, too. Raises
         FloatingPointError, before the weights are touched, when a loss is not finite.
         """
         batches = [batches[0], *(replace(b, old_logprobs=self.logprobs(b)) for b in batches[1:])]
         per_update = [self._one_update(batch) for batch in batches]
-        metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in per_update[0]}
-        return metrics | {k: v for k, v in per_update[0].items() if k.startswith("mismatch/")}
+        first = per_update[0]
+        metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
+        metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
+        metrics |= {k: v for k, v in first.items() if k.startswith("mismatch/")}
+        unmoved = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
+        return metrics | {f"first_update/{k}": first[k] for k in unmoved if k in first}
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> Tensor:
@@ -218,7 +224,7 @@ class Trainer:
             if self.place.rank == 0:
                 whole |= {name: tensor.detach().cpu().clone() for name, tensor in bucket}
         if self.place.rank == 0:
-            _write_model(self.engine.module.model, whole, directory, tokenizer_dir)
+            _write_model(self.engine.module.model, whole, directory, tokenizer_dir, self._trust_remote_code)
         dist.barrier()
 
     def close(self) -> None:
@@ -298,12 +304,17 @@ def _over_ranks(stats: Stats) -> Stats:
     return out
 
 
-def _write_model(model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str) -> None:
+def _write_model(
+    model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str, trust_remote_code: bool
+) -> None:
     from transformers import AutoTokenizer
 
     partial = directory.with_name(f".{directory.name}.partial")
+    model.config.use_cache = True  # off while training
     model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
-    AutoTokenizer.from_pretrained(tokenizer_dir).save_pretrained(partial)
+    model.config.use_cache = False
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
+    tokenizer.save_pretrained(partial)
     if directory.exists():
         shutil.rmtree(directory)
     os.rename(partial, directory)

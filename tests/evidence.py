@@ -1,6 +1,7 @@
-"""Slow evidence, apart from `make test`: whole demo runs that must learn, and one that must not. About half an hour.
+"""Slow evidence, apart from `make test`: whole demo runs that must learn, and one that must not. About half
+an hour.
 
-    make evidence
+make evidence
 """
 
 import json

@@ -94,15 +94,17 @@ def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
     assert (first.num_tokens, first.num_sequences) == (8.0, 4.0)
 
 
-def test_evaluation_comes_before_training_and_every_n_steps():
+@pytest.mark.parametrize(("after", "seen"), [(False, [0, 2, 4]), (True, [0, 2])])
+def test_evaluation_comes_before_training_and_every_n_steps(after, seen):
+    """At the last step only where no evaluation of the exported model follows."""
     world = fakes.World()
-    config = fakes.config(
-        steps=4, evaluation={"before": True, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
+    how = {"before": True, "after": after, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
+    train(
+        world, fakes.config(steps=4, evaluation=how), fakes.prompts(20), [EvalSet("held", fakes.prompts(3))]
     )
-    train(world, config, fakes.prompts(20), [EvalSet("held", fakes.prompts(3))])
-    assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == [0, 2, 4]
+    assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == seen
     assert world.logged[0]["eval/held/pass@1"] == 1.0  # the fake grader calls everything correct
-    assert {"eval/held/pass@1_stderr", "eval/held/pass@2"} <= set(world.logged[4])
+    assert {"eval/held/pass@1_stderr", "eval/held/pass@2"} <= set(world.logged[2])
 
 
 def test_failure_of_one_sample_ends_the_run_with_its_own_error():

@@ -1,4 +1,6 @@
-"""Input that cannot be used: one message that says where, what and what to do; exit code 2; nothing started."""
+"""Input that cannot be used: one message that says where, what and what to do; exit code 2; nothing
+started.
+"""
 
 import json
 
@@ -55,6 +57,10 @@ def refusal(capsys, *overrides, command="train"):
         (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
         (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),
         (["optimiser.lr=1"], ["unknown key `optimiser`"]),
+        (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
+        (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),
+        (["weight_sync.backend=nccl"], ["weight_sync.backend = nccl", "auto or gloo"]),
+        (["model.dtype=bfloat16", "policy.zero_stage=0"], ["`policy.zero_stage` = 0", "policy.zero_stage=1"]),
         (["policy.deepspeed={train_batch_size: 8}"], ["policy.deepspeed.train_batch_size", "remove it"]),
     ],
 )
@@ -88,6 +94,30 @@ def test_empty_data(here, capsys):
 def test_a_model_directory_without_a_model(here, capsys):
     (here / "model").mkdir()
     assert "no config.json" in refusal(capsys, "model.path=./model")
+
+
+def test_a_model_directory_without_weights(here, capsys):
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text("{}")
+    assert "no weights there" in refusal(capsys, "model.path=./model")
+
+
+def test_broken_model_configuration(here, capsys):
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text("{")
+    (here / "model/model.safetensors").write_text("")
+    assert "config.json" in refusal(capsys, "model.path=./model")
+
+
+def test_a_run_directory_that_cannot_be_made(here, capsys):
+    (here / "occupied").write_text("a file")
+    assert "occupied" in refusal(capsys, "output_dir=occupied")
+
+
+def test_check_does_not_train(here, capsys):
+    sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
+    assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
+    assert "cold start" not in capsys.readouterr().out
 
 
 def test_training_problems_in_the_evaluation_set(here, capsys):

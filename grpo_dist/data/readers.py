@@ -187,7 +187,7 @@ def _answer(answer: str, location: str, source: DataSource) -> str:
                 f"{source.answer_pattern!r}: "
                 f"...{answer[-60:]!r}; mend the row or the pattern"
             )
-        answer = found.group(1).strip()
+        answer = (found.group(1) or "").strip()
     if not answer:
         raise ValueError(
             f"{location}: `{source.answer_column}` is empty; a problem without an answer cannot be "

@@ -5,8 +5,8 @@
                    digit + digit + carry, lowest digits first
 
 Demonstrations may carry one slip, a sum that is off by one, whose error then goes through to the answer. A
-model taught on such knows the algorithm but samples a right answer only about as often as the demonstrations are right: what
-reinforcement can mend.
+model taught on such knows the algorithm but samples a right answer only about as often as the demonstrations
+are right: what reinforcement can mend.
 
 A problem belongs to the test split when md5(problem) % 20 == 0, so no test problem is ever trained or
 demonstrated on.
