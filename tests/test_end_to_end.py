@@ -159,7 +159,7 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
     directory = tmp_path / "runs/run"
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert model.config.tie_word_embeddings
-    assert "<|user|>" in AutoTokenizer.from_pretrained(directory / "model").chat_template
+    assert "assistant" in AutoTokenizer.from_pretrained(directory / "model").chat_template
     assert (directory / "config.yaml").is_file() and any((directory / "tensorboard").iterdir())
     rows = pq.read_table(directory / "samples/step_000002.parquet").to_pylist()
     assert len(rows) == 16

@@ -18,8 +18,8 @@ import pkgutil, sys
 for name in ("ray", "vllm", "deepspeed"):
     sys.modules[name] = None
 import grpo_dist
-names = [m.name for m in pkgutil.walk_packages(grpo_dist.__path__, "grpo_dist.") if not
-m.name.endswith("__main__")] for name in names:
+names = [module.name for module in pkgutil.walk_packages(grpo_dist.__path__, "grpo_dist.")]
+for name in names:
     __import__(name)
 print(len(names))
 """

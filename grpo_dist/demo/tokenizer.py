@@ -31,7 +31,7 @@ def character_tokenizer() -> Any:
 def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
     """Byte-level BPE of ``texts`` with at most ``pieces`` pieces, and one token for every number below 1000.
 
-    A longer number is read three digits at a time. At most ``pieces`` + 1001 tokens.
+    A longer number is read three digits at a time. At most ``pieces`` + 1005 tokens.
     """
     from tokenizers import Tokenizer, models, trainers
     from transformers import Qwen2Tokenizer
@@ -45,7 +45,7 @@ def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
     learner.train_from_iterator(texts, trainer)
     numbers = [str(n) for n in range(10, 1000)] + [f"{n:02}" for n in range(10)]
     model = _state(learner)
-    return _tokenizer(model["vocab"], [tuple(m) for m in model["merges"]], ("\\boxed{", *numbers))
+    return _tokenizer(model["vocab"], [tuple(m) for m in model["merges"]], (*_MARKS, *numbers))
 
 
 def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], whole: Sequence[str]) -> Any:

@@ -5,20 +5,20 @@
 reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Equation`` too) and writes
 
     train.jsonl, test.jsonl   problem, answer: the problems as they are
-    sft.jsonl                 prompt, completion: demonstrations on half of the training problems
+    sft.jsonl                 prompt, completion: demonstrations on some of the training problems
     model/                    a small Qwen2 with random weights, and a tokenizer made from the training text
 
     problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized ...
-    completion   \\boxed{290/2}
+    completion   <think>87,290,2,93</think>\\boxed{290/2}
 
 The model is asked for the expression, not for its value: what it has to learn is to read. Arithmetic is left
 to the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``. SVAMP states its expressions; for
 MAWPS they are searched for, and a problem whose answer has several readings is not demonstrated.
 
-Only half of the training problems are demonstrated. The model would soon know the others by heart as well,
-and no group would hold a wrong answer to learn from. A demonstration is given once as it is and a few times
-with other numbers, which teaches copying. Problems that differ in numbers, case or punctuation alone are on
-the same side of every split.
+The numbers of the text come first, because copying is what a small model finds hardest. Seven in ten of the
+training problems are demonstrated: the model would soon know the others by heart as well, and no group would
+hold a wrong answer to learn from. A demonstration is given once as it is and a few times with other numbers.
+Problems that differ in numbers, case or punctuation alone are on the same side of every split.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
-VARIANTS = 9  # of a demonstrated problem, beside itself, with other numbers
+DEMONSTRATED = 0.7  # share of the training problems
+VARIANTS = 12  # of a demonstrated problem, beside itself, with other numbers
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
 # An operation on two expressions, or the place of a number.
 Tree: TypeAlias = "int | tuple[str, Tree, Tree]"
@@ -70,12 +71,17 @@ class WordProblem:
         return int.from_bytes(digest[:7], "big") / 2**56
 
     @property
+    def demonstration(self) -> str:
+        """First the numbers of the text, then the expression over them."""
+        return f"<think>{','.join(numbers_in(self.problem))}</think>\\boxed{{{self.expression}}}"
+
+    @property
     def is_test(self) -> bool:
         return self.share("split") < 0.2
 
     @property
     def is_demonstrated(self) -> bool:
-        return bool(self.expression) and not self.is_test and self.share("demonstration") < 0.5
+        return bool(self.expression) and not self.is_test and self.share("demonstration") < DEMONSTRATED
 
 
 def load(source_dir: Path) -> list[WordProblem]:
@@ -212,7 +218,7 @@ def demonstrations(problems: Iterable[WordProblem], seed: int = 0) -> list[dict[
         variants = (vary(problem, rng) for _ in range(VARIANTS))
         shown += [problem, *(v for v in variants if v is not None)]
     rng.shuffle(shown)
-    return [{"prompt": p.problem, "completion": f"\\boxed{{{p.expression}}}"} for p in shown]
+    return [{"prompt": p.problem, "completion": p.demonstration} for p in shown]
 
 
 def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
