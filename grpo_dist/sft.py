@@ -17,7 +17,7 @@ from torch import Tensor
 
 from grpo_dist.cache import cached, fingerprint
 from grpo_dist.config import SFT
-from grpo_dist.hardware import available_cpus, device_type, resolve_dtype
+from grpo_dist.hardware import available_cpus, device_type, quiet_libraries, resolve_dtype
 from grpo_dist.logprobs import token_logprobs
 from grpo_dist.policy_model import load_causal_lm
 from grpo_dist.schedules import learning_rate
@@ -33,6 +33,7 @@ def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
     """
+    quiet_libraries()
     model_dir = base_model(settings)
     decides = {
         "version": _VERSION,

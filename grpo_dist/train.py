@@ -16,6 +16,7 @@ from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
+from grpo_dist.hardware import quiet_libraries
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
@@ -35,6 +36,7 @@ def train(config: Config) -> Path:
     """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be
     used.
     """
+    quiet_libraries()
     with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
@@ -106,6 +108,7 @@ def evaluate_model(config: Config) -> dict[str, float]:
     """Sample `model.path` on the evaluation sets and print the estimates."""
     from actors.cluster import Cluster
 
+    quiet_libraries()
     with refusals():
         if not config.data.eval:
             raise ValueError("data.eval is empty; name at least one evaluation set")
