@@ -16,19 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
+from actors.placement import Demand, Resources, placement
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reward import RewardPool
-from actors.rollout import RolloutPool
+from actors.rollout import EngineSpec, RolloutPool
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.hardware import device_type, thread_environment
+from grpo_dist.hardware import available_cpus, device_type, thread_environment
 from grpo_dist.workers import Workers
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,16 @@ class Samplers:
     rewards: RewardPool
 
 
-@dataclass(frozen=True)
-class Demand:
-    """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use."""
-
-    workers: int
-    gpus: int
-    threads: int
+def check_fits(config: Config) -> None:
+    """Raises UserError when a training run takes more than the cluster has, before anything is started."""
+    if _address(config) == "local" and not ray.is_initialized():
+        has = Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
+    else:
+        owns = _connect(config)
+        has = _resources()
+        if owns:
+            ray.shutdown()
+    placement(config, has, training=True)
 
 
 class Cluster:
@@ -55,7 +58,7 @@ class Cluster:
         self._owns_ray = False
 
     async def __aenter__(self) -> Cluster:
-        self._connect()
+        self._owns_ray = _connect(self._config)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -110,16 +113,10 @@ class Cluster:
 
     def _create_samplers(self, model_dir: Path, demands: dict[str, Demand]) -> Samplers:
         config = self._config
-        rollouts = RolloutPool(
-            config.rollout,
-            config.weight_sync,
-            model=config.model,
-            model_dir=str(model_dir),
-            max_length=config.max_length,
-            seed=config.seed,
-            options=self._options(demands["rollout"]),
+        spec = EngineSpec(
+            config.rollout, config.weight_sync, config.model, str(model_dir), config.max_length, config.seed
         )
-        self._keep(rollouts)
+        rollouts = self._keep(RolloutPool(spec, options=self._options(demands["rollout"])))
         rewards = RewardPool(config.rewards, options=self._options(demands["rewards"]))
         return Samplers(rollouts, self._keep(rewards))
 
@@ -142,83 +139,8 @@ class Cluster:
         self._handles.append(handle)
         return handle
 
-    def _connect(self) -> None:
-        if ray.is_initialized():
-            return
-        address = self._config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
-        # Ray would run its workers at the lowest priority, where any other program of this machine starves
-        # them. They are the job. Read when a cluster starts, so one that is joined keeps its own.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        self._owns_ray = True  # the connection is ours to close; a joined cluster itself goes on
-        local = (
-            {"num_cpus": self._config.cluster.num_cpus, "include_dashboard": False}
-            if address == "local"
-            else {}
-        )
-        if local and device_type() == "cpu":
-            local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
-        try:
-            ray.init(
-                address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local
-            )
-        except ConnectionError as error:
-            raise UserError(
-                f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray "
-                f"start --head`, "
-                "or leave cluster.address and RAY_ADDRESS unset for a private local one"
-            ) from error
-
     def _placement(self, *, training: bool) -> dict[str, Demand]:
-        """What every role takes, checked against what the cluster has. Raises UserError naming the role and
-        the remedy.
-        """
-        config, has = self._config, ray.cluster_resources()
-        gpus, cpus = int(has.get("GPU", 0)), int(has.get("CPU", 1))
-        on_gpu = 1 if gpus else 0
-        # Sampling and training take turns when nothing runs ahead; otherwise each gets half of the CPUs.
-        share = cpus if config.max_staleness == 0 or not training else max(1, cpus // 2)
-        rollout, policy, reference = config.rollout, config.policy, config.reference
-        demands = {
-            "rollout": Demand(
-                rollout.num_workers,
-                on_gpu * rollout.tensor_parallel_size,
-                rollout.threads or max(1, share // rollout.num_workers),
-            ),
-            "rewards": Demand(config.rewards.num_workers, 0, 1),
-        }
-        if training:
-            demands["policy"] = Demand(
-                policy.num_workers, on_gpu, policy.threads or max(1, share // policy.num_workers)
-            )
-        if training and config.needs_reference:
-            demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
-        self._check(demands, gpus, cpus)
-        return demands
-
-    def _check(self, demands: dict[str, Demand], gpus: int, cpus: int) -> None:
-        if gpus:
-            needed = sum(d.workers * d.gpus for d in demands.values())
-            parts = " + ".join(f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus)
-            if needed > gpus:
-                raise UserError(
-                    f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower "
-                    f"`policy.num_workers`, "
-                    "`rollout.num_workers` or `rollout.tensor_parallel_size`, or add nodes"
-                )
-            return
-        for role in ("rollout", "policy", "reference"):
-            if role in demands and demands[role].workers > cpus:
-                raise UserError(
-                    f"`{role}.num_workers` = {demands[role].workers} but the cluster has {cpus} CPUs and no "
-                    f"GPU, and "
-                    f"each such worker needs at least one; use at most {cpus}"
-                )
-        if self._config.rollout.tensor_parallel_size > 1:
-            raise UserError(
-                f"`rollout.tensor_parallel_size` = {self._config.rollout.tensor_parallel_size} needs GPUs, "
-                f"and the "
-                "cluster has none; use 1"
-            )
+        return placement(self._config, _resources(), training=training)
 
     def _options(self, demand: Demand) -> dict[str, Any]:
         """Ray options of an actor. CPUs are divided by thread counts, not by Ray: actors that take turns
@@ -229,3 +151,35 @@ class Cluster:
             "num_gpus": demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
+
+
+def _address(config: Config) -> str:
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def _resources() -> Resources:
+    has = ray.cluster_resources()
+    return Resources(int(has.get("CPU", 1)), int(has.get("GPU", 0)))
+
+
+def _connect(config: Config) -> bool:
+    """Join the cluster, or start a private local one; whether the connection is ours to close."""
+    if ray.is_initialized():
+        return False
+    address = _address(config)
+    # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
+    # They are the job. Read when a cluster starts, so one that is joined keeps its own.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    local: dict[str, Any] = {}
+    if address == "local":
+        local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
+    if local and device_type() == "cpu":
+        local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
+    try:
+        ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except ConnectionError as error:
+        raise UserError(
+            f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
+            "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
+        ) from error
+    return True

@@ -10,9 +10,10 @@ from typing import Any
 
 import ray
 
+from actors.calls import results
 from actors.transport import Transport, free_port, open_transport
 from grpo_dist.batching import shard
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.hardware import DeviceType
 from grpo_dist.loss import LossSettings
@@ -24,17 +25,14 @@ from grpo_dist.weight_buckets import Checksum, ParameterSpec, pack
 class PolicyWorker:
     """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self._trainer: Any = None
         self._transport: Transport | None = None
 
     def address(self) -> tuple[str, int]:
-        """Where the ranks may meet: this node's address and a free port."""
+        """Where others may meet this rank: its node's address and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
-
-    transfer_address = address
 
     def start(self, place: Rank, policy: Policy, **settings: Any) -> str:
         """Join the other ranks and load the model; returns the device type."""
@@ -110,8 +108,7 @@ class PolicyGroup:
         }
         actor = ray.remote(worker)
         self.ranks = [
-            actor.options(name=f"policy-{rank}", **options).remote(rank)
-            for rank in range(settings.num_workers)
+            actor.options(name=f"policy-{rank}", **options).remote() for rank in range(settings.num_workers)
         ]
         self.device: DeviceType = "cpu"  # known once `ready`
 
@@ -120,8 +117,8 @@ class PolicyGroup:
         host, port = await self.ranks[0].address.remote()
         size = len(self.ranks)
         places = [Rank(i, size, host, port, self._timeouts.update_s) for i in range(size)]
-        devices = await gather(
-            _result(rank.start.remote(place, self._settings, **self._arguments))
+        devices = await results(
+            rank.start.remote(place, self._settings, **self._arguments)
             for rank, place in zip(self.ranks, places, strict=True)
         )
         self.device = devices[0]
@@ -141,7 +138,7 @@ class PolicyGroup:
 
     async def send_weights(self, bucket_bytes: int) -> int:
         """Runs while the engines receive; the caller holds the deadline. Returns the bytes sent."""
-        return (await gather(_result(rank.send_weights.remote(bucket_bytes)) for rank in self.ranks))[0]
+        return (await results(rank.send_weights.remote(bucket_bytes) for rank in self.ranks))[0]
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")
@@ -164,9 +161,8 @@ class PolicyGroup:
         self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str
     ) -> list[Any]:
         async with deadline(seconds, f"policy: {stage} on {len(self.ranks)} rank(s)"):
-            return await gather(
-                _result(getattr(rank, method).remote(*own))
-                for rank, own in zip(self.ranks, arguments, strict=True)
+            return await results(
+                getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)
             )
 
 
@@ -185,7 +181,3 @@ def loss_settings(algorithm: Algorithm) -> LossSettings:
         correction_low=algorithm.correction.low,
         correction_high=algorithm.correction.high,
     )
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

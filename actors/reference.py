@@ -9,8 +9,8 @@ import numpy as np
 import ray
 import torch
 
-from grpo_dist.batching import micro_batches
-from grpo_dist.concurrency import gather
+from actors.calls import LeastBusy, results
+from grpo_dist.batching import micro_batches, pad_rows
 from grpo_dist.config import Model, Reference
 from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
@@ -45,18 +45,11 @@ class ReferenceWorker:
         rows = [np.concatenate([prompt.token_ids, r.completion_ids]) for r in rollouts]
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
         for chosen in micro_batches([len(row) for row in rows], self._budget):
-            values = self._forward([rows[i] for i in chosen], start).cpu().numpy()
+            tokens, mask = pad_rows([rows[i] for i in chosen], [start] * len(chosen))
+            values = self._module(tokens.to(self._device), mask.to(self._device))[0].cpu().numpy()
             for i, row in zip(chosen, values, strict=True):
                 out[i] = row[start : len(rows[i])].copy()
         return out
-
-    def _forward(self, rows: list[np.ndarray], start: int) -> torch.Tensor:
-        tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-        mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row)] = torch.from_numpy(row.astype(np.int64))
-            mask[i, start : len(row)] = True
-        return self._module(tokens.to(self._device), mask.to(self._device))[0]
 
 
 class ReferencePool:
@@ -79,24 +72,15 @@ class ReferencePool:
             )
             for i in range(settings.num_workers)
         ]
-        self._outstanding = [0] * settings.num_workers
+        self._least_busy = LeastBusy(self._workers)
 
     async def ready(self) -> None:
-        await gather(_result(worker.ready.remote()) for worker in self._workers)
+        await results(worker.ready.remote() for worker in self._workers)
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
-        index = min(range(len(self._workers)), key=self._outstanding.__getitem__)
-        self._outstanding[index] += 1
-        try:
-            return await self._workers[index].logprobs.remote(prompt, rollouts)
-        finally:
-            self._outstanding[index] -= 1
+        return await self._least_busy.call("logprobs", prompt, rollouts)
 
     async def shutdown(self) -> None:
         for worker in self._workers:
             ray.kill(worker)
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from actors.ending import end
+from actors.calls import LeastBusy, end, results
 from grpo_dist.config import Rewards
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, reward_specs
@@ -59,20 +59,14 @@ class RewardPool:
             actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(settings)
             for i in range(settings.num_workers)
         ]
-        self._outstanding = [0] * settings.num_workers
+        self._least_busy = LeastBusy(self._workers)
 
     async def ready(self) -> None:
-        for worker in self._workers:
-            await worker.ready.remote()
+        await results(worker.ready.remote() for worker in self._workers)
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
-        index = min(range(len(self._workers)), key=self._outstanding.__getitem__)
-        self._outstanding[index] += 1
-        try:
-            return await self._workers[index].score.remote(prompt, rollouts)
-        finally:
-            self._outstanding[index] -= 1
+        return await self._least_busy.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:
         await end(self._workers)

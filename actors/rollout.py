@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import ray
 
-from actors.ending import end
+from actors.calls import end, results
 from grpo_dist.config import Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
@@ -31,21 +31,23 @@ _IN_HAND = 2
 _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 
 
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made from. ``max_length``: of prompt and completion together, tokens."""
+
+    rollout: RolloutSettings
+    sync: SyncSettings
+    model: Model
+    model_dir: str
+    max_length: int
+    seed: int
+
+
 class RolloutWorker:
     """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
 
-    def __init__(
-        self,
-        settings: RolloutSettings,
-        sync: SyncSettings,
-        *,
-        model: Model,
-        model_dir: str,
-        max_length: int,
-        seed: int,
-    ) -> None:
-        self._settings, self._sync, self._model = settings, sync, model
-        self._model_dir, self._max_length, self._seed = model_dir, max_length, seed
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
         self._version = 0
         self._requests = 0
         self._engine: Any = None
@@ -56,12 +58,10 @@ class RolloutWorker:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(
-            self._model_dir, trust_remote_code=self._model.trust_remote_code
+            self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
-        self._engine = _make_engine(
-            self._settings, self._sync, self._model, self._model_dir, self._max_length, self._seed
-        )
-        await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=min(2, self._max_length - 1)))
+        self._engine = _make_engine(self._spec)
+        await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=min(2, self._spec.max_length - 1)))
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
@@ -79,7 +79,7 @@ class RolloutWorker:
         from vllm.sampling_params import RequestOutputKind
 
         # Only weights that change under a request make it necessary to watch its tokens arrive.
-        stream = self._sync.mode == "keep"
+        stream = self._spec.sync.mode == "keep"
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -135,7 +135,7 @@ class RolloutWorker:
         conditioned on keys and values of old weights.
         """
         await self._engine.pause_generation(
-            mode="keep" if self._sync.mode == "keep" else "wait", clear_cache=True
+            mode="keep" if self._spec.sync.mode == "keep" else "wait", clear_cache=True
         )
         await self._engine.start_weight_update()
 
@@ -158,9 +158,7 @@ class RolloutWorker:
             self._engine.shutdown()
 
 
-def _make_engine(
-    settings: RolloutSettings, sync: SyncSettings, model: Model, model_dir: str, max_length: int, seed: int
-) -> Any:
+def _make_engine(spec: EngineSpec) -> Any:
     # Read by vLLM when it is imported. Binding threads to cores is left to the scheduler: engine and trainer
     # take turns on the same cores, and OMP_NUM_THREADS already says how many threads this engine may use.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -169,17 +167,17 @@ def _make_engine(
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    device = device_type()
-    transfer = "nccl_verified" if collective_backend(sync.backend, device) == "nccl" else "gloo"
+    device, settings = device_type(), spec.rollout
+    transfer = "nccl_verified" if collective_backend(spec.sync.backend, device) == "nccl" else "gloo"
     arguments: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": str(resolve_dtype(model.dtype, device)).removeprefix("torch."),
-        "trust_remote_code": model.trust_remote_code,
-        "max_model_len": max_length,
+        "model": spec.model_dir,
+        "dtype": str(resolve_dtype(spec.model.dtype, device)).removeprefix("torch."),
+        "trust_remote_code": spec.model.trust_remote_code,
+        "max_model_len": spec.max_length,
         "max_num_seqs": settings.max_num_seqs,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enforce_eager": settings.enforce_eager,
-        "seed": seed,
+        "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
         "weight_transfer_config": {"backend": transfer},
         "disable_log_stats": True,
@@ -189,7 +187,7 @@ def _make_engine(
         # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot
         # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, max_length)
+        arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | settings.engine))
@@ -200,23 +198,11 @@ class RolloutPool:
     are full.
     """
 
-    def __init__(
-        self,
-        settings: RolloutSettings,
-        sync: SyncSettings,
-        *,
-        model: Model,
-        model_dir: str,
-        max_length: int,
-        seed: int,
-        options: dict[str, Any],
-    ) -> None:
-        actor = ray.remote(RolloutWorker)
+    def __init__(self, spec: EngineSpec, *, options: dict[str, Any]) -> None:
+        actor, settings = ray.remote(RolloutWorker), spec.rollout
         self.tensor_parallel_size = settings.tensor_parallel_size
         self.workers = [
-            actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options).remote(
-                settings, sync, model=model, model_dir=model_dir, max_length=max_length, seed=seed
-            )
+            actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options).remote(spec)
             for i in range(settings.num_workers)
         ]
         self._room = _IN_HAND * settings.max_num_seqs
@@ -225,7 +211,7 @@ class RolloutPool:
         self._freed = asyncio.Condition()
 
     async def ready(self) -> None:
-        await asyncio.gather(*(worker.start.remote() for worker in self.workers))
+        await results(worker.start.remote() for worker in self.workers)
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
         """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not

@@ -9,8 +9,7 @@ driver            policy ranks                           engines
 
 from __future__ import annotations
 
-from typing import Any
-
+from actors.calls import result, results
 from actors.policy import PolicyGroup
 from actors.rollout import RolloutPool
 from grpo_dist.concurrency import deadline, gather
@@ -43,7 +42,7 @@ class WeightSync:
         world_size = 1 + per_engine * len(rollouts.workers)
         backend = collective_backend(settings.backend, policy.device)
         async with deadline(timeout_s, "weight sync: policy and engines join the transfer group"):
-            host, port = await policy.ranks[0].transfer_address.remote()
+            host, port = await policy.ranks[0].address.remote()
             common = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout_s}
             joining = [policy.ranks[0].open_transfer.remote(backend=backend, **common)]
             for i, worker in enumerate(rollouts.workers):
@@ -52,7 +51,7 @@ class WeightSync:
                         rank_offset=1 + i * per_engine, bucket_bytes=bucket_bytes, **common
                     )
                 )
-            await gather(_result(ref) for ref in joining)
+            await results(joining)
             specs = await policy.ranks[0].parameter_specs.remote()
         return cls(policy, rollouts, specs, bucket_bytes, timeout_s)
 
@@ -63,21 +62,17 @@ class WeightSync:
         bytes than were sent or reports another version.
         """
         async with deadline(self._timeout_s, f"weight sync: engines stop for version {version}"):
-            await gather(_result(worker.begin_update.remote()) for worker in self._rollouts.workers)
+            await results(worker.begin_update.remote() for worker in self._rollouts.workers)
         async with deadline(self._timeout_s, f"weight sync: version {version} travels"):
             receiving = [
-                _result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers
+                result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers
             ]
             sent, *_ = await gather([self._policy.send_weights(self._bucket_bytes), *receiving])
         async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
-            reported = await gather(
-                _result(worker.finish_update.remote(version)) for worker in self._rollouts.workers
+            reported = await results(
+                worker.finish_update.remote(version) for worker in self._rollouts.workers
             )
         wrong = {f"rollout-{i}": r for i, r in enumerate(reported) if r != version}
         if wrong:
             raise RuntimeError(f"weight sync: engines should hold version {version} but report {wrong}")
         return {"sync/bytes": float(sent)}
-
-
-async def _result(ref: Any) -> Any:
-    return await ref

@@ -46,28 +46,23 @@ def make_batch(
         max_new_tokens: longest completion that could have been sampled.
     """
     samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
-    starts = [len(g.prompt.token_ids) for g, _, _ in samples]
-    lengths = [start + len(r.completion_ids) for start, (_, _, r) in zip(starts, samples, strict=True)]
-    shape = (len(samples), max(lengths))
-    tokens = np.zeros(shape, np.int64)
-    mask = np.zeros(shape, bool)
-    advantage, rollout = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    reference = None if ref_logprobs is None else np.zeros(shape, np.float32)
+    rows = [np.concatenate([g.prompt.token_ids, r.completion_ids]) for g, _, r in samples]
+    starts, lengths = [len(g.prompt.token_ids) for g, _, _ in samples], [len(row) for row in rows]
+    tokens, loss_mask = pad_rows(rows, starts)
+    advantage, rollout = (np.zeros(tokens.shape, np.float32) for _ in range(2))
+    reference = None if ref_logprobs is None else np.zeros(tokens.shape, np.float32)
     flat = np.concatenate(list(advantages))
     for row, (group, i, sample) in enumerate(samples):
         start, end = starts[row], lengths[row]
-        tokens[row, :start] = group.prompt.token_ids
-        tokens[row, start:end] = sample.completion_ids
         if np.isnan(group.rewards[i]):
+            loss_mask[row] = False
             continue
-        mask[row, start:end] = True
         advantage[row, start:end] = flat[row]
         rollout[row, start:end] = sample.logprobs
         if reference is not None and ref_logprobs is not None:
             reference[row, start:end] = ref_logprobs[row]
-    loss_mask = torch.from_numpy(mask)
     return TrainBatch(
-        tokens=torch.from_numpy(tokens),
+        tokens=tokens,
         lengths=torch.tensor(lengths),
         loss_mask=loss_mask,
         advantages=torch.from_numpy(advantage),
@@ -77,6 +72,20 @@ def make_batch(
         max_tokens=max_new_tokens,
         **_denominators(loss_mask),
     )
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int] | np.ndarray], starts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of token ids, right-padded with 0: int64 [B, T]; and bool [B, T], True from ``starts`` to each
+    row's end.
+    """
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        tokens[i, : len(row)] = torch.as_tensor(row)
+        mask[i, start : len(row)] = True
+    return tokens, mask
 
 
 def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> list[TrainBatch]:

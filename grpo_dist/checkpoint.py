@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,14 +36,18 @@ class State:
 
     step: int
     fingerprint: str  # of the configuration keys that a resumed run must share
+    data: str  # digest of the training prompts, in order
     wandb_id: str | None = None
 
 
 class Checkpoints:
     """The checkpoint directory of one run. Only directories that bear its own names are ever deleted."""
 
-    def __init__(self, directory: Path, config: Config, *, wandb_id: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, config: Config, prompts: Sequence[Prompt], *, wandb_id: str | None = None
+    ) -> None:
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
+        self._data = data_digest(prompts)
 
     async def save(self, step: int, workers: Workers, ahead: Mapping[int, list[Group]]) -> None:
         final = self._directory / f"step_{step:06d}"
@@ -53,7 +57,7 @@ class Checkpoints:
         await workers.policy.save(partial / "policy")
         for batch, groups in ahead.items():
             write_groups(partial / "ahead" / f"batch_{batch:06d}.parquet", groups)
-        state = State(step, fingerprint(self._config), self._wandb_id)
+        state = State(step, fingerprint(self._config), self._data, self._wandb_id)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
         _flush(partial)
@@ -95,11 +99,29 @@ def load_state(checkpoint: Path, config: Config) -> State:
     return state
 
 
+def check_data(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> None:
+    """Raises ValueError when the training prompts are not those the checkpoint was made with."""
+    if state.data != data_digest(prompts):
+        raise ValueError(
+            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
+            "Restore them, choose another `name`, or set `checkpoint.resume=never`"
+        )
+
+
 def load_ahead(checkpoint: Path, prompts: list[Prompt]) -> dict[int, list[Group]]:
     """Groups that were sampled ahead, by batch number."""
     by_uid = {p.uid: p for p in prompts}
     files = sorted((checkpoint / "ahead").glob("batch_*.parquet"))
     return {int(f.stem.split("_")[1]): read_groups(f, by_uid) for f in files}
+
+
+def data_digest(prompts: Sequence[Prompt]) -> str:
+    """Of problems, answers and token ids, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.uid.encode())
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def fingerprint(config: Config) -> str:

@@ -74,10 +74,8 @@ def _check(path: str, overrides: list[str]) -> None:
 
     config = load_config(path, overrides)
     from grpo_dist.errors import refusals
-    from grpo_dist.hardware import quiet_libraries
     from grpo_dist.prepare import prepare
 
-    quiet_libraries()
     with refusals():
         prepared = prepare(config, _say, train_first=False)
     print(dump_config(config))

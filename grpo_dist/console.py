@@ -48,7 +48,7 @@ class Console:
             for line in eval_lines(step, metrics):
                 self._console.print(line, style="bold")
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._progress.stop()
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config, DataSource
-from grpo_dist.data.readers import read, source_name
+from grpo_dist.data.readers import Row, read_all, source_name
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluate import EvalSet
-from grpo_dist.hardware import device_type, resolve_dtype
+from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
@@ -40,13 +40,12 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     )  # refuses what is not the user's to set
     check_backend(config)
     # Rows first: a mistake in them should not wait for a cold start or a download.
-    for source in (*config.data.train, *config.data.eval):
-        read(source)
+    train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
     model_dir = resolve_model(config, say, train_first=train_first)
     check_length(config, model_dir)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     seen: dict[str, int] = {}
-    prompts = [p for source in config.data.train for p in load_prompts(config, source, tokenizer, say, seen)]
+    prompts = [p for rows in train_rows for p in load_prompts(config, *rows, tokenizer, say, seen)]
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -54,15 +53,22 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
             f"without "
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    return Prepared(model_dir, prompts, prepare_eval(config, tokenizer, prompts, say))
+    return Prepared(model_dir, prompts, prepare_eval(config, eval_rows, tokenizer, prompts, say))
 
 
-def prepare_eval(config: Config, tokenizer: Any, prompts: list[Prompt], say: Say) -> list[EvalSet]:
+def prepare_eval(
+    config: Config,
+    sources: list[tuple[DataSource, list[Row]]],
+    tokenizer: Any,
+    prompts: list[Prompt],
+    say: Say,
+) -> list[EvalSet]:
+    """Held-out sets, none of whose problems is among ``prompts`` unless the configuration allows it."""
     from grpo_dist.data.prompts import check_overlap
 
     eval_sets = []
-    for source in config.data.eval:
-        eval_set = EvalSet(source_name(source), load_prompts(config, source, tokenizer, say))
+    for source, rows in sources:
+        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say))
         overlap = check_overlap(prompts, eval_set.prompts)
         if overlap and config.data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
@@ -80,6 +86,7 @@ def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path
     from grpo_dist.demo.model import cached_model
     from grpo_dist.sft import base_model, run_sft
 
+    quiet_libraries()
     path = config.model.path
     if path == "sft":
         assert config.sft is not None  # the configuration was checked
@@ -145,12 +152,19 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(
-    config: Config, source: DataSource, tokenizer: Any, say: Say, seen: dict[str, int] | None = None
+    config: Config,
+    source: DataSource,
+    rows: list[Row],
+    tokenizer: Any,
+    say: Say,
+    seen: dict[str, int] | None = None,
 ) -> list[Prompt]:
-    """Prompts of ``source``. ``seen``: uids given out so far, so that two sources never share one."""
-    from grpo_dist.data.prompts import build_prompts, count_unparsable
+    """Prompts of the ``rows`` of ``source``. ``seen``: uids given out so far, so that two sources never share
+    one.
+    """
+    from grpo_dist.data.prompts import build_prompts
+    from grpo_dist.rewards.gold import count_unreadable
 
-    rows = read(source)
     data = config.data
     prompts, dropped = build_prompts(
         rows,
@@ -165,10 +179,11 @@ def load_prompts(
     )
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
-    if unparsable := count_unparsable(prompts):
+    unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)
+    if unreadable:
         say(
-            f"{source_name(source)}: {unparsable} of {len(prompts)} gold answers do not read as mathematics "
-            "and can only be matched as text"
+            f"{source_name(source)}: {unreadable} of {looked_at} gold answers do not read as mathematics and "
+            "can only be matched as text"
         )
     return prompts
 
@@ -187,6 +202,7 @@ def choose_run_dir(config: Config) -> Path:
 
 
 def check_writable(run_dir: Path) -> None:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    if not os.access(run_dir, os.W_OK):
+    """Raises ValueError when ``run_dir`` cannot be made or written. Makes nothing."""
+    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{run_dir}: cannot be written; set `output_dir` to a directory that can")

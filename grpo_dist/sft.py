@@ -6,8 +6,7 @@ right often enough that some samples of a group are. The result is cached under 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_dist.batching import pad_rows
 from grpo_dist.cache import cached, fingerprint
 from grpo_dist.config import SFT
-from grpo_dist.hardware import available_cpus, device_type, quiet_libraries, resolve_dtype
+from grpo_dist.data.readers import json_lines
+from grpo_dist.hardware import available_cpus, device_type, resolve_dtype
 from grpo_dist.logprobs import token_logprobs
 from grpo_dist.policy_model import load_causal_lm
 from grpo_dist.schedules import learning_rate
@@ -33,7 +34,6 @@ def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
     """
-    quiet_libraries()
     model_dir = base_model(settings)
     decides = {
         "version": _VERSION,
@@ -122,18 +122,8 @@ def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]
         pool = sorted(order[: count * size], key=lambda i: (len(pairs[i][0]) + len(pairs[i][1])) // 16)
         order = order[count * size :]
         for batch in torch.randperm(count, generator=generator).tolist():
-            yield _pad([pairs[i] for i in pool[batch * size : (batch + 1) * size]])
-
-
-def _pad(pairs: list[Pair]) -> tuple[Tensor, Tensor]:
-    width = max(len(p) + len(c) for p, c in pairs)
-    tokens = torch.zeros(len(pairs), width, dtype=torch.long)
-    mask = torch.zeros(len(pairs), width, dtype=torch.bool)
-    for i, (prompt, completion) in enumerate(pairs):
-        end = len(prompt) + len(completion)
-        tokens[i, :end] = torch.tensor(prompt + completion)
-        mask[i, len(prompt) : end] = True
-    return tokens, mask
+            chosen = [pairs[i] for i in pool[batch * size : (batch + 1) * size]]
+            yield pad_rows([p + c for p, c in chosen], [len(p) for p, _ in chosen])
 
 
 def _tokenise(tokenizer: Any, record: dict[str, str], settings: SFT, where: str) -> Pair:
@@ -163,24 +153,17 @@ def _records(settings: SFT) -> Iterator[tuple[str, dict[str, str]]]:
         )
         yield from ((f"{settings.data}:{i}", record) for i, record in enumerate(made, 1))
         return
-    path = _data_file(settings)
-    with path.open(encoding="utf-8") as file:
-        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, 1) if line.strip())
-        for where, line in islice(lines, settings.examples):
-            yield where, _record(line, where)
+    for where, record in islice(json_lines(_data_file(settings)), settings.examples):
+        yield where, _checked(record, where)
 
 
-def _record(line: str, where: str) -> dict[str, str]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not valid JSON ({error.msg}); expected one object per line") from error
+def _checked(record: Mapping[str, Any], where: str) -> dict[str, str]:
     for key in ("prompt", "completion"):
-        if not isinstance(record, dict) or not isinstance(record.get(key), str) or not record[key]:
+        if not isinstance(record.get(key), str) or not record[key]:
             raise ValueError(
                 f"{where}: `{key}` is missing or not text; expected an object with `prompt` and `completion`"
             )
-    return record
+    return dict(record)
 
 
 def _data_file(settings: SFT) -> Path:

@@ -20,7 +20,7 @@ from grpo_dist.types import Group
 
 class Sink(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, failed: bool) -> None: ...
 
 
 class Tracker:
@@ -50,9 +50,9 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         for sink in self._sinks:
-            sink.close()
+            sink.close(failed=kind is not None)
 
 
 class NoSamples:
@@ -92,7 +92,7 @@ class MetricsFile:
             file.write((json.dumps(self._last) + "\n").encode())
             file.truncate()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         """Every line is already on disk."""
 
 
@@ -113,7 +113,7 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool) -> None:
         self._writer.close()
 
 
@@ -142,5 +142,5 @@ class WandbSink:
         """wandb closes a step when the next begins, so what joins a step later still lands in it."""
         self._run.log(metrics, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)

@@ -9,14 +9,14 @@ import json
 from pathlib import Path
 
 from grpo_dist import driver
-from grpo_dist.checkpoint import Checkpoints, list_checkpoints, load_ahead, load_state
+from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_ahead, load_state
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
+from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
-from grpo_dist.hardware import quiet_libraries
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
@@ -36,13 +36,17 @@ def train(config: Config) -> Path:
     """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be
     used.
     """
-    quiet_libraries()
+    from actors.cluster import check_fits
+
     with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)
         state = load_state(newest, config) if newest else None
+        check_fits(config)
         prepared = prepare(config, _say)
+        if newest and state:
+            check_data(newest, state, prepared.prompts)
         ahead = load_ahead(newest, prepared.prompts) if newest else {}
     start = state.step if state else 0
     if start >= config.steps and _finished(run_dir) == start:
@@ -50,6 +54,7 @@ def train(config: Config) -> Path:
             f"{run_dir}: the run is complete ({start} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
         )
+    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
     with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
         final = asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, ahead))
@@ -71,7 +76,7 @@ async def _train(
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
-    checkpoints = Checkpoints(run_dir / "checkpoints", config, wandb_id=tracker.wandb_id)
+    checkpoints = Checkpoints(run_dir / "checkpoints", config, prepared.prompts, wandb_id=tracker.wandb_id)
     async with Cluster(config) as cluster:
         async with deadline(timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
@@ -108,13 +113,12 @@ def evaluate_model(config: Config) -> dict[str, float]:
     """Sample `model.path` on the evaluation sets and print the estimates."""
     from actors.cluster import Cluster
 
-    quiet_libraries()
     with refusals():
         if not config.data.eval:
             raise ValueError("data.eval is empty; name at least one evaluation set")
         model_dir = resolve_model(config, _say)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        eval_sets = prepare_eval(config, tokenizer, [], _say)
+        eval_sets = prepare_eval(config, read_all(config.data.eval), tokenizer, [], _say)
 
     async def session() -> dict[str, float]:
         async with Cluster(config) as cluster:

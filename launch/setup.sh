@@ -12,6 +12,13 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):
     sys.exit(f"grpo-dist needs Python 3.11 to 3.13, this is {sys.version.split()[0]}; run: make setup PYTHON=/path/to/python3.11")
 CHECK
 
+for ready in .venv/.ready-*; do
+    if [ -e "$ready" ] && [ "$ready" != ".venv/.ready-$EXTRA" ]; then
+        echo "error: .venv was made with EXTRA=${ready#.venv/.ready-}, not EXTRA=$EXTRA; run: make clean" >&2
+        exit 2
+    fi
+done
+
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker
-from actors.rollout import RolloutPool
+from actors.rollout import EngineSpec, RolloutPool
 from actors.weight_sync import WeightSync
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.config import Rollout as RolloutSettings
@@ -60,9 +60,8 @@ class World:
     async def _start(self, model_dir):
         model = Model(path="tiny")
         settings, sync = RolloutSettings(kv_cache_gib=0.25), SyncSettings(bucket_mb=1, mode="keep")
-        rollouts = RolloutPool(
-            settings, sync, model=model, model_dir=str(model_dir), max_length=256, seed=0, options=OPTIONS
-        )
+        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
+        rollouts = RolloutPool(spec, options=OPTIONS)
         policy = PolicyGroup(
             Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
             temperature=1.0, micro_batch_tokens=1000, total_updates=1, timeouts=Timeouts(), seed=0,

@@ -67,6 +67,7 @@ def refusal(capsys, *overrides, command="train"):
 def test_settings_that_cannot_be_used(here, capsys, overrides, words):
     message = refusal(capsys, *overrides)
     assert all(word in message for word in words), message
+    assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,14 @@ def test_check_does_not_train(here, capsys):
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
     assert "cold start" not in capsys.readouterr().out
+
+
+def test_more_workers_than_the_cluster_has_are_refused_before_a_cold_start(here, capsys):
+    """A cold start of that many steps would take an hour."""
+    sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
+    message = refusal(capsys, "model.path=sft", sft, "cluster.num_cpus=2", "rollout.num_workers=3")
+    assert "`rollout.num_workers` = 3 but the cluster has 2 CPUs" in message and "at most 2" in message
+    assert not (here / "runs").exists()
 
 
 def test_training_problems_in_the_evaluation_set(here, capsys):

@@ -121,7 +121,7 @@ def test_threads_of_the_caller_are_left_as_they_were(tmp_path, monkeypatch):
         ('{"prompt": "a"', ["not valid JSON"]),
         ({"prompt": "a"}, ["`completion` is missing"]),
         ({"prompt": "", "completion": "b"}, ["`prompt` is missing"]),
-        ("[]", ["`prompt` is missing", "object"]),
+        ("[]", ["a JSON list", "one JSON object per line"]),
         ({"prompt": "a" * 100, "completion": "b"}, ["104 tokens", "sft.max_length = 64", "raise the limit"]),
     ],
 )

@@ -114,13 +114,6 @@ def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
     return f"{count} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
 
 
-def count_unparsable(prompts: Sequence[Prompt]) -> int:
-    """Gold answers that the mathematical grader can only compare as text."""
-    from grpo_dist.rewards.math import gold_is_parsable
-
-    return sum(not gold_is_parsable(answer) for answer in (p.answer for p in prompts))
-
-
 def _uid(row: Row, seen: dict[str, int]) -> str:
     """Stable across runs and row order; a row that comes again gets a number behind."""
     digest = hashlib.blake2b(f"{row.problem}\x1f{row.answer}".encode(), digest_size=8).hexdigest()

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ def read(source: DataSource) -> list[Row]:
     return rows
 
 
+def read_all(sources: Sequence[DataSource]) -> list[tuple[DataSource, list[Row]]]:
+    """Every source with its rows."""
+    return [(source, read(source)) for source in sources]
+
+
 def source_name(source: DataSource) -> str:
     """The label of a source in metrics and samples."""
     if source.name:
@@ -63,15 +68,16 @@ def _records(source: DataSource) -> Iterator[tuple[str, Mapping[str, Any]]]:
         return
     path = Path(source.path).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
-        yield from _json_lines(path)
+        yield from json_lines(path)
     else:
         yield from ((f"{path.name}:{i}", record) for i, record in _counted(_dataset(path, source), source))
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Line by line, because only so a bad line can be named; read as bytes, so that an undecodable one can
-    too.
+def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """``file:line`` and the object of every line that is not blank. Raises ValueError naming a line that is
+    none.
     """
+    # Line by line, because only so a bad line can be named; as bytes, so that an undecodable one can too.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             location = f"{path}:{number}"

@@ -31,6 +31,7 @@ _START_S = (
     120.0  # a new process has imported the parsers by then, or a module of the user's, also on a busy machine
 )
 _TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before they matter
+_KILLED_S = 10.0  # a killed process is gone by then, unless the kernel holds it; then it is left behind
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -133,7 +134,11 @@ class GraderPool:
         return math.nan if result is None else float(result)
 
     def _run(self, kind: str, arguments: tuple[Any, ...]) -> Any:
-        process = self._idle.get()
+        try:
+            # Every process comes back in this time: it is loaded, asked, and at worst killed and replaced.
+            process = self._idle.get(timeout=3 * _START_S + self._timeout_s + _KILLED_S)
+        except queue.Empty:
+            return Failure("error", "no grader process came free")
         try:
             return process.run(kind, arguments, self._timeout_s)
         finally:
@@ -177,10 +182,16 @@ class _Process:
         """SIGKILL to the process and to those it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        self._exit_status()
         for end in (self._child.stdin, self._child.stdout, self._lifeline):
             if end is not None:
                 end.close()
+
+    def _exit_status(self) -> int | None:
+        """None when the process is still there after a while."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._child.wait(_KILLED_S)
+        return None
 
     def _launch(self) -> None:
         held, given = os.pipe()
@@ -234,7 +245,7 @@ class _Process:
                 raise TimeoutError
             piece = os.read(self._output, 1 << 16)
             if not piece:
-                raise EOFError(f"exit status {self._child.wait()}")
+                raise EOFError(f"exit status {self._exit_status()}")
             self._buffer += piece
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)

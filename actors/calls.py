@@ -1,0 +1,53 @@
+"""Calls to actors from the driver: many at once, to the least busy one, and the last one that ends them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+
+from grpo_dist.concurrency import gather
+
+_CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
+
+
+async def results(refs: Iterable[Any]) -> list[Any]:
+    """Values of object references, in order; the first failure is raised at once."""
+    return await gather(result(ref) for ref in refs)
+
+
+async def result(ref: Any) -> Any:
+    """A coroutine of an object reference, which is only awaitable."""
+    return await ref
+
+
+class LeastBusy:
+    """Sends each call to the worker with the fewest calls outstanding; the first of several."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self._workers = workers
+        self._outstanding = [0] * len(workers)
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        index = min(range(len(self._workers)), key=self._outstanding.__getitem__)
+        self._outstanding[index] += 1
+        try:
+            return await getattr(self._workers[index], method).remote(*arguments)
+        finally:
+            self._outstanding[index] -= 1
+
+
+async def end(workers: Sequence[Any]) -> None:
+    """Ask each worker to `close`, for half a minute at most, then kill it. Never raises for a worker's
+    sake.
+    """
+    closing = asyncio.gather(*(result(worker.close.remote()) for worker in workers), return_exceptions=True)
+    try:
+        await asyncio.wait_for(closing, _CLOSE_S)
+    except TimeoutError:
+        pass  # killed all the same
+    finally:
+        for worker in workers:
+            ray.kill(worker)

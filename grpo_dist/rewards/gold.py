@@ -1,0 +1,30 @@
+"""How many gold answers the mathematical grader can read, looked at before a run starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from grpo_dist.config import Rewards
+from grpo_dist.hardware import available_cpus
+from grpo_dist.rewards.pool import GraderPool
+
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # certainly readable; most data sets have nothing else
+_LOOKED_AT = 1000  # enough to notice a wrong column, and seconds even for hard formulas
+
+
+def count_unreadable(golds: Sequence[str], settings: Rewards) -> tuple[int, int]:
+    """How many gold answers can only be compared as text, and of how many that is: the first thousand that
+    are no plain numbers, and all plain numbers.
+
+    Read in grader processes, under the deadline of an answer: some texts keep a parser busy for ever.
+    """
+    formulas = [gold for gold in golds if not _NUMBER.fullmatch(gold)]
+    asked = formulas[:_LOOKED_AT]
+    looked_at = len(golds) - len(formulas) + len(asked)
+    if not asked:
+        return 0, looked_at
+    processes = min(available_cpus(), len(asked))
+    with GraderPool(processes, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb) as pool:
+        readable = pool.call("grpo_dist.rewards.math:gold_is_parsable", [{"answer": gold} for gold in asked])
+    return sum(value != 1.0 for value in readable), looked_at

@@ -1,0 +1,99 @@
+"""Checkpoint directories: complete or absent, pruned to the newest, refused where they do not fit the run."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import fakes
+import numpy as np
+import pytest
+
+from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_ahead, load_state
+from grpo_dist.types import Group, Rollout
+
+PROMPTS = fakes.prompts(4)
+
+
+class Disk:
+    """The policy of a run that only saves; ``fails`` makes it die half way."""
+
+    def __init__(self, fails=False):
+        self.policy, self._fails = self, fails
+
+    async def save(self, directory: Path):
+        directory.mkdir()
+        (directory / "weights").write_text("1")
+        if self._fails:
+            raise RuntimeError("disk full")
+
+
+def group(prompt):
+    rollout = Rollout(
+        prompt_uid=prompt.uid,
+        sample=0,
+        completion_ids=np.array([4, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        finish_reason="stop",
+        text="x",
+        policy_versions=np.array([3, 3], np.int32),
+    )
+    rewards = np.array([1.0], np.float32)
+    return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",))
+
+
+def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
+    checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
+    asyncio.run(checkpoints.save(step, Disk(**disk), ahead or {}))
+
+
+def test_what_was_saved_is_found_again(tmp_path):
+    save(tmp_path, 3, ahead={3: [group(PROMPTS[1])]})
+    (found,) = list_checkpoints(tmp_path)
+    state = load_state(found, fakes.config())
+    assert state.step == 3
+    check_data(found, state, PROMPTS)
+    ((batch, (restored,)),) = load_ahead(found, PROMPTS).items()
+    assert batch == 3 and restored.prompt is PROMPTS[1]
+    assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
+
+
+def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_path):
+    with pytest.raises(RuntimeError, match="disk full"):
+        save(tmp_path, 1, fails=True)
+    assert list_checkpoints(tmp_path) == []
+    save(tmp_path, 1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
+    (tmp_path / "mine").mkdir()
+    config = fakes.config(checkpoint={"keep": 2})
+    for step in (2, 4, 10, 100):
+        save(tmp_path, step, config=config)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_000010", "step_000100"]
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "state.json").write_text('{"step": 1')
+    with pytest.raises(ValueError, match=r"step_000001: state\.json cannot be read"):
+        load_state(found, fakes.config())
+
+
+def test_another_configuration_does_not_resume_but_a_longer_run_does(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, fakes.config(steps=60)).step == 1
+    with pytest.raises(ValueError, match="made with another configuration"):
+        load_state(found, fakes.config(seed=5))
+
+
+def test_other_training_prompts_do_not_resume(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    state = load_state(found, fakes.config())
+    changed = dataclasses.replace(PROMPTS[2], token_ids=np.array([1, 2, 4], np.int32))
+    for prompts in (PROMPTS[:3], PROMPTS[::-1], [*PROMPTS[:2], changed, PROMPTS[3]]):
+        with pytest.raises(ValueError, match="made with other training prompts"):
+            check_data(found, state, prompts)

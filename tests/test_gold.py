@@ -1,0 +1,20 @@
+"""What is said of gold answers before a run."""
+
+from grpo_dist.config import Rewards
+from grpo_dist.rewards.gold import count_unreadable
+
+SETTINGS = Rewards(timeout_s=5.0)
+
+
+def test_plain_numbers_are_readable_without_a_look():
+    assert count_unreadable(["5", "-1,200", "3.25"] * 1000, SETTINGS) == (0, 3000)
+
+
+def test_formulas_are_read_and_texts_counted():
+    golds = ["12", "\\frac{1}{2}", "x^2+1", "", "(1,2)"]
+    assert count_unreadable(golds, SETTINGS) == (1, 5)
+
+
+def test_only_so_many_formulas_are_looked_at():
+    golds = ["7", *(["\\sqrt{2}"] * 1500)]
+    assert count_unreadable(golds, SETTINGS) == (0, 1001)
