@@ -90,6 +90,7 @@ class PolicyGroup:
         algorithm: Algorithm,
         temperature: float,
         micro_batch_tokens: int,
+        epochs: int,
         total_updates: int,
         timeouts: Timeouts,
         seed: int,
@@ -103,6 +104,7 @@ class PolicyGroup:
             "loss": loss_settings(algorithm),
             "temperature": temperature,
             "micro_batch_tokens": micro_batch_tokens,
+            "epochs": epochs,
             "total_updates": total_updates,
             "seed": seed,
         }
@@ -168,16 +170,25 @@ class PolicyGroup:
 
 def loss_settings(algorithm: Algorithm) -> LossSettings:
     """Config stops here: the maths takes numbers."""
+    correction = algorithm.correction
+    bypassed = algorithm.old_logprobs == "rollout"
     return LossSettings(
         policy_loss=algorithm.policy_loss,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
         dual_clip=algorithm.dual_clip,
+        tau_positive=algorithm.tau_positive,
+        tau_negative=algorithm.tau_negative,
+        ratio_cap=algorithm.ratio_cap,
+        old_logprobs=algorithm.old_logprobs,
+        top_entropy_share=algorithm.top_entropy_share,
+        entropy_coef=algorithm.entropy_coef,
         aggregation=algorithm.aggregation,
-        kl_coef=algorithm.kl.coef,
+        kl_coef=0.0 if algorithm.add_token_level_kl else algorithm.kl.coef,
         kl_estimator=algorithm.kl.estimator,
-        correction_kind=algorithm.correction.kind,
-        correction_level=algorithm.correction.level,
-        correction_low=algorithm.correction.low,
-        correction_high=algorithm.correction.high,
+        correction_kind="none" if bypassed else correction.kind,
+        correction_level=correction.level,
+        correction_low=correction.low,
+        correction_high=correction.high,
+        correction_veto=correction.veto,
     )

@@ -16,19 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.types import Group, TrainBatch
-
-
-def compute_advantages(groups: Sequence[Group], estimator: str, *, std: str, eps: float) -> list[np.ndarray]:
-    """float32 [G] for each group. Every group of the step takes part at once: ``std: batch`` looks across
-    groups.
-    """
-    sizes = [len(g.rewards) for g in groups]
-    rewards = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
-    group_ids = torch.arange(len(groups)).repeat_interleave(torch.tensor(sizes))
-    advantages = ADVANTAGES[estimator](rewards, group_ids, std=std, eps=eps)
-    return [part.numpy() for part in advantages.split(sizes)]
 
 
 def make_batch(
@@ -37,6 +25,7 @@ def make_batch(
     *,
     ref_logprobs: Sequence[np.ndarray] | None,
     max_new_tokens: int,
+    mask_truncated: bool = False,
 ) -> TrainBatch:
     """One right-padded row per sample, group after group.
 
@@ -44,6 +33,8 @@ def make_batch(
         advantages: [G] for each group.
         ref_logprobs: float32 [C] for each sample in row order, or None when there is no KL term.
         max_new_tokens: longest completion that could have been sampled.
+        mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
+            counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
     """
     samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
     rows = [np.concatenate([g.prompt.token_ids, r.completion_ids]) for g, _, r in samples]
@@ -54,7 +45,7 @@ def make_batch(
     flat = np.concatenate(list(advantages))
     for row, (group, i, sample) in enumerate(samples):
         start, end = starts[row], lengths[row]
-        if np.isnan(group.rewards[i]):
+        if np.isnan(group.rewards[i]) or (mask_truncated and sample.finish_reason == "length"):
             loss_mask[row] = False
             continue
         advantage[row, start:end] = flat[row]

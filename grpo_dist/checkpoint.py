@@ -3,7 +3,7 @@
     checkpoints/step_000020/
         policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
-        state.json      step, configuration fingerprint, tracker run id
+        state.json      step, fingerprints of configuration and data, KL coefficient, tracker run id
         config.yaml     the configuration of the run
 
 A directory is written under a temporary name, flushed, and renamed; one that carries its final name is
@@ -17,14 +17,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
+from grpo_dist.progress import Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
-from grpo_dist.types import Group, Prompt
+from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -37,6 +38,7 @@ class State:
     step: int
     fingerprint: str  # of the configuration keys that a resumed run must share
     data: str  # digest of the training prompts, in order
+    kl_coef: float | None = None
     wandb_id: str | None = None
 
 
@@ -49,15 +51,17 @@ class Checkpoints:
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._data = data_digest(prompts)
 
-    async def save(self, step: int, workers: Workers, ahead: Mapping[int, list[Group]]) -> None:
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         final = self._directory / f"step_{step:06d}"
         partial = self._directory / f".partial_{final.name}"
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while saving
         partial.mkdir(parents=True)
         await workers.policy.save(partial / "policy")
-        for batch, groups in ahead.items():
-            write_groups(partial / "ahead" / f"batch_{batch:06d}.parquet", groups)
-        state = State(step, fingerprint(self._config), self._data, self._wandb_id)
+        for number, batch in progress.ahead.items():
+            path = partial / "ahead" / f"batch_{number:06d}.parquet"
+            write_groups(path, batch.groups)
+            path.with_suffix(".json").write_text(json.dumps({"extra_prompts": batch.extra_prompts}))
+        state = State(step, fingerprint(self._config), self._data, progress.kl_coef, self._wandb_id)
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
         _flush(partial)
@@ -108,11 +112,14 @@ def check_data(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> Non
         )
 
 
-def load_ahead(checkpoint: Path, prompts: list[Prompt]) -> dict[int, list[Group]]:
-    """Groups that were sampled ahead, by batch number."""
+def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> Progress:
+    """What the driver knew besides the weights; batches sampled ahead by number."""
     by_uid = {p.uid: p for p in prompts}
-    files = sorted((checkpoint / "ahead").glob("batch_*.parquet"))
-    return {int(f.stem.split("_")[1]): read_groups(f, by_uid) for f in files}
+    ahead = {}
+    for file in sorted((checkpoint / "ahead").glob("batch_*.parquet")):
+        extra = json.loads(file.with_suffix(".json").read_text())["extra_prompts"]
+        ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), extra)
+    return Progress(ahead, state.kl_coef)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from grpo_dist.config_checks import contradictions
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
@@ -89,7 +91,20 @@ class Batch(Section):
     updates_per_step: PositiveInt = Field(
         1, description="optimiser updates a step is split into; 1 is on-policy"
     )
+    epochs_per_batch: PositiveInt = Field(1, description="times a step goes through its samples")
     micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens a rank holds in one forward")
+
+
+class DynamicSampling(Section):
+    """DAPO: groups whose rewards are all equal are replaced by further prompts."""
+
+    enabled: bool = False
+    max_extra_prompts: PositiveInt | None = Field(
+        None, description="most further prompts a step; null: three times batch.prompts_per_step"
+    )
+    oversample: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="further prompts asked at once for every group that is missing"
+    )
 
 
 class Sampling(Section):
@@ -99,7 +114,13 @@ class Sampling(Section):
 
 class KL(Section):
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
+        "k3", description="k1+, k3+: value of k1, k3 and gradient of k2"
+    )
+    target: PositiveFloat | None = Field(
+        None, description="KL in nats a token that `coef` is steered to; null: `coef` stays"
+    )
+    gain: Fraction = Field(0.1, description="largest change of `coef` a step, as a share of 0.2")
 
 
 class Correction(Section):
@@ -107,6 +128,9 @@ class Correction(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     low: NonNegative = 0.0
     high: PositiveFloat = 2.0
+    veto: NonNegative = Field(
+        0.0, description="a token whose ratio is below this drops its sequence, e.g. 1e-4; 0: none does"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Correction:
@@ -116,13 +140,47 @@ class Correction(Section):
 
 
 class Algorithm(Section):
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
+        "gdpo", "process",
+    ] = "grpo"  # fmt: skip
     std: Literal["group", "batch", "none"] = Field("group", description="what a centred reward is divided by")
     advantage_eps: PositiveFloat = 1e-6
-    policy_loss: Literal["ppo_clip"] = "ppo_clip"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: PositiveFloat = 0.2
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
+    reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")
+    reward_norm: Literal["none", "group", "batch"] = Field(
+        "none", description="normalise rewards over their group or the batch before the estimator"
+    )
+    reward_shift: bool = Field(True, description="reward_norm subtracts the mean")
+    reward_scale: bool = Field(True, description="reward_norm divides by the deviation")
+    whiten_advantages: bool | None = Field(
+        None, description="mean 0, deviation 1 over all tokens; null: with reinforce_pp and its baseline form"
+    )
+    advantage_clip: PositiveFloat | None = Field(None, description="advantages are held within +- this")
+    add_token_level_kl: bool = Field(False, description="the KL term is part of the reward, not of the loss")
+    policy_loss: Literal["policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo"] = (
+        "ppo_clip"
+    )
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="bounds of the policy loss; null: its own, e.g. 0.2 for ppo_clip"
+    )
+    clip_high: PositiveFloat | None = None
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="of ppo_clip; null: off")
+    tau_positive: PositiveFloat | None = Field(None, description="of sapo; null: 1.0")
+    tau_negative: PositiveFloat | None = Field(None, description="of sapo; null: 1.05")
+    ratio_cap: PositiveFloat | None = Field(None, description="of dppo_tv; null: 20")
+    old_logprobs: Literal["trainer", "rollout"] = Field(
+        "trainer",
+        description="what ratios are taken to; rollout: the engine's, and no forward pass computes others",
+    )
+    entropy_coef: NonNegative = Field(0.0, description="weight of the entropy bonus")
+    top_entropy_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="train on this share of an update's tokens, those of the highest entropy"
+    )
+    mask_truncated: bool = Field(False, description="train nothing of completions cut at max_new_tokens")
+    skip_idle_rows: bool = Field(
+        True, description="leave samples out of training that add nothing to the gradient"
+    )
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -285,6 +343,7 @@ class Config(Section):
     model: Model
     data: Data
     batch: Batch = Batch()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
     sampling: Sampling = Sampling()
     algorithm: Algorithm = Algorithm()
     rewards: Rewards = Rewards()
@@ -301,6 +360,11 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl.coef > 0
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser updates of the whole run."""
+        return self.steps * self.batch.updates_per_step * self.batch.epochs_per_batch
 
     @property
     def max_length(self) -> int:
@@ -341,15 +405,9 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _deviation_is_used(self) -> Config:
-        algorithm = self.algorithm
-        asked_for = "std" in algorithm.model_fields_set and algorithm.std != "none"
-        if algorithm.advantage != "grpo" and asked_for:
-            raise ValueError(
-                f"`algorithm.std` = {algorithm.std} contradicts `algorithm.advantage` = "
-                f"{algorithm.advantage}, which does not divide by a deviation; remove `algorithm.std` or "
-                "use advantage grpo"
-            )
+    def _algorithm_fits(self) -> Config:
+        for problem in contradictions(self):
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

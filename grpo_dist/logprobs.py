@@ -33,7 +33,7 @@ def token_logprobs(
             float32 for half precision too (float64 where ``hidden`` is).
         temperature: that of the sampling distribution; above 0.
         chunk_tokens: rows of logits [chunk_tokens, V] made at once, at least 1.
-        with_entropy: return the entropy of each distribution too, without gradient.
+        with_entropy: return the entropy of each distribution too.
         mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. What stands in
             ``hidden`` or ``tokens`` for others is never looked at.
 
@@ -66,8 +66,10 @@ def token_logprobs(
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """Rows [N, D] and targets [N] to log-probs and entropies [N]. With g the incoming gradient of a row,
-    d logits = g (onehot(target) - softmax) / temperature."""
+    """Rows [N, D] and targets [N] to log-probs and entropies [N]. With p the softmax of a row, H its entropy
+    and g, h the incoming gradients of both, d logits = (g (onehot(target) - p) - h p (log p + H)) /
+    temperature.
+    """
 
     @staticmethod
     def forward(
@@ -92,11 +94,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
             values[part] = logits.gather(1, targets[part, None])[:, 0]
             if with_entropy:
                 entropies[part] = torch.special.entr(logits.exp_()).sum(dim=1)
-        ctx.mark_non_differentiable(entropies)
+        ctx.set_materialize_grads(False)
         return values, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         rows, weight, bias, targets = ctx.saved_tensors
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         head = _Head(rows, weight, bias, ctx.temperature)
@@ -104,11 +106,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
         for part in _parts(len(rows), ctx.chunk):
-            logits = head.logits(rows[part])
-            d_logits = torch.softmax(logits, dim=1).neg_()
-            del logits
-            d_logits.scatter_add_(1, targets[part, None], torch.ones_like(d_logits[:, :1]))
-            d_logits *= (grad[part] / ctx.temperature)[:, None]
+            d_logits = _logit_gradient(
+                head.logits(rows[part]),
+                targets[part],
+                None if grad is None else grad[part] / ctx.temperature,
+                None if entropy_grad is None else entropy_grad[part] / ctx.temperature,
+            )
             if grad_rows is not None:
                 grad_rows[part] = head.product(d_logits, head.weight)
             if grad_weight is not None:
@@ -121,6 +124,26 @@ class _ChunkedLogprobs(torch.autograd.Function):
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None, None, None, None,
         )  # fmt: skip
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, grad: Tensor | None, entropy_grad: Tensor | None
+) -> Tensor:
+    """Gradient of logits [n, V], which are overwritten; ``grad`` and ``entropy_grad`` [n]. Two blocks in
+    all.
+    """
+    grad = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device) if grad is None else grad
+    logits -= logits.logsumexp(dim=1, keepdim=True)
+    out = logits.exp()
+    if entropy_grad is None:
+        out *= -grad[:, None]
+    else:
+        entropy = -torch.linalg.vecdot(out, logits)
+        logits += entropy[:, None]
+        logits *= -entropy_grad[:, None]
+        logits -= grad[:, None]
+        out *= logits
+    return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
 
 
 class _Head:

@@ -1,15 +1,19 @@
 """The loss of some rows of an update, and the statistics that go with it.
 
     loss = aggregate(correction weight * policy loss) + kl_coef * aggregate(kl)
+           - entropy_coef * aggregate(entropy)
 
-Both terms are divided by the denominators of the whole update, so losses, gradients and statistics of any
+All terms are divided by the denominators of the whole update, so losses, gradients and statistics of any
 split of the rows simply add up. The correction weight belongs to the policy loss alone: times the KL term it
 would bend the penalty.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -29,9 +33,16 @@ class LossSettings:
     """What the objective is made of; the names are those of the registries in `grpo_dist.algorithms`."""
 
     policy_loss: str = "ppo_clip"
-    clip_low: float = 0.2  # the ratio is held above 1 - clip_low where the advantage is negative
-    clip_high: float = 0.2  # and below 1 + clip_high where it is positive
+    # Settings of the policy loss; None: its own default. It gets those that its signature names.
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual_clip: float | None = None
+    tau_positive: float | None = None
+    tau_negative: float | None = None
+    ratio_cap: float | None = None
+    old_logprobs: str = "trainer"  # rollout: ratios are to the engine's log-probs, none are computed anew
+    top_entropy_share: float = 1.0  # of an update's tokens that the policy loss is taken over
+    entropy_coef: float = 0.0
     aggregation: str = "token-mean"
     kl_coef: float = 0.0  # 0: no KL term, and no reference log-probs are looked at
     kl_estimator: str = "k3"
@@ -39,6 +50,7 @@ class LossSettings:
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    correction_veto: float = 0.0
 
 
 def batch_loss(
@@ -56,35 +68,47 @@ def batch_loss(
         batch: ``old_logprobs`` None says that this update is the first on these samples: the importance ratio
             is to ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed
             when kl_coef > 0.
-        entropy: nats, for the statistics.
+        entropy: nats; for the statistics, and with gradient for the bonus.
     """
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    token_losses, stats = POLICY_LOSSES[settings.policy_loss](
-        logprobs, old, batch.advantages, mask,
-        clip_low=settings.clip_low, clip_high=settings.clip_high, dual_clip=settings.dual_clip,
-    )  # fmt: skip
+    policy_loss = POLICY_LOSSES[settings.policy_loss]
+    token_losses, stats = policy_loss(
+        logprobs, old, batch.advantages, mask, **_own_settings(policy_loss, settings)
+    )
+    if batch.policy_mask is not None:
+        token_losses = torch.where(batch.policy_mask, token_losses, 0.0)
     if settings.correction_kind != "none":
         weights, weight_stats = correction(
             old, batch.rollout_logprobs, mask,
             kind=settings.correction_kind, level=settings.correction_level,
-            low=settings.correction_low, high=settings.correction_high,
+            low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
         )  # fmt: skip
         token_losses = token_losses * weights
         stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
     policy = _aggregate(token_losses, batch, settings)
     loss = policy
-    if settings.kl_coef > 0:
-        assert batch.ref_logprobs is not None, "kl_coef > 0 needs reference log-probs"
+    kl_coef = settings.kl_coef if batch.kl_coef is None or not settings.kl_coef else batch.kl_coef
+    assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
+    if batch.ref_logprobs is not None:
         kl = KL_ESTIMATORS[settings.kl_estimator](
             torch.where(mask, logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
         )
         kl_loss = _aggregate(kl, batch, settings)
-        loss = policy + settings.kl_coef * kl_loss
-        stats |= {"kl": torch.where(mask, kl, 0.0).sum(), "loss_kl": settings.kl_coef * kl_loss}
-    stats |= {"loss_policy": policy, "loss_total": loss, "tokens": mask.sum(), **_mismatch(old, batch)}
+        loss = loss + kl_coef * kl_loss if kl_coef else loss
+        stats |= {"kl": torch.where(mask, kl, 0.0).sum(), "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
-        stats["entropy"] = torch.where(mask, entropy, 0.0).sum()
+        entropy = torch.where(mask, entropy, 0.0)
+        stats["entropy"] = entropy.sum()
+    if settings.entropy_coef:
+        assert entropy is not None, "an entropy bonus needs entropies"
+        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings)
+        loss = loss - bonus
+        stats["loss_entropy"] = -bonus
+    # The trainer's log-probs before it moved, where they are known: with ratios to the engine's own they are
+    # not, and the first update of a step, which has not moved yet, is the one that is reported.
+    own = logprobs.detach() if settings.old_logprobs == "rollout" else old
+    stats |= {"loss_policy": policy, "loss_total": loss, "tokens": mask.sum(), **_mismatch(own, batch)}
     return loss, {name: value.detach().double() for name, value in stats.items()}
 
 
@@ -115,7 +139,10 @@ def finish_stats(stats: Stats) -> dict[str, float]:
         "mismatch/logprob_diff_mean": s["mismatch"] / tokens,
         "mismatch/logprob_diff_max": s["mismatch_max"],
         "mismatch/kl": s["mismatch_kl"] / tokens,
+        "mismatch/ess_share": _effective_share(s["mismatch_w"], s["mismatch_w2"], tokens),
     }
+    if "loss_entropy" in s:
+        metrics["loss/entropy"] = s["loss_entropy"]
     if "entropy" in s:
         metrics["policy/entropy"] = s["entropy"] / tokens
     if "kl" in s:
@@ -125,8 +152,28 @@ def finish_stats(stats: Stats) -> dict[str, float]:
             "correction/weight_mean": s["correction_weight"] / tokens,
             "correction/weight_max": s["correction_weight_max"],
             "correction/outside_share": s["correction_outside"] / tokens,
+            "correction/dropped_share": s["correction_dropped"] / tokens,
+            "correction/ess_share": _effective_share(
+                s["correction_weight"], s["correction_weight_sq"], tokens
+            ),
         }
     return metrics
+
+
+def _effective_share(weights: float, squares: float, tokens: float) -> float:
+    """Effective sample size of importance weights as a share of the samples: (sum w)^2 / (n sum w^2)."""
+    return weights**2 / (tokens * squares) if squares else 1.0
+
+
+@lru_cache
+def _names(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _own_settings(policy_loss: Any, settings: LossSettings) -> dict[str, float]:
+    """The settings that are set and that the loss names."""
+    known = {name: getattr(settings, name) for name in _names(policy_loss) if hasattr(settings, name)}
+    return {name: value for name, value in known.items() if value is not None and name != "old_logprobs"}
 
 
 def _aggregate(
@@ -146,4 +193,6 @@ def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
         "mismatch": difference.abs().sum(),
         "mismatch_max": difference.abs().max() if difference.numel() else difference.sum(),
         "mismatch_kl": (torch.expm1(difference) - difference).sum(),  # k3 of rollout to trainer
+        "mismatch_w": torch.where(batch.loss_mask, difference.exp(), 0.0).sum(),
+        "mismatch_w2": torch.where(batch.loss_mask, (2 * difference).exp(), 0.0).sum(),
     }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from grpo_dist.types import Group
+from grpo_dist.types import Group, has_signal
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 
@@ -47,7 +47,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
         "reward/mean": float(scored.mean()) if len(scored) else float("nan"),
         "reward/std": float(scored.std()) if len(scored) else float("nan"),
         "reward/unscored": float(len(rewards) - len(scored)),
-        "group/no_signal_share": float(np.mean([not _has_signal(g.rewards) for g in groups])),
+        "group/no_signal_share": float(np.mean([not has_signal(g.rewards) for g in groups])),
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
         "rollout/truncated_share": reasons["length"] / len(lengths),
@@ -74,8 +74,3 @@ def throughput_metrics(groups: list[Group], times: dict[str, float]) -> dict[str
         "throughput/tokens_per_s": (completion + prompts) / times["time/step_s"],
         "throughput/samples_per_s": samples / times["time/step_s"],
     }
-
-
-def _has_signal(rewards: np.ndarray) -> bool:
-    known = rewards[~np.isnan(rewards)]
-    return len(known) > 1 and bool(np.any(known != known[0]))

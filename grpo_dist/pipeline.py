@@ -8,16 +8,19 @@ ever thrown away for being late, which would favour short answers.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
-from grpo_dist.data.order import step_prompts
+from grpo_dist.data.order import further_prompts, step_prompts
+from grpo_dist.progress import SampledBatch
 from grpo_dist.seeds import request_seed
-from grpo_dist.types import Group, Prompt, Sampling
+from grpo_dist.types import Group, Prompt, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
 
 
@@ -29,6 +32,18 @@ class ScoredGroup:
 
     group: Group
     ref_logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """The groups of one step; ``extra_prompts`` were sampled besides its own."""
+
+    scored: list[ScoredGroup]
+    extra_prompts: int = 0
+
+    @property
+    def groups(self) -> list[Group]:
+        return [s.group for s in self.scored]
 
 
 class Pipeline:
@@ -43,12 +58,12 @@ class Pipeline:
         prompts: list[Prompt],
         *,
         first: int,
-        finished: dict[int, list[Group]],
+        finished: Mapping[int, SampledBatch],
     ) -> None:
         self._config, self._workers, self._prompts = config, workers, prompts
         self._next_batch = first
         self._restored = dict(finished)
-        self._launched: deque[tuple[int, asyncio.Task[list[ScoredGroup]]]] = deque()
+        self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     def launch(self, *, through: int) -> None:
         """Start sampling every batch up to and with ``through`` that is not launched yet."""
@@ -57,7 +72,7 @@ class Pipeline:
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
-    async def next(self) -> list[ScoredGroup]:
+    async def next(self) -> ScoredBatch:
         """The oldest launched batch, in prompt order, once every group of it is finished."""
         batch, task = self._launched.popleft()
         return await self._wait(batch, task)
@@ -70,31 +85,71 @@ class Pipeline:
             for batch, task in self._launched:
                 await self._wait(batch, task)
 
-    def finished_ahead(self) -> dict[int, list[Group]]:
+    def finished_ahead(self) -> dict[int, SampledBatch]:
         """Groups of launched batches that are complete: what a checkpoint keeps. The others are launched
         again.
         """
         return {
-            batch: [scored.group for scored in task.result()]
+            batch: SampledBatch(task.result().groups, task.result().extra_prompts)
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
         }
 
-    async def _wait(self, batch: int, task: asyncio.Task[list[ScoredGroup]]) -> list[ScoredGroup]:
+    async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with deadline(
             self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
         ):
             return await task
 
-    async def _batch(self, batch: int) -> list[ScoredGroup]:
+    async def _batch(self, batch: int) -> ScoredBatch:
         if batch in self._restored:
-            return await gather(self._with_reference(g) for g in self._restored.pop(batch))
-        indices = step_prompts(
-            len(self._prompts), self._config.batch.prompts_per_step, self._config.seed, batch
-        )
-        return await gather(self._group(self._prompts[i], batch) for i in indices)
+            kept = self._restored.pop(batch)
+            return ScoredBatch(await gather(self._with_reference(g) for g in kept.groups), kept.extra_prompts)
+        own = step_prompts(len(self._prompts), self._config.batch.prompts_per_step, self._config.seed, batch)
+        if self._config.dynamic_sampling.enabled:
+            groups, extra = await self._groups_with_signal(own, batch)
+            return ScoredBatch(await gather(self._with_reference(g) for g in groups), extra)
+        return ScoredBatch(await gather(self._scored(self._prompts[i], batch) for i in own))
 
-    async def _group(self, prompt: Prompt, batch: int) -> ScoredGroup:
+    async def _groups_with_signal(self, own: list[int], batch: int) -> tuple[list[Group], int]:
+        """As many groups as ``own`` has prompts, those with a signal first; and the extra prompts sampled.
+
+        Which prompts come next follows from (seed, batch) and the rewards alone, so a resumed run draws the
+        same. Where the bound on extra prompts is met, groups without a signal fill the batch up.
+        """
+        settings, wanted = self._config.dynamic_sampling, len(own)
+        further = further_prompts(len(self._prompts), own, self._config.seed, batch)
+        further = further[: settings.max_extra_prompts or 3 * wanted]
+        useful: list[Group] = []
+        silent: list[Group] = []
+        asked, extra = own, 0
+        while asked:
+            for group in await gather(self._group(self._prompts[i], batch) for i in asked):
+                (useful if has_signal(group.rewards) else silent).append(group)
+            missing = max(wanted - len(useful), 0)
+            asked = further[extra : extra + math.ceil(missing * settings.oversample)]
+            extra += len(asked)
+        return (useful + silent)[:wanted], extra
+
+    async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
+        """Reward and reference at the same time."""
+        rollouts = await self._sample(prompt, batch)
+        group, ref_logprobs = await gather(
+            [self._graded(prompt, rollouts, batch), self._reference(prompt, rollouts)]
+        )
+        return ScoredGroup(group, ref_logprobs)
+
+    async def _group(self, prompt: Prompt, batch: int) -> Group:
+        return await self._graded(prompt, await self._sample(prompt, batch), batch)
+
+    async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        group = await self._workers.rewards.score(prompt, rollouts)
+        if self._config.algorithm.advantage != "remax":
+            return group
+        greedy = await self._workers.rewards.score(prompt, await self._greedy(prompt, batch))
+        return replace(group, baseline_reward=float(greedy.rewards[0]))
+
+    async def _sample(self, prompt: Prompt, batch: int) -> RolloutsRef:
         config = self._config
         seeds = [
             request_seed(config.seed, batch, prompt.uid, i) for i in range(config.batch.samples_per_prompt)
@@ -102,11 +157,12 @@ class Pipeline:
         sampling = Sampling(
             temperature=config.sampling.temperature, max_new_tokens=config.sampling.max_new_tokens
         )
-        rollouts = await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
-        group, ref_logprobs = await gather(
-            [self._workers.rewards.score(prompt, rollouts), self._reference(prompt, rollouts)]
-        )
-        return ScoredGroup(group, ref_logprobs)
+        return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+
+    async def _greedy(self, prompt: Prompt, batch: int) -> RolloutsRef:
+        sampling = Sampling(temperature=0.0, max_new_tokens=self._config.sampling.max_new_tokens)
+        seed = request_seed(self._config.seed, batch, prompt.uid, -1)
+        return await self._workers.rollouts.sample(prompt, seeds=[seed], sampling=sampling)
 
     async def _with_reference(self, group: Group) -> ScoredGroup:
         return ScoredGroup(group, await self._reference(group.prompt, group.rollouts))

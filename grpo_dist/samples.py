@@ -64,6 +64,7 @@ def _table(groups: list[Group]) -> pa.Table:
         "logprobs": pa.array([r.logprobs for _, _, r in samples], pa.list_(pa.float32())),
         "policy_versions": pa.array([r.policy_versions for _, _, r in samples], pa.list_(pa.int32())),
         "score_s": pa.array([g.score_s for g, _, _ in samples], pa.float64()),
+        "baseline_reward": pa.array([g.baseline_reward for g, _, _ in samples], pa.float64()),
     }
     for name in groups[0].reward_parts if groups else ():
         columns[_PART + name] = pa.array([g.reward_parts[name][i] for g, i, _ in samples], pa.float32())
@@ -81,6 +82,7 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         },
         outcomes=tuple(row["outcome"] for row in rows),
         score_s=rows[0]["score_s"],
+        baseline_reward=rows[0]["baseline_reward"],
     )
 
 

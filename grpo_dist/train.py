@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from grpo_dist import driver
-from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_ahead, load_state
+from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_progress, load_state
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
@@ -26,8 +26,8 @@ from grpo_dist.prepare import (
     prepare_eval,
     resolve_model,
 )
+from grpo_dist.progress import Progress
 from grpo_dist.tracking import NoSamples, Tracker
-from grpo_dist.types import Group
 
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
@@ -45,9 +45,10 @@ def train(config: Config) -> Path:
         state = load_state(newest, config) if newest else None
         check_fits(config)
         prepared = prepare(config, _say)
+        progress = Progress()
         if newest and state:
             check_data(newest, state, prepared.prompts)
-        ahead = load_ahead(newest, prepared.prompts) if newest else {}
+            progress = load_progress(newest, state, prepared.prompts)
     start = state.step if state else 0
     if start >= config.steps and _finished(run_dir) == start:
         raise UserError(
@@ -57,7 +58,7 @@ def train(config: Config) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
     with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
-        final = asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, ahead))
+        final = asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, progress))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
     return run_dir
@@ -70,7 +71,7 @@ async def _train(
     tracker: Tracker,
     newest: Path | None,
     start: int,
-    ahead: dict[int, list[Group]],
+    progress: Progress,
 ) -> dict[str, float]:
     """The whole session; the evaluation of the exported model, {} where there is none."""
     from actors.cluster import Cluster
@@ -93,7 +94,7 @@ async def _train(
             tracker,
             checkpoints,
             start=start,
-            ahead=ahead,
+            progress=progress,
         )
         if not config.checkpoint.export:
             return {}

@@ -56,10 +56,11 @@ class Trainer:
         loss: LossSettings,
         temperature: float,
         micro_batch_tokens: int,
+        epochs: int,
         total_updates: int,
         seed: int,
     ) -> None:
-        self.place, self._policy, self._loss = place, policy, loss
+        self.place, self._policy, self._loss, self._epochs = place, policy, loss, epochs
         self._micro_batch_tokens, self._total_updates = micro_batch_tokens, total_updates
         self._updates = 0
         self._trust_remote_code = model.trust_remote_code
@@ -82,16 +83,20 @@ class Trainer:
         self.engine = _initialize(module, policy, settings)
 
     def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One optimiser update per batch, this rank's rows of each. Collective.
+        """One optimiser update per batch and epoch, this rank's rows of each. Collective.
 
         The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are
-        those of the weights the step began with. Returns metrics of the whole step over all ranks: the mean
-        over updates (maxima where the name says so), except ``mismatch/*``, which compares rollout and
-        trainer before anything moved; ``first_update/*`` are those before anything moved, too. Raises
-        FloatingPointError, before the weights are touched, when a loss is not finite.
+        those of the weights the step began with, or the engine's if the settings say so. Returns metrics of
+        the whole step over all ranks: the mean over updates (maxima where the name says so), except
+        ``mismatch/*``, which compares rollout and trainer before anything moved; ``first_update/*`` are those
+        before anything moved, too. Raises FloatingPointError, before the weights are touched, when a loss is
+        not finite.
         """
-        batches = [batches[0], *(replace(b, old_logprobs=self.logprobs(b)) for b in batches[1:])]
-        per_update = [self._one_update(batch) for batch in batches]
+        prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
+        plan = prepared * self._epochs
+        if self._loss.old_logprobs == "trainer":
+            plan[0] = replace(plan[0], old_logprobs=None)  # nothing has moved yet: the ratio is exactly 1
+        per_update = [self._one_update(batch) for batch in plan]
         first = per_update[0]
         metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
         metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
@@ -100,15 +105,33 @@ class Trainer:
         return metrics | {f"first_update/{k}": first[k] for k in unmoved if k in first}
 
     @torch.no_grad()
-    def logprobs(self, batch: TrainBatch) -> Tensor:
-        """float32 [B, T] of ``batch`` under the current weights, 0 outside the loss mask. Collective."""
-        out = torch.zeros_like(batch.rollout_logprobs)
+    def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float32 [B, T], of ``batch`` under the current weights; 0 outside the loss
+        mask. Collective.
+        """
+        logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
         for rows in self._plan(batch):
             part = self._part(batch, rows)
-            values, _ = self.engine(part.tokens, part.loss_mask)
+            values, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
             if rows:
-                out[rows, : values.shape[1]] = values.cpu()
-        return out
+                logprobs[rows, : values.shape[1]] = values.cpu()
+                entropies[rows, : values.shape[1]] = entropy.cpu()
+        return logprobs, entropies
+
+    def _prepared(self, batch: TrainBatch, *, moves: bool) -> TrainBatch:
+        """``batch`` with what must be known of the weights before they move. ``moves``: they will have moved
+        by the time it is trained on. Collective.
+        """
+        bypassed = self._loss.old_logprobs == "rollout"
+        share = self._loss.top_entropy_share
+        batch = replace(batch, old_logprobs=batch.rollout_logprobs) if bypassed else batch
+        if share == 1.0 and (bypassed or not moves):
+            return batch
+        logprobs, entropies = self.logprobs(batch)
+        if share < 1.0:
+            least = _least_of_top(entropies[batch.loss_mask], share, self.device)
+            batch = replace(batch, policy_mask=batch.loss_mask & (entropies >= least))
+        return batch if bypassed else replace(batch, old_logprobs=logprobs)
 
     def accumulate(self, batch: TrainBatch) -> dict[str, float]:
         """Gradients of this rank's rows of ``batch``, reduced over ranks; metrics of the whole batch.
@@ -302,6 +325,20 @@ def _over_ranks(stats: Stats) -> Stats:
         dist.all_reduce(values, op=operation)
         out |= dict(zip(chosen, values, strict=True))
     return out
+
+
+def _least_of_top(own: Tensor, share: float, device: torch.device) -> float:
+    """The least of the greatest ``share`` of the values of all ranks together, at least one. Collective."""
+    count = torch.tensor([own.numel()], device=device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)
+    padded = torch.full((max(int(max(counts)), 1),), -torch.inf, device=device)
+    padded[: own.numel()] = own.to(device)
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)
+    total = sum(int(c) for c in counts)
+    values = torch.cat(gathered).sort(descending=True).values[:total]
+    return float(values[max(round(share * total), 1) - 1]) if total else 0.0
 
 
 def _write_model(

@@ -69,6 +69,9 @@ class Group:
         str, ...
     ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
     score_s: float = 0.0  # seconds the scoring of this group took
+    baseline_reward: float | None = None  # of the greedy answer; None: not sampled
+    step_rewards: tuple[np.ndarray, ...] | None = None  # [G] of float32 [S], of a process reward model
+    step_ends: tuple[np.ndarray, ...] | None = None  # [G] of int32 [S]: completion token each step ends with
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class TrainBatch:
     num_tokens: float
     num_sequences: float
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
+    policy_mask: Bool[Tensor, "B T"] | None = None  # tokens of the policy loss; None: all of loss_mask
+    kl_coef: float | None = None  # weight of the KL term in this update; None: that of the loss settings
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -104,3 +109,9 @@ class TrainBatch:
             if isinstance(value, Tensor):
                 taken[f.name] = value[index] if value.ndim == 1 else value[index, :width]
         return replace(self, **taken)
+
+
+def has_signal(rewards: np.ndarray) -> bool:
+    """Whether samples of a group differ in reward, so that a group-relative advantage is not 0 for all."""
+    known = rewards[~np.isnan(rewards)]
+    return len(known) > 1 and bool(np.any(known != known[0]))

@@ -8,6 +8,7 @@ import random
 import numpy as np
 
 from grpo_dist.config import Config
+from grpo_dist.progress import Progress
 from grpo_dist.types import Group, Prompt, Rollout
 from grpo_dist.workers import Workers
 
@@ -37,7 +38,7 @@ class World:
         self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
-        self.saved: dict[int, dict[int, list[Group]]] = {}
+        self.saved: dict[int, Progress] = {}
         self.logged: dict[int, dict[str, float]] = {}
 
     def workers(self, reference: bool = False) -> Workers:
@@ -94,5 +95,5 @@ class World:
     def samples(self, name, groups):
         self.events.append(f"samples {name}")
 
-    async def save(self, step, workers, ahead):
-        self.saved[step] = ahead
+    async def save(self, step, workers, progress):
+        self.saved[step] = progress

@@ -1,5 +1,7 @@
 """Advantages against numbers worked by hand and plain loops."""
 
+import inspect
+import itertools
 import math
 import statistics
 
@@ -9,7 +11,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbers_by_hand import NAN, close, tensor
 
-from grpo_dist.algorithms.advantages import ADVANTAGES, dr_grpo, grpo, rloo
+from grpo_dist.algorithms.advantages import (
+    ADVANTAGES,
+    dr_grpo,
+    gdpo,
+    grpo,
+    opo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+)
+from grpo_dist.algorithms.normalise import normalise_rewards, whiten
+from grpo_dist.algorithms.pass_at_k import pass_at_k
+from grpo_dist.algorithms.process import process
+
+GROUP_RELATIVE = sorted(set(ADVANTAGES) - {"reinforce_pp", "remax"})
+
+
+def advantages(name, rewards, groups, std="group"):
+    """Of any estimator; what it needs besides is made up: equal lengths, k 2, the reward as its only part."""
+    known = {
+        "std": std, "eps": 1e-6, "k": 2, "lengths": torch.full_like(groups, 3), "parts": rewards[None],
+        "weights": torch.ones(1), "baselines": torch.zeros_like(rewards),
+    }  # fmt: skip
+    names = inspect.signature(ADVANTAGES[name]).parameters
+    return ADVANTAGES[name](rewards, groups, **{n: v for n, v in known.items() if n in names})
 
 
 @pytest.mark.parametrize(
@@ -28,8 +55,8 @@ def test_advantages_have_their_golden_values(estimator, right, wrong):
 def test_equal_rewards_give_exact_zeros(reward, size, std):
     groups = torch.arange(3).repeat_interleave(size)
     rewards = torch.full((3 * size,), reward)
-    for name, estimator in ADVANTAGES.items():
-        assert torch.equal(estimator(rewards, groups, std=std), torch.zeros(3 * size)), name
+    for name in GROUP_RELATIVE:
+        assert torch.equal(advantages(name, rewards, groups, std), torch.zeros(3 * size)), name
     # Beside a group that does differ, too.
     rewards[0] += 1
     assert torch.equal(grpo(rewards, groups, std=std)[size:], torch.zeros(2 * size))
@@ -44,9 +71,18 @@ def test_a_nan_reward_leaves_the_statistics_and_gets_no_advantage():
 
 
 def test_a_lone_sample_and_an_empty_batch_have_no_advantage():
-    for estimator in ADVANTAGES.values():
-        assert estimator(tensor(5.0), torch.tensor([3])).tolist() == [0.0]
-        assert estimator(tensor(), torch.tensor([], dtype=torch.long)).tolist() == []
+    for name in GROUP_RELATIVE:
+        assert advantages(name, tensor(5.0), torch.tensor([3])).tolist() == [0.0]
+    for name in ADVANTAGES:
+        assert advantages(name, tensor(), torch.tensor([], dtype=torch.long)).tolist() == []
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_what_could_not_be_scored_moves_nothing(name):
+    rewards, groups = tensor(1, 0, 2, 0.5, 4, 4), torch.tensor([0, 0, 0, 0, 1, 1])
+    with_nan = torch.cat([rewards, tensor(NAN, NAN)]), torch.cat([groups, torch.tensor([0, 1])])
+    got = advantages(name, *with_nan)
+    assert torch.equal(got[:6], advantages(name, rewards, groups)) and got[6:].tolist() == [0.0, 0.0]
 
 
 def test_batch_deviation_is_that_of_all_centred_rewards():
@@ -59,6 +95,122 @@ def test_batch_deviation_is_that_of_all_centred_rewards():
 def test_an_unknown_deviation_is_refused():
     with pytest.raises(ValueError, match="std = 'population': expected group, batch or none"):
         grpo(tensor(0, 1), torch.zeros(2, dtype=torch.long), std="population")
+
+
+RIGHT = tensor(1, 0, 0, 1, 0, 0, 0, 0)
+ONE = torch.zeros(8, dtype=torch.long)
+LENGTHS = torch.tensor([5, 3, 1, 4, 2, 5, 2, 3])
+
+
+def test_opo_weighs_the_baseline_by_length():
+    close(opo(RIGHT, ONE, lengths=LENGTHS), torch.where(RIGHT == 1, 0.64, -0.36))
+    close(opo(RIGHT, ONE, lengths=torch.full((8,), 7)), dr_grpo(RIGHT, ONE))
+
+
+def test_remax_subtracts_the_greedy_answers_reward():
+    rewards, baselines = tensor(1, 0, NAN, 1), tensor(0.25, 0.25, 1, NAN)
+    close(remax(rewards, torch.tensor([0, 0, 1, 1]), baselines=baselines), tensor(0.75, -0.25, 0, 0))
+
+
+def test_reinforce_pp_and_its_baseline_form_are_whitened_over_tokens():
+    mask = torch.arange(5) < LENGTHS[:, None]
+    spread = reinforce_pp_baseline(RIGHT, ONE)[:, None].expand(8, 5)
+    white = whiten(spread, mask)
+    close(white[0], tensor(*[1.3063945] * 5), 2e-7)
+    close(white[1], tensor(*[-0.7348470] * 3, 0, 0), 2e-7)
+    # Without the group's mean: whitening over all tokens takes a mean away anyhow, here the same.
+    close(whiten(reinforce_pp(RIGHT, ONE)[:, None].expand(8, 5), mask), white, 1e-6)
+
+
+def test_whitened_tokens_have_mean_0_and_deviation_1_and_equal_ones_are_0():
+    mask = torch.rand(4, 6) < 0.7
+    white = whiten(torch.randn(4, 6, dtype=torch.float64), mask)
+    assert abs(float(white[mask].mean())) < 1e-12 and float(white[mask].std()) == pytest.approx(1, abs=1e-6)
+    assert not white[~mask].any()
+    assert not whiten(torch.full((4, 6), 0.7), mask).any()
+    assert not whiten(torch.randn(4, 6), torch.zeros(4, 6, dtype=torch.bool)).any()
+
+
+def subsets(values, k):
+    """pass@k advantages by listing all tries."""
+    tries = list(itertools.combinations(range(len(values)), k))
+    best = [max(values[i] for i in chosen) for chosen in tries]
+    mean, deviation = statistics.fmean(best), statistics.pstdev(best)
+    return [
+        (statistics.fmean(b for b, chosen in zip(best, tries, strict=True) if i in chosen) - mean)
+        / (deviation + 1e-6)
+        for i in range(len(values))
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("values", [[1, 0, 0, 0, 0, 1], [0.5, 2, -1, 0.5, 3, 0], [1, 1, 1, 0, 0]])
+def test_pass_at_k_is_the_mean_over_all_tries(k, values):
+    groups = torch.zeros(len(values), dtype=torch.long)
+    expected = subsets([float(v) for v in values], k)
+    if max(values) in sorted(values)[:-1] and len({max(c) for c in itertools.combinations(values, k)}) == 1:
+        expected = [0.0] * len(values)
+    close(pass_at_k(tensor(*values), groups, k=k), tensor(*expected), 2e-6)
+
+
+def test_pass_at_k_has_the_papers_values_for_right_and_wrong():
+    close(pass_at_k(tensor(1, 0, 0, 0), ONE[:4], k=2, eps=0.0), tensor(1, -1 / 3, -1 / 3, -1 / 3), 1e-7)
+    with pytest.raises(ValueError, match="k = 0: expected at least 1"):
+        pass_at_k(RIGHT, ONE, k=0)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    """Right answers in a bad format and wrong ones in a good format: the sum is 1 for both."""
+    parts = tensor(1, 1, 0, 0), tensor(0, 0, 0, 1)
+    weights = tensor(1, 1)
+    total = parts[0] + parts[1]
+    assert total[0] == total[3]
+    got = gdpo(total, ONE[:4], parts=torch.stack(parts), weights=weights)
+    assert got[0] != got[3] and got[0] == got[1]
+    own = [(v - 0.5) / (1 / math.sqrt(3)) for v in (1, 1, 0, 0)], [(v - 0.25) / 0.5 for v in (0, 0, 0, 1)]
+    summed = [a + b for a, b in zip(*own, strict=True)]
+    deviation = statistics.stdev(summed)
+    close(got, tensor(*(s / deviation for s in summed)), 1e-5)
+
+
+def test_rewards_are_shifted_and_scaled_over_what_is_asked():
+    rewards, groups = tensor(1, 3, NAN, 10, 14), torch.tensor([0, 0, 0, 1, 1])
+
+    def norm(**how):
+        return normalise_rewards(rewards, groups, eps=0.0, **how)
+
+    half = math.sqrt(0.5)
+    close(norm(over="group")[[0, 1, 3, 4]], tensor(-half, half, -half, half))
+    close(norm(over="group", scale=False)[[0, 1, 3, 4]], tensor(-1, 1, -2, 2))
+    close(norm(over="group", shift=False)[[0, 1, 3, 4]], tensor(1, 3, 10 / 2, 14 / 2) / math.sqrt(2))
+    centred = [v - 7 for v in (1, 3, 10, 14)]
+    deviation = statistics.stdev(centred)
+    close(norm(over="batch")[[0, 1, 3, 4]], tensor(*(c / deviation for c in centred)))
+    assert all(math.isnan(norm(over=over)[2]) for over in ("none", "group", "batch"))
+    assert norm(over="none") is rewards
+    with pytest.raises(ValueError, match="reward_norm = 'step': expected none, group, batch"):
+        norm(over="step")
+
+
+def test_process_advantages_are_sums_of_normalised_steps_still_to_end():
+    """Two samples of one prompt, three steps and one; statistics over all four steps."""
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
+    rewards, rows, ends = tensor(1, 0, 1, 0), torch.tensor([0, 0, 0, 1]), torch.tensor([3, 4, 6, 3])
+    unit = 0.5 / math.sqrt(1 / 3)
+    got = process(rewards, rows, ends, torch.tensor([5, 5]), mask, eps=0.0)
+    close(got[0] / unit, tensor(0, 0, 1, 1, 0, 1, 1, 0), 1e-6)
+    close(got[1] / unit, tensor(0, 0, -1, -1, 0, 0, 0, 0), 1e-6)
+
+
+def test_process_steps_in_any_order_and_unscored_ones_left_out():
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    ids = torch.tensor([0, 0])
+    rewards, rows, ends = tensor(1, 0, 0.5), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
+    whole = process(rewards, rows, ends, ids, mask)
+    turned = torch.tensor([2, 0, 1])
+    assert torch.equal(process(rewards[turned], rows[turned], ends[turned], ids, mask), whole)
+    more = torch.cat([rewards, tensor(NAN)]), torch.cat([rows, ids[:1]]), torch.cat([ends, ids[:1]])
+    assert torch.equal(process(*more, ids, mask), whole)
 
 
 def by_hand(rewards, groups, name):
@@ -85,15 +237,16 @@ REWARD = st.sampled_from([0.0, 1.0, 0.5, -1.0, 0.1, NAN])
 def test_advantages_equal_the_definition_in_any_order_of_samples(samples, rng):
     rng.shuffle(samples)
     rewards, groups = [r for r, _ in samples], [g for _, g in samples]
-    for name, estimator in ADVANTAGES.items():
-        actual = estimator(tensor(*rewards, dtype=torch.float64), torch.tensor(groups))
+    for name in ("grpo", "dr_grpo", "rloo"):
+        actual = ADVANTAGES[name](tensor(*rewards, dtype=torch.float64), torch.tensor(groups))
         close(actual, by_hand(rewards, groups, name), 1e-12)
 
 
 def test_advantages_keep_the_type_of_rewards_and_leave_them_alone():
     rewards = tensor(1, 0, NAN)
     before = rewards.clone()
-    for estimator in ADVANTAGES.values():
-        assert estimator(rewards, torch.zeros(3, dtype=torch.int32)).dtype == torch.float32
-        assert estimator(rewards.double(), torch.zeros(3, dtype=torch.int32)).dtype == torch.float64
+    groups = torch.zeros(3, dtype=torch.int32)
+    for name in ADVANTAGES:
+        assert advantages(name, rewards, groups).dtype == torch.float32
+        assert advantages(name, rewards.double(), groups).dtype == torch.float64
     assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9))

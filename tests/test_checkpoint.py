@@ -8,7 +8,8 @@ import fakes
 import numpy as np
 import pytest
 
-from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_ahead, load_state
+from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_progress, load_state
+from grpo_dist.progress import Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
@@ -38,22 +39,26 @@ def group(prompt):
         policy_versions=np.array([3, 3], np.int32),
     )
     rewards = np.array([1.0], np.float32)
-    return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",))
+    return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",), baseline_reward=0.5)
 
 
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
-    asyncio.run(checkpoints.save(step, Disk(**disk), ahead or {}))
+    asyncio.run(checkpoints.save(step, Disk(**disk), Progress(ahead or {}, kl_coef=0.25)))
 
 
 def test_what_was_saved_is_found_again(tmp_path):
-    save(tmp_path, 3, ahead={3: [group(PROMPTS[1])]})
+    save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], extra_prompts=5)})
     (found,) = list_checkpoints(tmp_path)
     state = load_state(found, fakes.config())
     assert state.step == 3
     check_data(found, state, PROMPTS)
-    ((batch, (restored,)),) = load_ahead(found, PROMPTS).items()
-    assert batch == 3 and restored.prompt is PROMPTS[1]
+    progress = load_progress(found, state, PROMPTS)
+    assert progress.kl_coef == 0.25
+    ((number, batch),) = progress.ahead.items()
+    (restored,) = batch.groups
+    assert number == 3 and batch.extra_prompts == 5 and restored.prompt is PROMPTS[1]
+    assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 
 

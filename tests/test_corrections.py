@@ -73,3 +73,19 @@ def test_an_unknown_correction_is_refused(change, message):
     how = {"kind": "tis", "level": "token", "low": 0.0, "high": 2.0} | change
     with pytest.raises(ValueError, match=message):
         correction(RATIOS, RATIOS, MASK, **how)
+
+
+def test_one_vetoed_token_drops_its_sequence_and_no_other():
+    train = torch.log(row(1.0, 0.05, 1.0).repeat(2, 1))
+    train[1, 1] = 0.0
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    how = {"kind": "tis", "level": "token", "low": 0.0, "high": 2.0}
+    weights, stats = correction(train, torch.zeros_like(train), mask, **how, veto=0.1)
+    close(weights, torch.tensor([[0.0, 0, 0], [1, 1, 1]]))
+    assert float(stats["dropped"]) == 3
+    weights, _ = correction(train, torch.zeros_like(train), mask, **how, veto=0.01)
+    close(weights, train.exp())
+    mask[0, 1] = False  # a masked token cannot veto
+    weights, stats = correction(train, torch.zeros_like(train), mask, **how, veto=0.1)
+    close(weights, torch.tensor([[1.0, 0, 1], [1, 1, 1]]))
+    assert float(stats["weight_sq"]) == 5

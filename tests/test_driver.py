@@ -3,11 +3,13 @@
 import asyncio
 
 import fakes
+import numpy as np
 import pytest
 import torch
 
 from grpo_dist.driver import run
 from grpo_dist.evaluate import EvalSet
+from grpo_dist.types import Group
 
 
 def train(world, config, prompts, eval_sets=(), **kwargs):
@@ -63,15 +65,15 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
     config = fakes.config(steps=6, max_staleness=staleness, checkpoint={"every": 3})
     first = fakes.World()
     train(first, config, fakes.prompts(40))
-    assert sorted(first.saved[3]) == list(range(3, 3 + staleness))
+    assert sorted(first.saved[3].ahead) == list(range(3, 3 + staleness))
 
     second = fakes.World()
     second.version = 3
-    train(second, config, fakes.prompts(40), start=3, ahead=first.saved[3])
+    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
     for a, b in zip(whole.updates[3:], second.updates, strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
     resampled = {uid for uid, _, _ in second.sampled}
-    kept = {g.prompt.uid for groups in first.saved[3].values() for g in groups}
+    kept = {g.prompt.uid for batch in first.saved[3].ahead.values() for g in batch.groups}
     assert not resampled & kept
 
 
@@ -128,10 +130,104 @@ def test_a_batch_that_is_not_sampled_in_time_is_named():
 def test_the_control_deals_the_same_rewards_to_other_samples():
     world, control = fakes.World(), fakes.World()
     batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
-    train(world, fakes.config(steps=2, batch=batch, algorithm={"std": "none"}), fakes.prompts(20))
-    shuffled = fakes.config(steps=2, batch=batch, algorithm={"std": "none"}, rewards={"shuffle": True})
+    train(
+        world,
+        fakes.config(steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}),
+        fakes.prompts(20),
+    )
+    shuffled = fakes.config(
+        steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}, rewards={"shuffle": True}
+    )
     train(control, shuffled, fakes.prompts(20))
     for mine, dealt in zip(world.updates, control.updates, strict=True):
         assert torch.equal(mine[0].tokens, dealt[0].tokens)
         assert not torch.equal(mine[0].advantages, dealt[0].advantages)
     assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]
+
+
+# --- dynamic sampling
+
+
+def only_some_differ(world, silent):
+    """Groups of the prompts in ``silent`` have equal rewards."""
+
+    async def score(prompt, rollouts):
+        rewards = np.arange(len(rollouts), dtype=np.float32) * (prompt.uid not in silent)
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    world.score = score
+
+
+def dynamic(**settings):
+    return {"enabled": True} | settings
+
+
+def test_groups_without_a_signal_are_replaced_by_further_prompts():
+    silent = {f"p{i}" for i in range(20)}
+    world = fakes.World()
+    only_some_differ(world, silent)
+    config = fakes.config(steps=3, dynamic_sampling=dynamic(max_extra_prompts=40))
+    train(world, config, fakes.prompts(40))
+    for step in (1, 2, 3):
+        assert world.logged[step]["group/no_signal_share"] == 0
+        assert len(world.updates[step - 1][0]) == 8
+    sampled = len(world.sampled)
+    assert sampled == 12 + sum(world.logged[s]["group/extra_prompts"] for s in (1, 2, 3)) > 12
+
+
+def test_the_bound_on_extra_prompts_is_kept_and_the_batch_stays_full():
+    world = fakes.World()
+    only_some_differ(world, {f"p{i}" for i in range(40)})
+    train(world, fakes.config(steps=2, dynamic_sampling=dynamic(max_extra_prompts=5)), fakes.prompts(40))
+    assert [world.logged[s]["group/extra_prompts"] for s in (1, 2)] == [5, 5]
+    assert len(world.sampled) == 2 * (4 + 5)
+    assert [len(batches[0]) for batches in world.updates] == [8, 8]
+
+
+def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
+    silent = {f"p{i}" for i in range(0, 40, 2)}
+    config = fakes.config(
+        steps=4, max_staleness=1, checkpoint={"every": 2}, dynamic_sampling=dynamic(oversample=1.5)
+    )
+    worlds = []
+    for jitter, start, progress in ((True, 0, None), (False, 0, None), (True, 2, 1)):
+        world = fakes.World(jitter=jitter)
+        world.version = start
+        only_some_differ(world, silent)
+        kept = worlds[progress].saved[2] if progress is not None else None
+        train(world, config, fakes.prompts(40), start=start, progress=kept)
+        worlds.append(world)
+    whole, other, resumed = (w.updates for w in worlds)
+    pairs = [*zip(whole, other, strict=True), *zip(whole[2:], resumed, strict=True)]
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+    extra = [worlds[0].logged[s]["group/extra_prompts"] for s in (3, 4)]
+    assert extra == [worlds[2].logged[s]["group/extra_prompts"] for s in (3, 4)]
+
+
+def test_remax_samples_every_prompt_greedily_for_its_baseline():
+    world = fakes.World()
+    train(world, fakes.config(steps=1, algorithm={"advantage": "remax"}), fakes.prompts(8))
+    assert sorted(len(seeds) for _, seeds, _ in world.sampled) == [1] * 4 + [2] * 4
+    (batch,) = world.updates[0]
+    assert set(batch.advantages[batch.loss_mask].tolist()) <= {-1.0, 0.0, 1.0}
+
+
+def test_the_kl_weight_follows_the_target_and_survives_a_resume():
+    kl = {"coef": 0.1, "target": 0.5, "gain": 1.0}
+    config = fakes.config(steps=4, algorithm={"kl": kl}, checkpoint={"every": 2})
+
+    async def update(batches):
+        world.updates.append(batches)
+        return {"ref/kl": 5.0}
+
+    world = fakes.World()
+    world.update = update
+    train(world, config, fakes.prompts(40))
+    expected = [0.1, 0.12, 0.144, 0.1728]
+    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected)
+    assert [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)] == pytest.approx(expected)
+    saved = world.saved[2]
+    world = fakes.World()
+    world.update = update
+    train(world, config, fakes.prompts(40), start=2, progress=saved)
+    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected[2:])

@@ -64,7 +64,7 @@ class World:
         rollouts = RolloutPool(spec, options=OPTIONS)
         policy = PolicyGroup(
             Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
-            temperature=1.0, micro_batch_tokens=1000, total_updates=1, timeouts=Timeouts(), seed=0,
+            temperature=1.0, micro_batch_tokens=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
             options=OPTIONS, worker=MovingWorker,
         )  # fmt: skip
         await asyncio.gather(rollouts.ready(), policy.ready())

@@ -7,6 +7,7 @@ import torch
 from numbers_by_hand import close, row
 
 from grpo_dist.algorithms.kl import KL_ESTIMATORS, k1, k2, k3
+from grpo_dist.algorithms.kl_control import next_kl_coef
 
 
 def test_kl_estimators_have_their_golden_values():
@@ -50,3 +51,40 @@ def test_expectations_of_the_estimators_are_the_divergence():
         (expected,) = torch.autograd.grad(target, logits, retain_graph=True)
         (actual,) = torch.autograd.grad((p * estimator(logp, ref)).sum(), logits, retain_graph=True)
         close(actual, expected, 1e-12)
+
+
+@pytest.mark.parametrize(("name", "value"), [("k1+", k1), ("k3+", k3)])
+def test_straight_through_forms_have_their_value_and_the_gradient_of_k2(name, value):
+    logprobs = row(-1.0, -2.0, -3.0, -40.0).requires_grad_()
+    reference = row(-1.5, -1.0, -3.0, -1.0)
+    got = KL_ESTIMATORS[name](logprobs, reference)
+    assert torch.equal(got, value(logprobs, reference))
+    (gradient,) = torch.autograd.grad(got.sum(), logprobs)
+    close(gradient, row(0.5, -1.0, 0.0, -39.0), 1e-12)
+
+
+def test_gradients_in_expectation_are_those_of_the_divergence_only_with_k2():
+    """Over all of a small distribution, so that expectations are exact."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    divergence = (logp.exp() * (logp - reference)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+
+    def gradient(name):
+        values = KL_ESTIMATORS[name](logp[None], reference[None])[0]
+        return torch.autograd.grad((logp.exp().detach() * values).sum(), logits, retain_graph=True)[0]
+
+    for name in ("k2", "k1+", "k3+"):
+        close(gradient(name), expected.detach(), 1e-12)
+    close(gradient("k1"), torch.zeros(4), 1e-12)
+    assert float((gradient("k3") - expected).norm() / expected.norm()) > 0.2
+
+
+def test_the_kl_weight_is_steered_towards_the_target():
+    how = {"target": 0.1, "gain": 0.5}
+    assert next_kl_coef(0.2, 0.1, **how) == 0.2
+    assert next_kl_coef(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
+    assert next_kl_coef(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
+    assert next_kl_coef(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
+    assert next_kl_coef(0.2, math.nan, **how) == 0.2

@@ -36,7 +36,7 @@ def dense(leaves, tokens, mask, temperature):
 
 def gradients(values, leaves, seed=9):
     upstream = torch.randn(B, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.autograd.grad((values * upstream).sum(), leaves)
+    return torch.autograd.grad((values * upstream).sum(), leaves, retain_graph=True)
 
 
 def relative(actual, expected):
@@ -61,11 +61,13 @@ def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
     )  # fmt: skip
     expected, expected_entropy = dense(leaves, tokens, mask, temperature)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert actual.dtype == entropy.dtype == wide and not entropy.requires_grad
+    assert actual.dtype == entropy.dtype == wide
     torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=tolerance, atol=tolerance)
-    for a, b in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
-        assert a.dtype == dtype and relative(a, b) < gradient_tolerance
+    together, expected_together = actual + 0.3 * entropy, expected + 0.3 * expected_entropy
+    for ours, theirs in ((actual, expected), (entropy, expected_entropy), (together, expected_together)):
+        pairs = zip(gradients(ours, leaves), gradients(theirs, leaves), strict=True)
+        assert all(a.dtype == dtype and relative(a, b) < gradient_tolerance for a, b in pairs)
 
 
 def test_gradient_check():

@@ -1,5 +1,7 @@
 """What all of the maths has in common: masked positions never matter, and the registries are complete."""
 
+from typing import get_args
+
 import pytest
 import torch
 from numbers_by_hand import INF, NAN, mask_of
@@ -9,6 +11,8 @@ from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
+from grpo_dist.config import KL, Algorithm
+from grpo_dist.credit import PROCESS
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, -1e30])
@@ -33,7 +37,10 @@ def test_garbage_at_masked_positions_changes_nothing(garbage):
 
 
 def test_registries_hold_what_the_configuration_offers():
-    assert set(ADVANTAGES) == {"grpo", "dr_grpo", "rloo"}
-    assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}
-    assert set(POLICY_LOSSES) == {"ppo_clip"}
-    assert MODES == ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    def choices(name):
+        return set(get_args(Algorithm.model_fields[name].annotation))
+
+    assert choices("advantage") == set(ADVANTAGES) | {PROCESS}
+    assert choices("policy_loss") == set(POLICY_LOSSES)
+    assert choices("aggregation") == set(MODES)
+    assert set(get_args(KL.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)

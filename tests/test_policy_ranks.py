@@ -42,6 +42,7 @@ def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, **optimizer):
         algorithm=ALGORITHM,
         temperature=TEMPERATURE,
         micro_batch_tokens=micro_batch_tokens,
+        epochs=1,
         total_updates=10,
         timeouts=Timeouts(),
         seed=0,

@@ -6,6 +6,8 @@
 Statistics are taken in float64 and the result has the type of ``rewards``, so that a group of equal rewards
 gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that rounding error by a
 deviation of the same size gives 0.06 to 0.9.
+
+An estimator's keywords say what else it looks at; `credit.py` hands each what it names.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+
+from grpo_dist.algorithms.groups import Groups
+from grpo_dist.algorithms.pass_at_k import pass_at_k
 
 
 def grpo(
@@ -40,7 +45,7 @@ def grpo(
         ValueError: ``std`` is none of the three.
     """
     known = ~torch.isnan(rewards)
-    group = _Groups(group_ids, known)
+    group = Groups(group_ids, known)
     centred, spread = group.centre(rewards)
     if std == "none":
         scale = torch.ones_like(centred)
@@ -74,40 +79,97 @@ def rloo(
     -0.2857143.
     """
     del std, eps
-    group = _Groups(group_ids, ~torch.isnan(rewards))
+    group = Groups(group_ids, ~torch.isnan(rewards))
     centred, spread = group.centre(rewards)
     factor = group.count / (group.count - 1).clamp(min=1)
     return torch.where(spread, centred * factor[group.index], 0.0).to(rewards.dtype)
 
 
-class _Groups:
-    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count``
-    [groups].
+def reinforce_pp(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """REINFORCE++: the reward itself; whitening over all tokens of the batch is the baseline.
+
+    Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.whiten_advantages` is on with it unless the
+    configuration says otherwise.
     """
-
-    def __init__(self, group_ids: Int[Tensor, " B"], known: Bool[Tensor, " B"]) -> None:
-        unique, self.index = torch.unique(group_ids, return_inverse=True)
-        self._known, self._size = known, len(unique)
-        self.count = self.sum(torch.ones_like(known, dtype=torch.float64))
-
-    def sum(self, values: Float[Tensor, " B"]) -> Float[Tensor, " G"]:
-        zeros = torch.zeros(self._size, dtype=torch.float64, device=values.device)
-        return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
-
-    def centre(self, values: Float[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
-        """Known values less the mean of their group, in float64; and where the group has a spread at all:
-        elsewhere the values are exactly 0, free of the rounding of the mean.
-        """
-        known = torch.where(self._known, values.double(), 0.0)
-        mean = self.sum(known) / self.count.clamp(min=1)
-        low = torch.full_like(mean, torch.inf).scatter_reduce(
-            0, self.index, torch.where(self._known, known, torch.inf), "amin"
-        )
-        high = torch.full_like(mean, -torch.inf).scatter_reduce(
-            0, self.index, torch.where(self._known, known, -torch.inf), "amax"
-        )
-        spread = (high > low)[self.index] & self._known
-        return torch.where(spread, known - mean[self.index], 0.0), spread
+    del group_ids
+    return torch.nan_to_num(rewards, nan=0.0)
 
 
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+def reinforce_pp_baseline(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """REINFORCE++ with a group baseline: r - mean of its group, whitened over all tokens of the batch.
+
+    Hu et al. 2025 (arXiv:2501.03262). With lengths [5, 3, 1, 4, 2, 5, 2, 3] whitening makes of
+    [1, 0, 0, 1, 0, 0, 0, 0] 1.3063945 for a right answer and -0.7348470 for a wrong one.
+    """
+    return grpo(rewards, group_ids, std="none")
+
+
+def remax(
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, baselines: Float[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """ReMax: r - reward of the greedy answer to the same prompt; Li et al. 2023 (arXiv:2310.10505).
+
+    ``baselines``: that reward, one per sample. A sample whose own reward or baseline is NaN gets 0.
+    """
+    del group_ids
+    return torch.nan_to_num(rewards - baselines, nan=0.0)
+
+
+def opo(
+    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, lengths: Int[Tensor, " B"]
+) -> Float[Tensor, " B"]:
+    """OPO: r - mean of the group weighted by length, the baseline of least variance when gradients of tokens
+    are independent; Hao et al. 2025 (arXiv:2505.23585), equation 6.
+
+    ``lengths``: completion tokens of each sample. For [1, 0, 0, 1, 0, 0, 0, 0] with lengths
+    [5, 3, 1, 4, 2, 5, 2, 3]: 0.64 and -0.36.
+    """
+    group = Groups(group_ids, ~torch.isnan(rewards))
+    _, spread = group.centre(rewards)
+    tokens = group.sum(lengths.double())
+    baseline = group.sum(torch.nan_to_num(rewards.double()) * lengths) / tokens.clamp(min=1)
+    return torch.where(spread, rewards.double() - baseline[group.index], 0.0).to(rewards.dtype)
+
+
+def gdpo(
+    rewards: Float[Tensor, " B"],
+    group_ids: Int[Tensor, " B"],
+    *,
+    parts: Float[Tensor, "K B"],
+    weights: Float[Tensor, " K"],
+    std: str = "group",
+    eps: float | int = 1e-6,
+) -> Float[Tensor, " B"]:
+    """GDPO: each reward normalised in its group on its own, their weighted sum normalised over the batch.
+
+    Liu et al. 2026 (arXiv:2601.05242). A sum of rewards that is normalised together loses which of them a
+    sample earned: (right, bad format) and (wrong, good format) would get the same advantage.
+
+    Args:
+        rewards: the weighted sum; only where it is NaN matters: such a sample gets 0 and leaves all
+            statistics.
+        parts: each reward before weighting.
+    """
+    known = ~torch.isnan(rewards)
+    own = torch.where(known, parts, torch.nan)
+    total = sum(
+        weight * grpo(part.double(), group_ids, std=std, eps=eps)
+        for weight, part in zip(weights.tolist(), own, strict=True)
+    )
+    assert isinstance(total, Tensor)
+    together = torch.zeros_like(group_ids)
+    normalised = grpo(torch.where(known, total, torch.nan), together, std="group", eps=eps)
+    return torch.where(known, normalised, 0.0).to(rewards.dtype)
+
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "pass_at_k": pass_at_k,
+    "gdpo": gdpo,
+}

@@ -6,6 +6,12 @@ With d = log pi - log ref and tokens sampled from pi (Schulman 2020, "Approximat
     k1         0.5        -1         0       unbiased, high variance, may be negative
     k2         0.125       0.5       0       biased, low variance; its gradient is that of the KL
     k3         0.1065307   0.7182818 0       unbiased, never negative
+    k1+, k3+   as k1, k3                     the gradient of k2
+
+As terms of a loss k1 and k3 mislead: for tokens sampled from pi the expected gradient of k1 is 0, and that of
+k3 is the gradient of KL(reference || policy). That of k2 is the gradient of KL(policy || reference); ``k1+``
+and ``k3+`` are straight-through forms that report the unbiased value and have that gradient (Tang and Munos
+2025, arXiv:2506.09477). In a reward there is no gradient, and k1 or k3 are the unbiased choice.
 
 None of them is clamped: a clamp makes the gradient exactly 0 where the divergence is largest.
 """
@@ -37,4 +43,28 @@ def k3(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Fl
     return torch.expm1(-d) + d
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def k1_straight_through(
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """d with the gradient of k2, d grad log pi, which is unbiased for KL(policy || reference)."""
+    return _with_gradient_of(k1(logprobs, ref_logprobs), k2(logprobs, ref_logprobs))
+
+
+def k3_straight_through(
+    logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """exp(-d) - 1 + d with the gradient of k2, which grows with d instead of exp(-d)."""
+    return _with_gradient_of(k3(logprobs, ref_logprobs), k2(logprobs, ref_logprobs))
+
+
+def _with_gradient_of(value: Tensor, other: Tensor) -> Tensor:
+    return value.detach() + (other - other.detach())
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k1+": k1_straight_through,
+    "k3+": k3_straight_through,
+}

@@ -16,6 +16,9 @@ rollout engine:
     token     the token alone
     sequence  the product over the sequence
     geometric the geometric mean over the sequence (GSPO's ratio, arXiv:2507.18071)
+
+``veto`` drops a whole sequence for one token that the trainer finds all but impossible: a sign that engine
+and trainer do not run the same model there (Liu et al. 2025, as above).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ def correction(
     level: str,
     low: float | int,
     high: float | int,
+    veto: float | int = 0.0,
 ) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
     """Weights for the policy loss (never for a KL term); no gradient flows through them.
 
@@ -48,10 +52,12 @@ def correction(
         rollout_logprobs: nats, as the engine sampled.
         kind, level: see the top of this module.
         low, high: bounds of the weight, themselves allowed, 0 <= low < high.
+        veto: a sequence with a token whose own ratio is below this gets weight 0 throughout; 0: no veto.
 
     Returns:
-        Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), ``weight_max``,
-        ``outside`` (tokens whose weight lay outside the bounds). Weights are computed in float64, so that a
+        Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), its square
+        ``weight_sq``, ``weight_max``, ``outside`` (tokens whose weight lay outside the bounds), ``dropped``
+        (tokens whose returned weight is 0). Weights are computed in float64, so that a
         product over a long sequence does not depend on the order of its factors, and returned in the type of
         ``train_logprobs``. |log w| is cut at 20 nats before exp.
 
@@ -81,8 +87,13 @@ def correction(
         weights = torch.where(inside, ratio, zero)
     else:
         weights = torch.where(inside, token_ratio, zero)
+    if veto > 0:
+        vetoed = (mask & (token_ratio < veto)).any(dim=1, keepdim=True)
+        weights = torch.where(vetoed, zero, weights)
     stats = {
         "weight": torch.where(mask, ratio, zero).sum(),
+        "weight_sq": torch.where(mask, ratio.square(), zero).sum(),
+        "dropped": (mask & (weights == 0)).sum(),
         "weight_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
         "outside": (mask & ~inside).sum(),
     }

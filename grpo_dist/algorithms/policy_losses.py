@@ -1,8 +1,17 @@
-"""Per-token policy losses. Each returns losses [B, T] to be aggregated elsewhere, and statistics to be added
-up.
+"""Per-token policy losses. Each returns losses [B, T], to be aggregated elsewhere, and statistics to be added
+up (`ratios.ratio_stats`).
 
-Statistics are sums over unmasked tokens, or maxima where the name ends in ``_max``: they combine exactly over
-micro-batches and ranks.
+All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
+neither loss nor gradient. Keywords are a loss's own settings; `loss.py` hands each what it names.
+
+    loss             ratio            what bounds a step
+    policy_gradient  none, always 1   nothing: on-policy
+    ppo_clip         token            no gain beyond 1 - clip_low and 1 + clip_high
+    cispo            token            the weight, held inside the bounds; every token keeps its gradient
+    sapo             token            a sigmoid gate instead of an edge
+    dppo_tv          token            how far the token's probability moved, not its ratio
+    gspo             sequence         as ppo_clip, by the geometric mean of the sequence
+    gmpo             token, sequence  log-ratios clipped by token, their mean taken by sequence
 """
 
 from __future__ import annotations
@@ -13,8 +22,23 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Stats = dict[str, Tensor]
-_LOG_LIMIT = 60.0  # nats; exp of it, 1e26, is past every bound on a ratio and far from overflowing float32
+from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, masked_inputs, ratio_stats
+from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+
+
+def policy_gradient(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """REINFORCE: the value is -A, the gradient -A grad log pi; Williams 1992. ``old_logprobs`` are only
+    compared with.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    unmoved, _ = masked_inputs(logprobs, logprobs, advantages, mask)
+    none = torch.zeros_like(mask)
+    return -unmoved.exp() * advantages, ratio_stats(log_ratio, mask, low=none, high=none)
 
 
 def ppo_clip(
@@ -36,19 +60,17 @@ def ppo_clip(
     Args:
         logprobs: nats, of the weights being trained.
         old_logprobs: nats, of the weights the ratio is taken to; no gradient flows into them.
-        mask: tokens that count. What stands elsewhere, NaN included, reaches neither loss nor gradient.
+        mask: tokens that count.
 
     Returns:
-        Losses, 0 where masked; and stats ``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip``
-        (tokens whose gradient the bound removed), ``approx_kl`` (k3 of old to new, nats).
+        Losses, 0 where masked; and stats, with tokens whose gradient a bound removed as ``clip_low``,
+        ``clip_high`` and ``dual_clip``.
     """
-    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs.detach(), zero)
-    advantages = torch.where(mask, advantages.to(logprobs.dtype), zero)
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     # Where a bound makes the loss constant in a large ratio, the ratio must not overflow: 0 * inf is NaN in
     # the backward pass. A token with A < 0 and no dual clip has no such bound; it keeps its gradient.
     unbounded = (advantages < 0) if dual_clip is None else torch.zeros_like(mask)
-    ratio = torch.where(unbounded, log_ratio, log_ratio.clamp(max=_LOG_LIMIT)).exp()
+    ratio = torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
     plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses = torch.maximum(plain, clipped)
     capped = torch.zeros_like(mask)
@@ -56,16 +78,83 @@ def ppo_clip(
         cap = -dual_clip * advantages
         capped = (advantages < 0) & (losses > cap)
         losses = torch.where(capped, cap, losses)
+    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high, capped=capped)
+
+
+def cispo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 1.0,
+    clip_high: float | int = 0.2,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: the weight is bounded, no token is lost.
+
+    MiniMax-M1 (arXiv:2506.13585), equations 4 and 5; the paper has no lower bound, which is ``clip_low`` 1.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = log_ratio.detach().clamp(max=LOG_LIMIT).exp()
+    weight = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -weight * advantages * torch.where(mask, logprobs, 0.0)
+    low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    return losses, ratio_stats(log_ratio, mask, low=low, high=high)
+
+
+def sapo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    tau_positive: float | int = 1.0,
+    tau_negative: float | int = 1.05,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-4 / tau sigmoid(tau (r - 1)) A: on-policy the gradient of PPO, fading smoothly as r leaves 1.
+
+    SAPO (Gao et al. 2025, arXiv:2511.20347), equations 5 to 7; ``tau`` by the sign of the advantage.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
+    gate = torch.sigmoid(tau * (log_ratio.clamp(max=LOG_LIMIT).exp() - 1)) * 4 / tau
+    none = torch.zeros_like(mask)
+    return -gate * advantages, ratio_stats(log_ratio, mask, low=none, high=none)
+
+
+def dppo_tv(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 0.2,
+    clip_high: float | int = 0.2,
+    ratio_cap: float | int = 20.0,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-stop_gradient(min(r, ratio_cap)) A log pi, without tokens whose probability itself has moved too far:
+    by more than ``clip_high`` up where A > 0, or more than ``clip_low`` down where A < 0.
+
+    DPPO with the binary total-variation bound (Qi et al. 2026, arXiv:2602.04879). A ratio says little: from
+    0.001 to 0.002 is a ratio of 2 and no divergence, from 0.99 to 0.5 the reverse.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    own = torch.where(mask, logprobs, 0.0)
     with torch.no_grad():
-        stats = {
-            "ratio": torch.where(mask, ratio, zero).sum(),
-            "ratio_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
-            "clip_low": (mask & (advantages < 0) & (ratio < 1 - clip_low)).sum(),
-            "clip_high": (mask & (advantages > 0) & (ratio > 1 + clip_high)).sum(),
-            "dual_clip": capped.sum(),
-            "approx_kl": torch.where(mask, torch.expm1(log_ratio) - log_ratio, zero).sum(),
-        }
-    return torch.where(mask, losses, zero), stats
+        moved = torch.where(mask, own.exp() - torch.where(mask, old_logprobs, 0.0).exp(), 0.0)
+        low, high = (advantages < 0) & (moved < -clip_low), (advantages > 0) & (moved > clip_high)
+        weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
+        weight = torch.where(low | high, 0.0, weight)
+    return -weight * advantages * own, ratio_stats(log_ratio, mask, low=low, high=high)
 
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {"ppo_clip": ppo_clip}
+POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
+    "policy_gradient": policy_gradient,
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "gspo": gspo,
+    "gmpo": gmpo,
+}

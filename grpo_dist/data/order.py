@@ -26,6 +26,13 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
     return [int(_epoch(n, per_step, seed, i // n)[i % n]) for i in range(first, first + per_step)]
 
 
+def further_prompts(n: int, own: list[int], seed: int, step: int) -> list[int]:
+    """Indices of all prompts that are not ``own``, in the order a step asks for them when it needs more."""
+    taken = set(own)
+    order = np.random.default_rng((seed, step, 1)).permutation(n).tolist()
+    return [i for i in order if i not in taken]
+
+
 @lru_cache(maxsize=4)
 def _epoch(n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
     # Only the first `per_step` places of an epoch are ever rearranged, so where epochs are at least two steps

@@ -1,0 +1,37 @@
+"""Sums and means over the samples of each prompt."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class Groups:
+    """Sums over groups of the samples that are ``known``. ``index`` [B]: the group of each sample; ``count``
+    [groups].
+    """
+
+    def __init__(self, group_ids: Int[Tensor, " B"], known: Bool[Tensor, " B"]) -> None:
+        unique, self.index = torch.unique(group_ids, return_inverse=True)
+        self._known, self._size = known, len(unique)
+        self.count = self.sum(torch.ones_like(known, dtype=torch.float64))
+
+    def sum(self, values: Float[Tensor, " B"]) -> Float[Tensor, " G"]:
+        zeros = torch.zeros(self._size, dtype=torch.float64, device=values.device)
+        return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
+
+    def centre(self, values: Float[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+        """Known values less the mean of their group, in float64; and where the group has a spread at all:
+        elsewhere the values are exactly 0, free of the rounding of the mean.
+        """
+        known = torch.where(self._known, values.double(), 0.0)
+        mean = self.sum(known) / self.count.clamp(min=1)
+        low = torch.full_like(mean, torch.inf).scatter_reduce(
+            0, self.index, torch.where(self._known, known, torch.inf), "amin"
+        )
+        high = torch.full_like(mean, -torch.inf).scatter_reduce(
+            0, self.index, torch.where(self._known, known, -torch.inf), "amax"
+        )
+        spread = (high > low)[self.index] & self._known
+        return torch.where(spread, known - mean[self.index], 0.0), spread

@@ -1,0 +1,45 @@
+"""Process supervision: a reward for every step of a solution instead of one for its answer.
+
+step rewards [0.2, 0.8], ends [3, 7]; normalised over all steps of the group [-1, 1]
+token        0 1 2 3   4 5 6 7   8
+advantage    0 0 0 0   1 1 1 1   0       the sum over the steps that end at or after the token
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_dist.algorithms.advantages import grpo
+
+
+def process(
+    step_rewards: Float[Tensor, " N"],
+    step_rows: Int[Tensor, " N"],
+    step_ends: Int[Tensor, " N"],
+    group_ids: Int[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    std: str = "group",
+    eps: float | int = 1e-6,
+) -> Float[Tensor, "B T"]:
+    """Token advantages from step rewards; DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.3.
+
+    Args:
+        step_rewards: of all steps of all rows, in any order. NaN could not be scored: it leaves the
+            statistics and adds nothing.
+        step_rows: the row, 0..B-1, that each step belongs to.
+        step_ends: index in [0, T) of each step's last token.
+        group_ids: rows of one prompt share an id. Steps are normalised over all steps of their group.
+        mask: tokens that are trained.
+        std, eps: as for `advantages.grpo`.
+
+    Returns:
+        Advantages, 0 where masked and behind the last step of a row.
+    """
+    normalised = grpo(step_rewards, group_ids[step_rows], std=std, eps=eps)
+    at_ends = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    at_ends.index_put_((step_rows, step_ends), normalised.double(), accumulate=True)
+    to_go = at_ends.flip(1).cumsum(1).flip(1)
+    return torch.where(mask, to_go, 0.0).to(step_rewards.dtype)

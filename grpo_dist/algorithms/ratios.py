@@ -1,0 +1,57 @@
+"""What every policy loss starts from: masked log-ratios, and statistics that add up over any split of rows.
+
+Statistics are sums over unmasked tokens, or maxima where the name ends in ``_max``: they combine exactly over
+micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+Stats = dict[str, Tensor]
+LOG_LIMIT = 60.0  # nats; exp of it, 1e26, is past every bound on a ratio and far from overflowing float32
+
+
+def masked_inputs(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Log-ratios logprobs - old_logprobs, nats, and advantages; both 0 where masked, whatever stood there. No
+    gradient flows into ``old_logprobs``.
+    """
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs.detach(), zero)
+    return log_ratio, torch.where(mask, advantages.to(logprobs.dtype), zero)
+
+
+def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
+    """Mean over the unmasked tokens of each row; 0 for a row without any. ``values`` are 0 where masked."""
+    return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+@torch.no_grad()
+def ratio_stats(
+    log_ratio: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    low: Bool[Tensor, "B T"],
+    high: Bool[Tensor, "B T"],
+    capped: Bool[Tensor, "B T"] | None = None,
+) -> Stats:
+    """``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose gradient a bound
+    removed or held) and ``approx_kl`` (k3 of old to new, nats).
+    """
+    zero = torch.zeros((), dtype=log_ratio.dtype, device=log_ratio.device)
+    ratio = log_ratio.exp()
+    return {
+        "ratio": torch.where(mask, ratio, zero).sum(),
+        "ratio_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
+        "clip_low": (mask & low).sum(),
+        "clip_high": (mask & high).sum(),
+        "dual_clip": torch.zeros_like(mask).sum() if capped is None else (mask & capped).sum(),
+        "approx_kl": torch.where(mask, torch.expm1(log_ratio) - log_ratio, zero).sum(),
+    }

@@ -1,0 +1,55 @@
+"""Policy losses whose ratio belongs to the whole sequence. Each token carries its sequence's ratio, so every
+aggregation works; the papers' objectives are those of ``seq-mean-token-mean``.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, masked_inputs, ratio_stats, sequence_mean
+
+
+def gspo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 3e-4,
+    clip_high: float | int = 4e-4,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) with s the geometric mean of the token ratios.
+
+    GSPO (Zheng et al. 2025, arXiv:2507.18071), in its token form, equations 13 and 14: the value of s is the
+    sequence's, its gradient flows through the token's own log-prob. With one advantage a sequence the
+    gradient is that of the sequence form under every aggregation; with token advantages it stays defined.
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    mean = sequence_mean(log_ratio, mask).detach()
+    ratio = (mean + log_ratio - log_ratio.detach()).clamp(max=LOG_LIMIT).exp()
+    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high)
+
+
+def gmpo(
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    clip_low: float | int = 0.4,
+    clip_high: float | int = 0.4,
+) -> tuple[Float[Tensor, "B T"], Stats]:
+    """-A times the geometric mean of the token ratios, each clipped on its own before the mean is taken.
+
+    GMPO (Zhao et al. 2025, arXiv:2507.20673), equation 4. The bounds are on log r: above ``clip_high`` where
+    A > 0, below -``clip_low`` where A < 0 (the paper clips r to exp(-0.4) and exp(0.4)).
+    """
+    log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
+    low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
+    clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
+    ratio = sequence_mean(clipped, mask).clamp(max=LOG_LIMIT).exp()
+    return -ratio * advantages, ratio_stats(log_ratio, mask, low=low, high=high)

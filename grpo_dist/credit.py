@@ -1,0 +1,142 @@
+"""Credit: from the rewards of a step to the advantage of every token. Every group of the step takes part.
+
+rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
+  -> advantages [G]           the estimator                        advantage, std
+  -> advantages [B, T]        spread over tokens, or step rewards  process
+                              less the KL still to come            kl_coef
+                              whitened over tokens, clipped        whiten, clip
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.normalise import normalise_rewards, whiten
+from grpo_dist.algorithms.process import process
+from grpo_dist.types import Group, TrainBatch
+
+PROCESS = "process"  # the estimator that takes step rewards; its advantages belong to tokens from the start
+
+
+@dataclass(frozen=True, slots=True)
+class CreditSettings:
+    """Names are those of the registries in `grpo_dist.algorithms`."""
+
+    estimator: str = "grpo"
+    std: str = "group"
+    eps: float = 1e-6
+    k: int = 4  # of pass_at_k
+    weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
+    reward_clip: float | None = None  # rewards are held within +- this
+    reward_norm: str = "none"
+    reward_shift: bool = True
+    reward_scale: bool = True
+    kl_coef: float = 0.0  # of the KL term in the reward; 0: none there
+    kl_estimator: str = "k1"
+    whiten: bool = False
+    clip: float | None = None  # advantages are held within +- this
+
+
+def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list[np.ndarray]:
+    """float32 [G] for each group; zeros with the estimator `process`."""
+    sizes = [len(g.rewards) for g in groups]
+    if settings.estimator == PROCESS:
+        return [np.zeros(size, np.float32) for size in sizes]
+    rewards = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
+    ids = _group_ids(groups)
+    if settings.reward_clip is not None:
+        rewards = rewards.clamp(-settings.reward_clip, settings.reward_clip)
+    rewards = normalise_rewards(
+        rewards, ids, over=settings.reward_norm, shift=settings.reward_shift, scale=settings.reward_scale,
+        eps=settings.eps,
+    )  # fmt: skip
+    estimator = ADVANTAGES[settings.estimator]
+    advantages = estimator(rewards, ids, **_asked_for(estimator, groups, settings))
+    return [part.numpy() for part in advantages.split(sizes)]
+
+
+def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> TrainBatch:
+    """``batch``, made of ``groups`` with `sample_advantages`, with what happens to single tokens done.
+
+    The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
+    tokens from t to the end of its completion (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
+    """
+    advantages = batch.advantages
+    if settings.estimator == PROCESS:
+        advantages = _process(batch, groups, settings)
+    if settings.kl_coef:
+        advantages = advantages - settings.kl_coef * _kl_to_go(batch, settings.kl_estimator)
+    if settings.whiten:
+        advantages = whiten(advantages, batch.loss_mask)
+    if settings.clip is not None:
+        advantages = advantages.clamp(-settings.clip, settings.clip)
+    return replace(batch, advantages=advantages)
+
+
+def _asked_for(estimator: Any, groups: Sequence[Group], settings: CreditSettings) -> dict[str, Any]:
+    """What the estimator's keywords name, and nothing else."""
+    names = inspect.signature(estimator).parameters
+    known: dict[str, Any] = {"std": settings.std, "eps": settings.eps, "k": settings.k}
+    if "lengths" in names:
+        known["lengths"] = torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
+    if "baselines" in names:
+        known["baselines"] = torch.cat([_baselines(g) for g in groups])
+    if "parts" in names:
+        used = [name for name, weight in settings.weights.items() if weight]
+        parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in used]
+        known["parts"] = torch.from_numpy(np.stack(parts))
+        known["weights"] = torch.tensor([settings.weights[name] for name in used])
+    return {name: value for name, value in known.items() if name in names}
+
+
+def _baselines(group: Group) -> Tensor:
+    assert group.baseline_reward is not None, "remax needs a greedy sample of every prompt"
+    return torch.full((len(group.rewards),), group.baseline_reward)
+
+
+def _group_ids(groups: Sequence[Group]) -> Tensor:
+    return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.rewards) for g in groups]))
+
+
+def _process(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> Tensor:
+    rewards, rows, ends = [], [], []
+    row = 0
+    for group in groups:
+        if group.step_rewards is None or group.step_ends is None:
+            raise ValueError(
+                f"algorithm.advantage = process, but {group.prompt.uid} has no step rewards; add a process "
+                "reward model to rewards.models"
+            )
+        for values, last in zip(group.step_rewards, group.step_ends, strict=True):
+            rewards.append(values)
+            ends.append(last.astype(np.int64) + len(group.prompt.token_ids))
+            rows.append(np.full(len(values), row))
+            row += 1
+    return process(
+        torch.from_numpy(np.concatenate(rewards)),
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(ends)),
+        _group_ids(groups),
+        batch.loss_mask,
+        std=settings.std,
+        eps=settings.eps,
+    )
+
+
+def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
+    assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
+    mask = batch.loss_mask
+    kl = KL_ESTIMATORS[estimator](
+        torch.where(mask, batch.rollout_logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
+    )
+    kl = torch.where(mask, kl, 0.0)
+    return torch.where(mask, kl.flip(1).cumsum(1).flip(1), 0.0)

@@ -1,0 +1,24 @@
+"""What a run knows at the end of a step besides the weights; a checkpoint keeps all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from grpo_dist.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class SampledBatch:
+    """The groups of one step, and how many prompts beyond the step's own were sampled to get them."""
+
+    groups: list[Group]
+    extra_prompts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """``ahead``: finished batches that are not trained on yet, by number. ``kl_coef`` None: as configured."""
+
+    ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
+    kl_coef: float | None = None

@@ -1,0 +1,75 @@
+"""From the scored groups of a step to the batches of its optimiser updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from grpo_dist.batching import make_batch, split_updates
+from grpo_dist.config import Config
+from grpo_dist.control import shuffle_rewards
+from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
+from grpo_dist.pipeline import ScoredGroup
+from grpo_dist.seeds import derived_seed
+from grpo_dist.types import TrainBatch
+
+# REINFORCE++ has no baseline but the mean of all tokens.
+_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+
+
+def make_batches(
+    config: Config, scored: Sequence[ScoredGroup], step: int, *, kl_coef: float
+) -> list[TrainBatch]:
+    """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
+
+    ``kl_coef``: weight of the KL term now; it changes during a run when `algorithm.kl.target` is set.
+    """
+    groups = [s.group for s in scored]
+    if config.rewards.shuffle:
+        groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
+    settings = credit_settings(config, kl_coef)
+    batch = make_batch(
+        groups,
+        sample_advantages(groups, settings),
+        ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
+        max_new_tokens=config.sampling.max_new_tokens,
+        mask_truncated=config.algorithm.mask_truncated,
+    )
+    batch = replace(token_advantages(batch, groups, settings), kl_coef=kl_coef)
+    updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
+    return [_without_idle_rows(config, update) for update in updates]
+
+
+def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
+    """Config stops here: the maths takes numbers."""
+    algorithm = config.algorithm
+    whitened = algorithm.whiten_advantages
+    return CreditSettings(
+        estimator=algorithm.advantage,
+        std=algorithm.std,
+        eps=algorithm.advantage_eps,
+        k=algorithm.pass_k,
+        weights={r.name or r.function: r.weight for r in config.rewards.functions},
+        reward_clip=algorithm.reward_clip,
+        reward_norm=algorithm.reward_norm,
+        reward_shift=algorithm.reward_shift,
+        reward_scale=algorithm.reward_scale,
+        kl_coef=kl_coef if algorithm.add_token_level_kl else 0.0,
+        kl_estimator=algorithm.kl.estimator,
+        whiten=algorithm.advantage in _WHITENED if whitened is None else whitened,
+        clip=algorithm.advantage_clip,
+    )
+
+
+def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
+    """``batch`` without the rows that add nothing to the gradient: every advantage 0, and no other term.
+
+    The denominators stay, so the gradient stays; only the forward passes are saved. Where nothing is left all
+    rows stay: the metrics of the step then still say something.
+    """
+    algorithm = config.algorithm
+    other_terms = (config.needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
+    if other_terms or not algorithm.skip_idle_rows:
+        return batch
+    busy = (batch.advantages != 0).any(dim=1).nonzero()[:, 0].tolist()
+    return batch.select(busy) if busy else batch

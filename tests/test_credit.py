@@ -1,0 +1,132 @@
+"""Credit of single tokens: what happens between a group's rewards and the advantages of a batch."""
+
+import math
+
+import fakes
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.batching import make_batch
+from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
+from grpo_dist.pipeline import ScoredGroup
+from grpo_dist.step_batches import credit_settings, make_batches
+from grpo_dist.types import Group, Prompt, Rollout
+
+
+def group(rewards, lengths, *, prompt_tokens=2, parts=None, reasons=None, **fields):
+    reasons = reasons or ["stop"] * len(rewards)
+    rollouts = tuple(
+        Rollout("p", i, np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), why, "", np.zeros(n, np.int32))
+        for i, (n, why) in enumerate(zip(lengths, reasons, strict=True))
+    )
+    prompt = Prompt("p", np.full(prompt_tokens, 3, np.int32), "1", "made")
+    values = np.array(rewards, np.float32)
+    return Group(prompt, rollouts, values, parts or {"math": values}, ("",) * len(rewards), **fields)
+
+
+def credited(groups, settings, ref_logprobs=None):
+    batch = make_batch(
+        groups, sample_advantages(groups, settings), ref_logprobs=ref_logprobs, max_new_tokens=8
+    )
+    return token_advantages(batch, groups, settings).advantages
+
+
+def test_rewards_are_clipped_before_and_advantages_after():
+    settings = CreditSettings(std="none", reward_clip=1.0, clip=0.75)
+    got = credited([group([5, -1, -9, 0.2], [1, 1, 1, 1])], settings)[:, 2]
+    mean = (1 - 1 - 1 + 0.2) / 4
+    expected = [0.75, -1 - mean, -1 - mean, 0.2 - mean]
+    expected = [max(-0.75, min(0.75, v)) for v in expected]
+    torch.testing.assert_close(got, torch.tensor(expected))
+
+
+def test_kl_in_the_reward_takes_from_each_token_what_is_still_to_come():
+    reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
+    settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k1")
+    got = credited([group([1, 0], [3, 1])], settings, reference)
+    torch.testing.assert_close(got[0], torch.tensor([0, 0, 0.5 - 0.25, 0.5 - 0.2, 0.5 - 0.2]))
+    torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
+
+
+def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
+    groups = [group([1, 0], [2, 2]), group([3, 0], [1, 3], prompt_tokens=1)]
+    got = credited(groups, CreditSettings(estimator="reinforce_pp", whiten=True))
+    tokens = [1, 1, 0, 0, 3, 0, 0, 0]
+    mean = sum(tokens) / 8
+    deviation = math.sqrt(sum((t - mean) ** 2 for t in tokens) / 7)
+    flat = [*got[0, 2:4], *got[1, 2:4], *got[2, 1:2], *got[3, 1:4]]
+    torch.testing.assert_close(torch.stack(flat), torch.tensor([(t - mean) / deviation for t in tokens]))
+
+
+def test_step_rewards_become_token_advantages_at_their_own_places():
+    steps = (np.array([1.0, 0.0], np.float32), np.array([1.0], np.float32))
+    ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
+    got = credited(
+        [group([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
+        CreditSettings(estimator="process", eps=0),
+    )
+    unit = math.sqrt(1 / 3)
+    a, b = (1 / 3) / unit, (-2 / 3) / unit
+    torch.testing.assert_close(got[0], torch.tensor([0, 0, a + b, b, b]))
+    torch.testing.assert_close(got[1], torch.tensor([0, 0, a, a, 0]))
+    with pytest.raises(ValueError, match="no step rewards; add a process reward model"):
+        credited([group([1, 0], [1, 1])], CreditSettings(estimator="process"))
+
+
+def test_gdpo_sees_each_reward_on_its_own():
+    parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
+    made = group([1, 1, 0, 1], [1] * 4, parts=parts)
+    got = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
+    assert got[0] == got[1] and got[0] != got[3]
+    alone = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
+    torch.testing.assert_close(alone, torch.tensor([1.0, 1, -1, -1]) * math.sqrt(3 / 4), rtol=1e-5, atol=0)
+
+
+def scored(*groups):
+    return [ScoredGroup(g, []) for g in groups]
+
+
+def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
+    batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
+    silent, useful = group([1, 1], [4, 4]), group([1, 0], [2, 3])
+    (short,) = make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
+    assert (len(short), short.num_tokens, short.num_sequences) == (2, 13.0, 4.0)
+    for algorithm, kl_coef in (
+        ({"skip_idle_rows": False}, 0.0),
+        ({"entropy_coef": 0.1}, 0.0),
+    ):
+        (whole,) = make_batches(
+            fakes.config(batch=batch, algorithm=algorithm), scored(silent, useful), 0, kl_coef=kl_coef
+        )
+        assert len(whole) == 4
+    (nothing,) = make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
+    assert len(nothing) == 4
+
+
+def test_truncated_samples_count_in_their_group_and_are_not_trained():
+    config = fakes.config(algorithm={"mask_truncated": True, "std": "none", "skip_idle_rows": False})
+    cut = group([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
+    (batch,) = make_batches(config, scored(cut), 0, kl_coef=0.0)
+    assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
+    torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
+
+
+def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
+    def whitened(**algorithm):
+        return credit_settings(fakes.config(algorithm=algorithm), 0.0).whiten
+
+    assert whitened(advantage="reinforce_pp") and whitened(advantage="reinforce_pp_baseline")
+    assert not whitened(advantage="grpo")
+    assert not whitened(advantage="reinforce_pp", whiten_advantages=False)
+    assert whitened(advantage="grpo", whiten_advantages=True)
+
+
+def test_the_order_of_groups_changes_no_advantage():
+    groups = [group([1, 0, 0], [3, 1, 2]), group([2, 5, 1], [1, 4, 1]), group([0, 0, 1], [2, 2, 2])]
+    for estimator in ("grpo", "opo", "pass_at_k", "reinforce_pp"):
+        settings = CreditSettings(estimator=estimator, std="batch", whiten=True, k=2)
+        forth = credited(groups, settings)
+        back = credited(groups[::-1], settings)
+        back = torch.cat([back[6:], back[3:6], back[:3]])
+        torch.testing.assert_close(back, forth, rtol=1e-6, atol=1e-7)
