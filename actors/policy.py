@@ -171,7 +171,7 @@ class PolicyGroup:
 def loss_settings(algorithm: Algorithm) -> LossSettings:
     """Config stops here: the maths takes numbers."""
     correction = algorithm.correction
-    bypassed = algorithm.old_logprobs == "rollout"
+    default = "none" if algorithm.old_logprobs == "rollout" else "tis"
     return LossSettings(
         policy_loss=algorithm.policy_loss,
         clip_low=algorithm.clip_low,
@@ -186,7 +186,7 @@ def loss_settings(algorithm: Algorithm) -> LossSettings:
         aggregation=algorithm.aggregation,
         kl_coef=0.0 if algorithm.add_token_level_kl else algorithm.kl.coef,
         kl_estimator=algorithm.kl.estimator,
-        correction_kind="none" if bypassed else correction.kind,
+        correction_kind=correction.kind or default,
         correction_level=correction.level,
         correction_low=correction.low,
         correction_high=correction.high,

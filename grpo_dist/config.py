@@ -124,7 +124,9 @@ class KL(Section):
 
 
 class Correction(Section):
-    kind: Literal["none", "tis", "mis", "icepop"] = "tis"
+    kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
+        None, description="null: tis, or none where ratios are to the engine's log-probs already"
+    )
     level: Literal["token", "sequence", "geometric"] = "token"
     low: NonNegative = 0.0
     high: PositiveFloat = 2.0
@@ -144,7 +146,9 @@ class Algorithm(Section):
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "process",
     ] = "grpo"  # fmt: skip
-    std: Literal["group", "batch", "none"] = Field("group", description="what a centred reward is divided by")
+    std: Literal["group", "batch", "none"] | None = Field(
+        None, description="what a centred reward is divided by; null: group, where the estimator divides"
+    )
     advantage_eps: PositiveFloat = 1e-6
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
     reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")

@@ -24,7 +24,7 @@ _OWN_SETTINGS = {
 def contradictions(config: Config) -> Iterator[str]:
     """Settings of `algorithm` that cannot hold together, or that one of them would ignore."""
     a, loss = config.algorithm, config.algorithm.policy_loss
-    if a.advantage not in _USE_STD and "std" in a.model_fields_set and a.std != "none":
+    if a.advantage not in _USE_STD and a.std not in (None, "none"):
         yield (
             f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
             "divide by a deviation; remove `algorithm.std` or use advantage grpo"
@@ -40,8 +40,7 @@ def contradictions(config: Config) -> Iterator[str]:
             f"`algorithm.pass_k` = {a.pass_k} must be below `batch.samples_per_prompt` = "
             f"{config.batch.samples_per_prompt}: with k of k samples every try is the same"
         )
-    corrects = "kind" in a.correction.model_fields_set and a.correction.kind != "none"
-    if a.old_logprobs == "rollout" and corrects:
+    if a.old_logprobs == "rollout" and a.correction.kind not in (None, "none"):
         yield (
             "`algorithm.old_logprobs` = rollout takes ratios to the engine's log-probs, which leaves "
             f"`algorithm.correction.kind` = {a.correction.kind} nothing to correct; set it to none"

@@ -5,6 +5,9 @@ A file may name others to build on, relative to itself; later ones win, then the
 
     defaults: [base.yaml, algorithms/grpo.yaml]
     policy: {num_workers: 2}
+
+On the command line ``+algorithm=dapo`` puts the preset configs/algorithms/dapo.yaml in place of the file's
+`algorithm` section; what else the preset sets is merged.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
 
+_PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
+
+
 class ConfigError(UserError):
     """A configuration that cannot be used; the message names key, value, requirement and remedy."""
 
@@ -35,7 +41,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     merged = _read(Path(path), seen=())
     for override in overrides:
-        merged = _apply(merged, override)
+        is_preset = override.startswith("+")
+        merged = _with_preset(merged, override, Path(path)) if is_preset else _apply(merged, override)
     try:
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -72,6 +79,24 @@ def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.merge(*parts, loaded)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
+    """``+algorithm=NAME``: the preset beside the configuration file, else the one of this project."""
+    key, _, name = override.partition("=")
+    directories = [path.parent / "algorithms", _PRESETS]
+    known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
+    if key != "+algorithm" or name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean +algorithm={near[0]}?" if near else ""
+        raise ConfigError(
+            f"override {override!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
+        )
+    preset = _read(known[name], seen=())
+    rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})
+    result = OmegaConf.merge(rest, preset)
+    assert isinstance(result, DictConfig)
+    return result
 
 
 def _apply(merged: DictConfig, override: str) -> DictConfig:

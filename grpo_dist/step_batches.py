@@ -46,7 +46,7 @@ def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
     whitened = algorithm.whiten_advantages
     return CreditSettings(
         estimator=algorithm.advantage,
-        std=algorithm.std,
+        std=algorithm.std or "group",
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
         weights={r.name or r.function: r.weight for r in config.rewards.functions},

@@ -1,9 +1,12 @@
 """The configuration refuses what cannot be used, in one message that says where and what to do."""
 
+from pathlib import Path
+
 import pytest
 
 from grpo_dist.config_files import ConfigError, dump_config, load_config
 
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BASE = """
 model: {path: demo:add3}
 data: {train: [{path: demo:add3}]}
@@ -39,9 +42,41 @@ def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
     assert load_config(again) == config
 
 
+@pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
+def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path, preset):
+    config = load_config(CONFIGS / "demo.yaml", [f"+algorithm={preset}", "rollout.threads=2"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+    assert config.rollout.threads == 2
+
+
+def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
+    config = load_config(base, ["algorithm.dual_clip=3", "+algorithm=sapo", "algorithm.tau_negative=1.5"])
+    assert (config.algorithm.policy_loss, config.algorithm.dual_clip) == ("sapo", None)
+    assert (config.algorithm.tau_negative, config.steps) == (1.5, 5)
+    assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
+
+
+def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
+    own = base.parent / "algorithms"
+    own.mkdir()
+    (own / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
+    assert load_config(base, ["+algorithm=mine"]).algorithm.advantage == "rloo"
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("+algorithm=dap", ["NAME one of cispo, dapo", "did you mean +algorithm=dapo?"]),
+        ("+algorithms=dapo", ["expected +algorithm=NAME"]),
+        ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
+        ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
+        ("algorithm.policy_loss=grpo", ["`algorithm.policy_loss` = 'grpo'", "'ppo_clip'"]),
+        ("algorithm={advantage: pass_at_k, pass_k: 8}", ["`algorithm.pass_k` = 8", "below"]),
+        ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
+        ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
+        ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
         ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
