@@ -21,6 +21,7 @@ import torch
 from actors.placement import Demand, Resources, placement
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
+from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.rollout import EngineSpec, RolloutPool
 from actors.weight_sync import WeightSync
@@ -94,7 +95,28 @@ class Cluster:
         sync = await WeightSync.connect(
             policy, samplers.rollouts, config.weight_sync, timeout_s=config.cluster.timeouts.sync_s
         )
-        return Workers(samplers.rollouts, samplers.rewards, reference, policy, sync)
+        return Workers(
+            samplers.rollouts,
+            samplers.rewards,
+            reference,
+            policy,
+            sync,
+            await self._reference_sync(policy, reference),
+        )
+
+    async def _reference_sync(
+        self, policy: PolicyGroup, reference: ReferencePool | None
+    ) -> ReferenceSync | None:
+        config = self._config
+        if reference is None or not config.reference.refresh_every:
+            return None
+        return await ReferenceSync.connect(
+            policy,
+            reference,
+            config.weight_sync,
+            mix=config.reference.refresh_mix,
+            timeout_s=config.cluster.timeouts.sync_s,
+        )
 
     async def start_evaluation(self, model_dir: Path) -> Samplers:
         """Rollout and reward workers alone, on the weights in ``model_dir``."""

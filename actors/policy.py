@@ -12,6 +12,7 @@ import ray
 
 from actors.calls import results
 from actors.transport import Transport, free_port, open_transport
+from actors.weight_stream import send
 from grpo_dist.batching import shard
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
@@ -19,7 +20,7 @@ from grpo_dist.hardware import DeviceType
 from grpo_dist.loss import LossSettings
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
-from grpo_dist.weight_buckets import Checksum, ParameterSpec, pack
+from grpo_dist.weight_buckets import ParameterSpec
 
 
 class PolicyWorker:
@@ -27,7 +28,7 @@ class PolicyWorker:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._transport: Transport | None = None
+        self._transports: dict[str, Transport] = {}
 
     def address(self) -> tuple[str, int]:
         """Where others may meet this rank: its node's address and a free port."""
@@ -47,26 +48,18 @@ class PolicyWorker:
     def parameter_specs(self) -> list[ParameterSpec]:
         return self._trainer.parameter_specs()
 
-    def open_transfer(self, *, backend: str, host: str, port: int, world_size: int, timeout_s: float) -> None:
-        self._transport = open_transport(
+    def open_transfer(
+        self, *, group: str, backend: str, host: str, port: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._transports[group] = open_transport(
             backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
         )
 
-    def send_weights(self, bucket_bytes: int) -> int:
+    def send_weights(self, bucket_bytes: int, group: str) -> int:
         """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
         sent.
         """
-        checksum, sent = Checksum(), 0
-        for bucket in self._trainer.iter_weights(bucket_bytes):
-            if self._transport is None:
-                continue
-            flat = pack(tensor for _, tensor in bucket).to(self._transport.device)
-            self._transport.broadcast(flat)
-            checksum.add(flat)
-            sent += len(flat)
-        if self._transport is not None:
-            self._transport.broadcast(checksum.as_tensor(self._transport.device))
-        return sent
+        return send(self._transports.get(group), self._trainer.iter_weights(bucket_bytes))
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -138,9 +131,11 @@ class PolicyGroup:
         )
         return results[0]
 
-    async def send_weights(self, bucket_bytes: int) -> int:
-        """Runs while the engines receive; the caller holds the deadline. Returns the bytes sent."""
-        return (await results(rank.send_weights.remote(bucket_bytes) for rank in self.ranks))[0]
+    async def send_weights(self, bucket_bytes: int, *, group: str) -> int:
+        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns the
+        bytes sent.
+        """
+        return (await results(rank.send_weights.remote(bucket_bytes, group) for rank in self.ranks))[0]
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")

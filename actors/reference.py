@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from safetensors.torch import load_file, save_file
 
 from actors.calls import LeastBusy, results
+from actors.transport import Transport, open_transport
+from actors.weight_stream import receive
 from grpo_dist.batching import micro_batches, pad_rows
 from grpo_dist.config import Model, Reference
 from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.types import Prompt, Rollout
+from grpo_dist.weight_buckets import ParameterSpec
 
 
 class ReferenceWorker:
@@ -34,9 +39,44 @@ class ReferenceWorker:
         )
         module = TokenLogprobs(causal_lm, temperature=temperature, chunk_tokens=chunk_tokens)
         self._module = module.to(self._device).eval().requires_grad_(False)
+        self._transport: Transport | None = None
+        self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights
 
     def ready(self) -> None:
         """Returns once the model is loaded."""
+
+    def open_transfer(
+        self, *, backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        self._transport = open_transport(
+            backend, host, port, rank=rank, world_size=world_size, timeout_s=timeout_s
+        )
+
+    @torch.no_grad()
+    def mix_in(self, specs: Sequence[ParameterSpec], bucket_bytes: int, mix: float) -> None:
+        """Weights become (1 - mix) of their own and mix of what the policy sends, in float32."""
+        assert self._transport is not None, "open_transfer comes first"
+        parameters = dict(self._module.model.named_parameters())
+        for bucket in receive(self._transport, specs, bucket_bytes):
+            for name, new in bucket:
+                held = self._average.get(name, parameters[name].float())
+                mean = held.lerp(new.to(self._device, torch.float32), mix)
+                parameters[name].copy_(mean)
+                if parameters[name].dtype != torch.float32 and mix < 1.0:
+                    self._average[name] = mean  # small steps of a moving average vanish in half precision
+
+    def save(self, path: str) -> None:
+        """The weights as they are now, safetensors."""
+        save_file({n: self._average.get(n, p) for n, p in self._module.model.named_parameters()}, path)
+
+    @torch.no_grad()
+    def load(self, path: str) -> None:
+        """What `save` wrote."""
+        saved = load_file(path, device=str(self._device))
+        for name, parameter in self._module.model.named_parameters():
+            if saved[name].dtype != parameter.dtype:
+                self._average[name] = saved[name]
+            parameter.copy_(saved[name])
 
     @torch.no_grad()
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
@@ -66,21 +106,27 @@ class ReferencePool:
         options: dict[str, Any],
     ) -> None:
         actor = ray.remote(ReferenceWorker)
-        self._workers = [
+        self.workers = [
             actor.options(name=f"reference-{i}", **options).remote(
                 settings, model=model, model_dir=model_dir, temperature=temperature, chunk_tokens=chunk_tokens
             )
             for i in range(settings.num_workers)
         ]
-        self._least_busy = LeastBusy(self._workers)
+        self._least_busy = LeastBusy(self.workers)
 
     async def ready(self) -> None:
-        await results(worker.ready.remote() for worker in self._workers)
+        await results(worker.ready.remote() for worker in self.workers)
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
         return await self._least_busy.call("logprobs", prompt, rollouts)
 
+    async def save(self, path: Path) -> None:
+        await self.workers[0].save.remote(str(path.absolute()))
+
+    async def load(self, path: Path) -> None:
+        await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
+
     async def shutdown(self) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             ray.kill(worker)

@@ -17,6 +17,8 @@ from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import collective_backend
 from grpo_dist.weight_buckets import ParameterSpec
 
+GROUP = "rollout"
+
 
 class WeightSync:
     """Driver-side handle. Made by `connect`; `push` moves the policy's weights to all engines."""
@@ -44,7 +46,7 @@ class WeightSync:
         async with deadline(timeout_s, "weight sync: policy and engines join the transfer group"):
             host, port = await policy.ranks[0].address.remote()
             common = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout_s}
-            joining = [policy.ranks[0].open_transfer.remote(backend=backend, **common)]
+            joining = [policy.ranks[0].open_transfer.remote(group=GROUP, backend=backend, **common)]
             for i, worker in enumerate(rollouts.workers):
                 joining.append(
                     worker.open_transfer.remote(
@@ -67,7 +69,7 @@ class WeightSync:
             receiving = [
                 result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers
             ]
-            sent, *_ = await gather([self._policy.send_weights(self._bucket_bytes), *receiving])
+            sent, *_ = await gather([self._policy.send_weights(self._bucket_bytes, group=GROUP), *receiving])
         async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
             reported = await results(
                 worker.finish_update.remote(version) for worker in self._rollouts.workers

@@ -19,7 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.transport import Transport, open_transport
-from grpo_dist.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, unpack
+from actors.weight_stream import receive
+from grpo_dist.weight_buckets import ParameterSpec
 
 
 @dataclass
@@ -71,20 +72,8 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         transport = self._transport
         if transport is None:
             raise RuntimeError("weight sync: init_weight_transfer_engine has not been called on this engine")
-        checksum = Checksum()
-        for bucket in make_buckets(update_info.specs(), self._bucket_bytes):
-            # A new buffer each time: the layerwise reload keeps what it was given until a layer is complete.
-            flat = torch.empty(bucket_size(bucket), dtype=torch.uint8, device=transport.device)
-            transport.broadcast(flat)
-            checksum.add(flat)
-            self.model.load_weights(unpack(flat, bucket))
-        expected = torch.empty(1, dtype=torch.int64, device=transport.device)
-        transport.broadcast(expected)
-        if int(expected) != checksum.value:
-            raise RuntimeError(
-                f"weight sync: the engine received bytes with checksum {checksum.value}, the policy sent "
-                f"{int(expected)}"
-            )
+        for bucket in receive(transport, update_info.specs(), self._bucket_bytes):
+            self.model.load_weights(bucket)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -2,8 +2,10 @@
 
     checkpoints/step_000020/
         policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
+        reference.safetensors  the reference, where it is renewed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
-        state.json      step, fingerprints of configuration and data, KL coefficient, tracker run id
+        state.json      step, fingerprints of configuration and data, KL coefficient, prompts
+                        chosen, pass rates, tracker run id
         config.yaml     the configuration of the run
 
 A directory is written under a temporary name, flushed, and renamed; one that carries its final name is
@@ -17,8 +19,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from grpo_dist.config import Config
@@ -28,6 +30,7 @@ from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
+REFERENCE = "reference.safetensors"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -39,6 +42,8 @@ class State:
     fingerprint: str  # of the configuration keys that a resumed run must share
     data: str  # digest of the training prompts, in order
     kl_coef: float | None = None
+    chosen: Mapping[str, list[int]] = field(default_factory=dict)
+    pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
     wandb_id: str | None = None
 
 
@@ -57,11 +62,21 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while saving
         partial.mkdir(parents=True)
         await workers.policy.save(partial / "policy")
+        if workers.reference is not None and self._config.reference.refresh_every:
+            await workers.reference.save(partial / REFERENCE)
         for number, batch in progress.ahead.items():
             path = partial / "ahead" / f"batch_{number:06d}.parquet"
             write_groups(path, batch.groups)
             path.with_suffix(".json").write_text(json.dumps({"extra_prompts": batch.extra_prompts}))
-        state = State(step, fingerprint(self._config), self._data, progress.kl_coef, self._wandb_id)
+        state = State(
+            step,
+            fingerprint(self._config),
+            self._data,
+            progress.kl_coef,
+            {str(batch): indices for batch, indices in progress.chosen.items()},
+            {uid: list(rate) for uid, rate in progress.pass_rates.items()},
+            self._wandb_id,
+        )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
         _flush(partial)
@@ -119,7 +134,9 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     for file in sorted((checkpoint / "ahead").glob("batch_*.parquet")):
         extra = json.loads(file.with_suffix(".json").read_text())["extra_prompts"]
         ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), extra)
-    return Progress(ahead, state.kl_coef)
+    chosen = {int(batch): indices for batch, indices in state.chosen.items()}
+    rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
+    return Progress(ahead, state.kl_coef, chosen, rates)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

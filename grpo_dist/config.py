@@ -80,6 +80,9 @@ class Data(Section):
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
     max_prompt_tokens: PositiveInt = 512
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
+    order: Literal["epochs", "pass_rate"] = Field(
+        "epochs", description="pass_rate: prompts that are solved now and then come more often"
+    )
     overlap: Literal["refuse", "warn"] = Field(
         "warn", description="evaluation problems found in the training set"
     )
@@ -235,6 +238,10 @@ class Reference(Section):
     num_workers: PositiveInt = 1
     threads: Count = 0
     micro_batch_tokens: PositiveInt = 16384
+    refresh_every: Count = Field(0, description="steps after which it takes on the policy; 0: stays frozen")
+    refresh_mix: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the policy it takes on; 1: all, less: a moving average"
+    )
 
 
 class Optimizer(Section):

@@ -50,6 +50,8 @@ def contradictions(config: Config) -> Iterator[str]:
             "`algorithm.kl.coef` = 0 leaves `add_token_level_kl` and `kl.target` nothing to do; set it above "
             "0"
         )
+    if config.reference.refresh_every and a.kl.coef == 0:
+        yield "`reference.refresh_every` needs a reference, and `algorithm.kl.coef` = 0 asks for none"
     if a.add_token_level_kl and a.kl.estimator.endswith("+"):
         yield (
             f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} in its gradient "

@@ -25,7 +25,6 @@ from yaml import YAMLError
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
-
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 
 
@@ -90,7 +89,9 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
         raise ConfigError(
-            f"override {override!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
+            f"override {override!r}: expected +algorithm=NAME with NAME one of "
+            f"{', '.join(sorted(known))}{hint}"
+            f"{', '.join(sorted(known))}{hint}"
         )
     preset = _read(known[name], seen=())
     rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})

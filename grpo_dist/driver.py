@@ -57,7 +57,7 @@ async def run(
     TimeoutError naming the stage when a deadline of `cluster.timeouts` passes.
     """
     progress = progress or Progress()
-    pipeline = Pipeline(config, workers, prompts, first=start, finished=progress.ahead)
+    pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
     if start == 0 and config.evaluation.before:
@@ -74,6 +74,10 @@ async def run(
             await pipeline.settle()
         with watch("sync"):
             await workers.sync.push(version=step + 1)
+        if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
+            with watch("reference"):
+                await workers.reference_sync.refresh()
+                await pipeline.renew_reference()
         metrics |= rollout_metrics(batch.groups, version=step, max_new_tokens=config.sampling.max_new_tokens)
         metrics |= throughput_metrics(batch.groups, watch.stop())
         metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(batch.extra_prompts)}
@@ -84,7 +88,7 @@ async def run(
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
         if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps:
-            await checkpoints.save(step + 1, workers, Progress(pipeline.finished_ahead(), kl_coef))
+            await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef))
 
 
 def is_last_of_all(config: Config, step: int) -> bool:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
+from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import further_prompts, step_prompts
-from grpo_dist.progress import SampledBatch
+from grpo_dist.progress import Progress, SampledBatch
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
@@ -47,9 +47,7 @@ class ScoredBatch:
 
 
 class Pipeline:
-    """Launched batches, oldest first. ``finished`` holds groups of later batches restored from a
-    checkpoint.
-    """
+    """Launched batches, oldest first. ``progress`` is what a checkpoint kept of them."""
 
     def __init__(
         self,
@@ -58,24 +56,35 @@ class Pipeline:
         prompts: list[Prompt],
         *,
         first: int,
-        finished: Mapping[int, SampledBatch],
+        progress: Progress,
     ) -> None:
         self._config, self._workers, self._prompts = config, workers, prompts
         self._next_batch = first
-        self._restored = dict(finished)
+        self._restored = dict(progress.ahead)
+        self._chosen = dict(progress.chosen)
+        self._curriculum = (
+            Curriculum([p.uid for p in prompts], seed=config.seed, rates=progress.pass_rates)
+            if config.data.order == "pass_rate"
+            else None
+        )
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     def launch(self, *, through: int) -> None:
         """Start sampling every batch up to and with ``through`` that is not launched yet."""
         while self._next_batch <= through:
             batch = self._next_batch
+            self._chosen.setdefault(batch, self._own_prompts(batch))
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
     async def next(self) -> ScoredBatch:
         """The oldest launched batch, in prompt order, once every group of it is finished."""
         batch, task = self._launched.popleft()
-        return await self._wait(batch, task)
+        done = await self._wait(batch, task)
+        del self._chosen[batch]
+        if self._curriculum:
+            self._curriculum.observe(done.groups)
+        return done
 
     async def settle(self) -> None:
         """Before weights change: in mode ``drain`` nothing may be in flight, so every version is of one
@@ -85,15 +94,27 @@ class Pipeline:
             for batch, task in self._launched:
                 await self._wait(batch, task)
 
-    def finished_ahead(self) -> dict[int, SampledBatch]:
-        """Groups of launched batches that are complete: what a checkpoint keeps. The others are launched
-        again.
+    async def renew_reference(self) -> None:
+        """The reference has changed: launched batches get the log-probs of the one they will be trained
+        with.
         """
-        return {
+        for i, (batch, task) in enumerate(self._launched):
+            done = await self._wait(batch, task)
+            renewed = asyncio.create_task(self._referenced(done), name=f"batch {batch}")
+            await self._wait(batch, renewed)
+            self._launched[i] = (batch, renewed)
+
+    def progress(self, *, kl_coef: float) -> Progress:
+        """What a checkpoint keeps: groups of launched batches that are complete (the others are launched
+        again, on the same prompts), and what decides which prompts come next.
+        """
+        ahead = {
             batch: SampledBatch(task.result().groups, task.result().extra_prompts)
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
         }
+        rates = self._curriculum.rates if self._curriculum else {}
+        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates))
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with deadline(
@@ -101,15 +122,24 @@ class Pipeline:
         ):
             return await task
 
+    def _own_prompts(self, batch: int) -> list[int]:
+        count = self._config.batch.prompts_per_step
+        if self._curriculum:
+            return self._curriculum.choose(batch, count)
+        return step_prompts(len(self._prompts), count, self._config.seed, batch)
+
     async def _batch(self, batch: int) -> ScoredBatch:
         if batch in self._restored:
             kept = self._restored.pop(batch)
             return ScoredBatch(await gather(self._with_reference(g) for g in kept.groups), kept.extra_prompts)
-        own = step_prompts(len(self._prompts), self._config.batch.prompts_per_step, self._config.seed, batch)
+        own = self._chosen[batch]
         if self._config.dynamic_sampling.enabled:
             groups, extra = await self._groups_with_signal(own, batch)
             return ScoredBatch(await gather(self._with_reference(g) for g in groups), extra)
         return ScoredBatch(await gather(self._scored(self._prompts[i], batch) for i in own))
+
+    async def _referenced(self, batch: ScoredBatch) -> ScoredBatch:
+        return ScoredBatch(await gather(self._with_reference(g) for g in batch.groups), batch.extra_prompts)
 
     async def _groups_with_signal(self, own: list[int], batch: int) -> tuple[list[Group], int]:
         """As many groups as ``own`` has prompts, those with a signal first; and the extra prompts sampled.

@@ -18,7 +18,13 @@ class SampledBatch:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``ahead``: finished batches that are not trained on yet, by number. ``kl_coef`` None: as configured."""
+    """``ahead``: finished batches that are not trained on yet, by number. ``kl_coef`` None: as configured.
+
+    ``chosen``: prompts (indices) of the batches launched and not trained on yet, and ``pass_rates``: what was
+    observed of each uid, (right, scored), where the order of prompts follows from it.
+    """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
     kl_coef: float | None = None
+    chosen: Mapping[int, list[int]] = field(default_factory=dict)
+    pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)

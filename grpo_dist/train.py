@@ -9,7 +9,14 @@ import json
 from pathlib import Path
 
 from grpo_dist import driver
-from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_progress, load_state
+from grpo_dist.checkpoint import (
+    REFERENCE,
+    Checkpoints,
+    check_data,
+    list_checkpoints,
+    load_progress,
+    load_state,
+)
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
@@ -85,6 +92,8 @@ async def _train(
             _say(f"resuming from {newest}")
             with refusals():
                 await workers.policy.load(newest / "policy")
+            if workers.reference is not None and (newest / REFERENCE).exists():
+                await workers.reference.load(newest / REFERENCE)
             await workers.sync.push(version=start)
         await driver.run(
             config,

@@ -28,6 +28,12 @@ class Rewards(Protocol):
 
 class Reference(Protocol):
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]: ...
+    async def save(self, path: Path) -> None: ...
+    async def load(self, path: Path) -> None: ...
+
+
+class ReferenceSync(Protocol):
+    async def refresh(self) -> None: ...
 
 
 class Policy(Protocol):
@@ -43,10 +49,11 @@ class WeightSync(Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """``reference`` is None exactly when the KL coefficient is 0."""
+    """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen."""
 
     rollouts: Rollouts
     rewards: Rewards
     reference: Reference | None
     policy: Policy
     sync: WeightSync
+    reference_sync: ReferenceSync | None = None

@@ -19,7 +19,7 @@ class Disk:
     """The policy of a run that only saves; ``fails`` makes it die half way."""
 
     def __init__(self, fails=False):
-        self.policy, self._fails = self, fails
+        self.policy, self.reference, self._fails = self, None, fails
 
     async def save(self, directory: Path):
         directory.mkdir()

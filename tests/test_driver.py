@@ -1,6 +1,7 @@
 """The real loop on fake workers: order, staleness, resuming, deadlines, and how failures end it."""
 
 import asyncio
+import dataclasses
 
 import fakes
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from grpo_dist.driver import run
 from grpo_dist.evaluate import EvalSet
 from grpo_dist.types import Group
+
+DEMO = [{"path": "demo:add3"}]
 
 
 def train(world, config, prompts, eval_sets=(), **kwargs):
@@ -231,3 +234,52 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
     world.update = update
     train(world, config, fakes.prompts(40), start=2, progress=saved)
     assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected[2:])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_renewed_reference_is_the_one_that_batches_are_trained_with(staleness):
+    """Batches sampled ahead under the old reference get the log-probs of the new one."""
+    world = fakes.World()
+    renewals = []
+
+    async def refresh():
+        renewals.append(world.version)
+
+    async def logprobs(prompt, rollouts):
+        return [np.full(len(r.completion_ids), -1.0 - len(renewals), np.float32) for r in rollouts]
+
+    world.refresh, world.logprobs = refresh, logprobs
+    workers = dataclasses.replace(world.workers(reference=True), reference_sync=world)
+    config = fakes.config(
+        steps=5, max_staleness=staleness, algorithm={"kl": {"coef": 0.1}}, reference={"refresh_every": 2}
+    )
+    asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
+    assert renewals == [2, 4]
+    seen = [float(b[0].ref_logprobs[b[0].loss_mask].unique()) for b in world.updates]
+    assert seen == [-1.0, -1.0, -2.0, -2.0, -3.0]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
+    """Which prompts come depends on rewards, and neither on timing nor on a restart."""
+    config = fakes.config(
+        steps=12, max_staleness=staleness, checkpoint={"every": 6}, data={"train": DEMO, "order": "pass_rate"}
+    )
+    worlds = []
+    for jitter, start in ((True, 0), (False, 0), (True, 6)):
+        world = fakes.World(jitter=jitter)
+        world.version = start
+
+        async def score(prompt, rollouts):
+            rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
+            rewards *= int(prompt.uid[1:]) % 2
+            outcomes = tuple("correct" if r else "wrong" for r in rewards)
+            return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes)
+
+        world.score = score
+        kept = worlds[0].saved[6] if start else None
+        train(world, config, fakes.prompts(12), start=start, progress=kept)
+        worlds.append(world)
+    whole, other, resumed = (w.updates for w in worlds)
+    pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)

@@ -38,7 +38,8 @@ class MovingWorker(PolicyWorker):
         return {n: p.detach().clone() for n, p in self._trainer.engine.module.model.named_parameters()}
 
     def corrupt_next_transfer(self) -> None:
-        transport, broadcast = self._transport, self._transport.broadcast
+        transport = self._transports["rollout"]
+        broadcast = transport.broadcast
 
         def flip_a_byte(flat):
             transport.broadcast = broadcast

@@ -3,6 +3,7 @@ split.
 """
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import samples_of_groups
@@ -34,15 +35,15 @@ class OpenWorker(PolicyWorker):
         return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
 
 
-def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, **optimizer):
+def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, **optimizer):
     return PolicyGroup(
         Policy(num_workers=ranks, zero_stage=stage, optimizer=Optimizer(**{"lr": 1e-3} | optimizer)),
         model=Model(path="tiny"),
         model_dir=str(model_dir),
-        algorithm=ALGORITHM,
+        algorithm=algorithm,
         temperature=TEMPERATURE,
         micro_batch_tokens=micro_batch_tokens,
-        epochs=1,
+        epochs=epochs,
         total_updates=10,
         timeouts=Timeouts(),
         seed=0,
@@ -175,3 +176,53 @@ def test_a_missing_checkpoint_is_refused_by_name(ray_cluster, tiny_model, tmp_pa
 
     with pytest.raises(ValueError, match=r"nothing: no policy state for 1 rank\(s\) at ZeRO stage 2"):
         asyncio.run(load())
+
+
+FAMILY = {
+    "epochs with old log-probs": ({"policy_loss": "ppo_clip"}, 2),
+    "sequence ratios and an entropy bonus": (
+        {"policy_loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "entropy_coef": 0.05}, 2,
+    ),
+    "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KL()}, 1),
+    "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KL()}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_two_ranks_and_small_micro_batches_update_as_one_does(ray_cluster, tiny_model, name):
+    """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
+    changes, epochs = FAMILY[name]
+    algorithm = Algorithm(**changes)
+    batches = [samples_of_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
+    own = [replace(b, rollout_logprobs=near_the_models(tiny_model, b)) for b in batches]
+
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
+        await group.ready()
+        metrics = await group.update(own)
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
+
+    one, weights = asyncio.run(step(ranks=1, stage=0))
+    two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
+    first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    before = flat({n: p.detach() for n, p in first.named_parameters()})
+    moved, moved_too = flat(weights) - before, flat(same) - before
+    assert float(moved.norm()) > 0
+    # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
+    assert relative(moved_too, moved) < 1e-2
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    if algorithm.old_logprobs == "trainer":
+        assert one["first_update/policy/ratio_max"] == 1.0
+
+
+@torch.no_grad()
+def near_the_models(model_dir, batch):
+    """What an engine a little off would have reported."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_tokens=64)(
+        batch.tokens, batch.loss_mask
+    )
+    noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
+    return torch.where(batch.loss_mask, logprobs + noise, 0.0)
