@@ -59,6 +59,8 @@ def step_line(step: int, metrics: dict[str, float]) -> str:
     failed = sum(metrics.get(f"outcome/{o}", 0) for o in ("timeout", "error"))
     if failed:
         parts.append(f"unscored {failed:.0f}")
+    if extra := metrics.get("group/extra_prompts"):
+        parts.append(f"extra prompts {extra:.0f}")
     phases = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMES if key in metrics)
     parts.append(f"{metrics['time/step_s']:.1f} s ({phases})")
     parts.append(f"{metrics['throughput/completion_tokens_per_s']:,.0f} tok/s")

@@ -250,6 +250,48 @@ def test_no_split_of_the_rows_changes_gradient_or_metrics(whole, dtype, data):
         assert same == pytest.approx(metrics, rel=tolerance, abs=tolerance), how
 
 
+@st.composite
+def made_up_batches(draw):
+    """Any shape; rows of any length, some with nothing to train; log-ratios of up to 20 nats."""
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(2, 9))
+    lengths = torch.tensor(draw(st.lists(st.integers(0, width - 1), min_size=rows, max_size=rows)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = draw(st.sampled_from([0.0, 0.1, 2.0, 20.0]))
+    mask = (torch.arange(width) >= 1) & (torch.arange(width) <= lengths[:, None])
+
+    def noise(scale):
+        return scale * (2 * torch.rand(rows, width, generator=generator, dtype=torch.float64) - 1)
+
+    logprobs = noise(2.0) - 3.0
+    batch = TrainBatch(
+        tokens=torch.ones(rows, width, dtype=torch.long), lengths=torch.full((rows,), width), loss_mask=mask,
+        advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
+        ref_logprobs=logprobs + noise(min(spread, 2.0)), old_logprobs=logprobs + noise(spread),
+        num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=width,
+    )  # fmt: skip
+    return batch, logprobs
+
+
+@settings(max_examples=200, deadline=None)
+@given(made=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
+def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
+    batch, logprobs = made
+    entropy = torch.full_like(logprobs, 0.5)
+    loss, gradient, metrics = loss_and_gradient(batch, how, logprobs, entropy)
+    assert math.isfinite(loss) and gradient.isfinite().all() and not gradient[~batch.loss_mask].any()
+    assert all(math.isfinite(value) for value in metrics.values())
+    order = data.draw(st.permutations(range(len(batch))))
+    cut = data.draw(st.integers(0, len(batch)))
+    total, parts = 0.0, torch.zeros_like(gradient)
+    for rows in (list(order[:cut]), list(order[cut:])):
+        if rows:
+            own, own_gradient, _ = loss_and_gradient(batch.select(rows), how, logprobs[rows], entropy[rows])
+            total += own
+            parts[rows] = own_gradient
+    assert total == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(parts, gradient, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
 def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ranks, budget):
