@@ -117,7 +117,11 @@ class Cluster:
             config.rollout, config.weight_sync, config.model, str(model_dir), config.max_length, config.seed
         )
         rollouts = self._keep(RolloutPool(spec, options=self._options(demands["rollout"])))
-        rewards = RewardPool(config.rewards, options=self._options(demands["rewards"]))
+        rewards = RewardPool(
+            config.rewards,
+            max_new_tokens=config.sampling.max_new_tokens,
+            options=self._options(demands["rewards"]),
+        )
         return Samplers(rollouts, self._keep(rewards))
 
     def _create_reference(self, model_dir: Path, demands: dict[str, Demand]) -> ReferencePool | None:

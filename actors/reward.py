@@ -12,6 +12,7 @@ import ray
 
 from actors.calls import LeastBusy, end, results
 from grpo_dist.config import Rewards
+from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, reward_specs
 from grpo_dist.types import Group, Prompt, Rollout
@@ -20,22 +21,22 @@ from grpo_dist.types import Group, Prompt, Rollout
 class RewardWorker:
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
-    def __init__(self, settings: Rewards) -> None:
+    def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
+        self._max_new_tokens = max_new_tokens
         self._pool = GraderPool(
             settings.processes_per_worker,
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
             code_paths=settings.code_paths,
         )
-        self._scorer = Scorer(reward_specs(settings), self._pool)
+        self._scorer = Scorer(reward_specs(settings), self._pool, workers=settings.num_workers)
 
     def ready(self) -> None:
         """Returns once the grader processes are up."""
 
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> Group:
         begin = time.perf_counter()
-        columns = {"problem": prompt.text, **prompt.columns}
-        scores = self._scorer.score([r.text for r in rollouts], prompt.answer, columns)
+        scores = self._scorer.score(Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens))
         return Group(
             prompt=prompt,
             rollouts=tuple(rollouts),
@@ -46,17 +47,20 @@ class RewardWorker:
         )
 
     def close(self) -> None:
+        self._scorer.close()
         self._pool.close()
 
 
 class RewardPool:
     """Driver-side handle: ``score`` sends each group to the worker with the fewest in hand."""
 
-    def __init__(self, settings: Rewards, *, options: dict[str, Any]) -> None:
+    def __init__(self, settings: Rewards, *, max_new_tokens: int, options: dict[str, Any]) -> None:
         actor = ray.remote(RewardWorker)
         in_hand = 2 * settings.processes_per_worker
         self._workers = [
-            actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(settings)
+            actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(
+                settings, max_new_tokens=max_new_tokens
+            )
             for i in range(settings.num_workers)
         ]
         self._least_busy = LeastBusy(self._workers)

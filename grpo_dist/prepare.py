@@ -34,7 +34,7 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
 
     ``train_first=False`` leaves a cold start undone: the model is then the one it would begin with.
     """
-    check_rewards(config.rewards)
+    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
     deepspeed_config(
         config.policy, dtype=resolve_dtype(config.model.dtype)
     )  # refuses what is not the user's to set

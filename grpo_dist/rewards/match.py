@@ -72,7 +72,10 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
 
 
 def last_number(text: str) -> float | None:
-    """The last finite number in ``text``; None without one. ``10\\text{ cm}^2`` is 10, ``x_1 = -3/4`` -0.75."""
+    """The last finite number in ``text``; None without one.
+
+    ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75
+    """
     plain = text.replace("{,}", ",").replace("\\!", "")
     for match in reversed(list(_NUMBER.finditer(plain))):
         value = _value(match)
