@@ -139,7 +139,7 @@ class Judge(Builtin):
 
     def _verdict(self, gold: str, answer: str) -> float:
         messages = self.messages(gold, answer)
-        question = [self.base_url, self.model, self.extra_body, self.max_tokens, messages]
+        question = [self.model, self.extra_body, self.max_tokens, messages]
         equal = self._cache.get(question)
         if equal is None:
             try:
