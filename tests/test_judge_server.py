@@ -1,5 +1,5 @@
-"""The judge against a real vLLM OpenAI server. Its model has random weights, so the replies are held to Yes or
-No by structured output, and what they say is arbitrary but deterministic.
+"""The judge against a real vLLM OpenAI server. Its model has random weights, so structured output holds the
+replies to Yes or No, and what they say is arbitrary but deterministic.
 """
 
 import os
@@ -18,6 +18,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 
 START_S = 300.0
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CHOICE = {"structured_outputs": {"choice": ["Yes", "No"]}}
 
 
@@ -31,12 +32,12 @@ def base_url(tiny_model, tmp_path_factory):
         process = subprocess.Popen(
             [
                 sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model),
-                "--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
-                "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager",
+                "--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port),
+                "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager",
                 "--kv-cache-memory-bytes", str(2**27),
             ],
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+            env=os.environ | ENVIRONMENT,
         )  # fmt: skip
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
@@ -85,7 +86,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
         Rewards(functions=(Reward(function="judge", kwargs=settings(base_url)),)), max_new_tokens=10
     )
     wrong = Reward(function="judge", kwargs=settings(base_url, model="other"))
-    with pytest.raises(ValueError, match="judge other at kwargs.base_url") as refusal:
+    with pytest.raises(ValueError, match=r"judge other at kwargs\.base_url") as refusal:
         check_rewards(Rewards(functions=(wrong,)), max_new_tokens=10)
     assert "HTTP 404" in str(refusal.value)
 
