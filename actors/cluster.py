@@ -22,6 +22,7 @@ from actors.placement import Demand, Resources, placement
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reward import RewardPool
+from actors.reward_model import RewardModelPool
 from actors.rollout import EngineSpec, RolloutPool
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import gather
@@ -120,6 +121,15 @@ class Cluster:
         rewards = RewardPool(
             config.rewards,
             max_new_tokens=config.sampling.max_new_tokens,
+            models=[
+                RewardModelPool(
+                    model,
+                    policy=config.model,
+                    policy_dir=str(model_dir),
+                    options=self._options(demands["reward_models"]),
+                )
+                for model in config.rewards.models
+            ],
             options=self._options(demands["rewards"]),
         )
         return Samplers(rollouts, self._keep(rewards))

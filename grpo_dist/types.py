@@ -69,6 +69,11 @@ class Group:
         str, ...
     ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
     score_s: float = 0.0  # seconds the scoring of this group took
+    # Of a process reward model; None without one.
+    step_rewards: tuple[np.ndarray, ...] | None = None  # G arrays float32 [S_i]: the score of each step
+    step_ends: tuple[np.ndarray, ...] | None = (
+        None  # G arrays int32 [S_i]: last token of each step, by its index in completion_ids; not decreasing
+    )
 
 
 @dataclass(frozen=True, slots=True)

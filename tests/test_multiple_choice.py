@@ -6,8 +6,8 @@ from grpo_dist.rewards.math import grade
 
 LETTERS = "ABCDE"
 DRESSES = [
-    "{}", "({})", "{})", "{}.", "[{}]", "\\text{{{}}}", "\\text{{({})}}", "\\textbf{{({})}}", "\\textbf{{({}) }}",
-    "\\mathrm{{{}}}",
+    "{}", "({})", "{})", "{}.", "[{}]", "\\text{{{}}}", "\\text{{({})}}", "\\textbf{{({})}}",
+    "\\textbf{{({}) }}", "\\mathrm{{{}}}",
 ]  # fmt: skip
 
 
