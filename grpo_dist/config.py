@@ -201,6 +201,11 @@ class Rewards(Section):
             raise ValueError("neither functions nor models; name at least one reward")
         if sum(m.kind == "process" for m in self.models) > 1:
             raise ValueError("two models of kind process, but a sample has one list of steps; keep one")
+        if self.shuffle and any(m.kind == "process" for m in self.models):
+            raise ValueError(
+                "shuffle = true deals out whole rewards, and a model of kind process also gives rewards of "
+                "steps, which would keep their meaning; remove the one or the other"
+            )
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ import torch
 from classifiers_made import by_hand, random
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from grpo_dist.config import RewardModel
+from grpo_dist.config import RewardModel, Rewards
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.models import Classifier, check_model
 
@@ -134,6 +134,14 @@ def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path, tiny_mo
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
         Classifier(RewardModel(name="quality", path=str(tmp_path)))
+
+
+def test_models_of_steps_that_contradict_the_rest_are_refused():
+    steps = [{"name": name, "path": "p", "kind": "process"} for name in "ab"]
+    with pytest.raises(ValueError, match="two models of kind process"):
+        Rewards.model_validate({"models": steps})
+    with pytest.raises(ValueError, match="shuffle = true"):
+        Rewards.model_validate({"models": steps[:1], "shuffle": True})
 
 
 def test_settings_of_steps_are_refused_for_an_outcome_model():

@@ -1,11 +1,13 @@
 """Reward workers and reward model workers as real actors: one group in, one scored group out."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
 from classifiers_made import BY_HAND, by_hand
 
+from actors.cluster import Cluster
 from actors.placement import Resources, placement
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
@@ -14,7 +16,7 @@ from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.hardware import thread_environment
 from grpo_dist.samples import read_groups, write_groups
-from grpo_dist.types import Prompt, Rollout
+from grpo_dist.types import Prompt, Rollout, Sampling
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 PROMPT = Prompt("p", np.array([1], np.int32), "2", "test", "1+1")
@@ -107,6 +109,43 @@ def test_steps_survive_a_table(groups, tmp_path):
         assert [a.dtype for a in ours] == [b.dtype for b in theirs]
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
+    """The engine's random model answers nothing right; the process model scores whatever it says."""
+    model = {"name": "steps", "path": by_hand(tmp_path, "process"), "kind": "process", "weight": 2.0}
+    config = Config.model_validate(
+        {
+            "model": {"path": "demo:tiny"},
+            "data": {"train": [{"path": "demo:add3"}]},
+            "sampling": {"max_new_tokens": 8},
+            "rollout": {"kv_cache_gib": 0.25, "enforce_eager": True, "threads": 1},
+            "rewards": {"models": [model]},
+        }
+    )
+
+    async def run():
+        async with Cluster(config) as cluster:
+            samplers = await cluster.start_evaluation(tiny_model)
+            sampled = await samplers.rollouts.sample(
+                PROMPT, seeds=[1, 2], sampling=Sampling(max_new_tokens=8)
+            )
+            return await samplers.rewards.score(PROMPT, sampled)
+
+    group = asyncio.run(run())
+    assert group.reward_parts["steps"] == pytest.approx([BY_HAND["\n"]] * 2)
+    assert group.rewards == pytest.approx(group.reward_parts["math"] + 2.0 * BY_HAND["\n"])
+    assert [ends[-1] for ends in group.step_ends] == [len(r.completion_ids) - 1 for r in group.rollouts]
+    assert [actor["State"] for actor in _actors("reward-model-steps-0")] == ["DEAD"]
+
+
+def _actors(name):
+    end = time.monotonic() + 30
+    while True:
+        found = [a for a in _table() if a["Name"] == name]
+        if all(a["State"] == "DEAD" for a in found) or time.monotonic() > end:
+            return found[-1:]
+        time.sleep(0.2)
 
 
 def config():

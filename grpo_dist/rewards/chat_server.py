@@ -25,7 +25,7 @@ class ChatServer:
 
     Args:
         api_key: None for a server that asks for none.
-        timeout_s: longest one try may take, seconds.
+        timeout_s: longest one try may wait for the server, seconds.
         max_retries: further tries after one that failed by connection, timeout or a status that may pass.
         requests_per_minute: None for no limit. Tries count, not questions.
         extra_body: further fields of every request, e.g. vLLM's ``structured_outputs``.
