@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import ray
 from classifiers_made import BY_HAND, by_hand
 
 from actors.cluster import Cluster
@@ -127,6 +128,7 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
     async def run():
         async with Cluster(config) as cluster:
             samplers = await cluster.start_evaluation(tiny_model)
+            assert ray.get_actor("reward-model-steps-0")
             sampled = await samplers.rollouts.sample(
                 PROMPT, seeds=[1, 2], sampling=Sampling(max_new_tokens=8)
             )
@@ -136,16 +138,19 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
     assert group.reward_parts["steps"] == pytest.approx([BY_HAND["\n"]] * 2)
     assert group.rewards == pytest.approx(group.reward_parts["math"] + 2.0 * BY_HAND["\n"])
     assert [ends[-1] for ends in group.step_ends] == [len(r.completion_ids) - 1 for r in group.rollouts]
-    assert [actor["State"] for actor in _actors("reward-model-steps-0")] == ["DEAD"]
+    assert _gone("reward-model-steps-0")
 
 
-def _actors(name):
+def _gone(actor):
+    """Whether no actor of that name is alive, within half a minute."""
     end = time.monotonic() + 30
-    while True:
-        found = [a for a in _table() if a["Name"] == name]
-        if all(a["State"] == "DEAD" for a in found) or time.monotonic() > end:
-            return found[-1:]
+    while time.monotonic() < end:
+        try:
+            ray.get_actor(actor)
+        except ValueError:
+            return True
         time.sleep(0.2)
+    return False
 
 
 def config():
