@@ -23,6 +23,7 @@ from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
+from actors.reward_model import RewardModelPool
 from actors.rollout import EngineSpec, RolloutPool
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import gather
@@ -140,7 +141,20 @@ class Cluster:
             config.rollout, config.weight_sync, config.model, str(model_dir), config.max_length, config.seed
         )
         rollouts = self._keep(RolloutPool(spec, options=self._options(demands["rollout"])))
-        rewards = RewardPool(config.rewards, options=self._options(demands["rewards"]))
+        rewards = RewardPool(
+            config.rewards,
+            max_new_tokens=config.sampling.max_new_tokens,
+            models=[
+                RewardModelPool(
+                    model,
+                    policy=config.model,
+                    policy_dir=str(model_dir),
+                    options=self._options(demands["reward_models"]),
+                )
+                for model in config.rewards.models
+            ],
+            options=self._options(demands["rewards"]),
+        )
         return Samplers(rollouts, self._keep(rewards))
 
     def _create_reference(self, model_dir: Path, demands: dict[str, Demand]) -> ReferencePool | None:

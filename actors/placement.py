@@ -39,6 +39,9 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
+    if config.rewards.models:
+        workers = sum(model.num_workers for model in config.rewards.models)
+        demands["reward_models"] = Demand(workers, on_gpu, 1)
     if training:
         demands["policy"] = Demand(
             policy.num_workers, on_gpu, policy.threads or max(1, share // policy.num_workers)
@@ -58,15 +61,18 @@ def _check_gpus(demands: dict[str, Demand], gpus: int) -> None:
         parts = " + ".join(f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus)
         raise UserError(
             f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower `policy.num_workers`, "
-            "`rollout.num_workers` or `rollout.tensor_parallel_size`, or add nodes"
+            "`rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of `rewards.models`, "
+            "or add nodes"
         )
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
-    for role in ("rollout", "policy", "reference"):
+    keys = {role: f"{role}.num_workers" for role in ("rollout", "policy", "reference")}
+    keys["reward_models"] = "rewards.models[*].num_workers"
+    for role, key in keys.items():
         if role in demands and demands[role].workers > cpus:
             raise UserError(
-                f"`{role}.num_workers` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, "
+                f"`{key}` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, "
                 f"and each such worker needs at least one; use at most {cpus}"
             )
     if tensor_parallel_size > 1:

@@ -195,15 +195,60 @@ class Algorithm(Section):
     correction: Correction = Correction()
 
 
-class Reward(Section):
-    name: str = Field("", description="label in metrics; empty: the function's name")
-    function: str = Field(description="`math`, `format`, or `module:function`")
+class Gated(Section):
+    """How a part of the reward counts."""
+
     weight: float = 1.0
-    kwargs: dict[str, Any] = {}
+    gate: str | None = Field(
+        None, description="name of another reward; this one is 0 where that is not above `gate_above`"
+    )
+    gate_above: float = 0.0
+
+
+class Reward(Gated):
+    name: str = Field("", description="label in metrics; empty: the function's name")
+    function: str = Field(
+        description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
+    )
+    kwargs: dict[str, Any] = Field({}, description="settings of the function")
+
+
+class RewardModel(Gated):
+    name: str = Field(min_length=1, description="label in metrics")
+    path: str = Field(description="local directory or hub id of a sequence or token classifier")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
+    kind: Literal["outcome", "process"] = Field(
+        "outcome", description="outcome: one score a completion; process: one a step"
+    )
+    reduce: Literal["min", "mean", "last"] = Field(
+        "min", description="process: what the scores of the steps come to"
+    )
+    step_separator: str = Field("\n\n", min_length=1, description="process: text between two steps")
+    step_mark: str | None = Field(
+        None,
+        description="process: text put behind each step, at whose last token the score is read; null: "
+        "step_separator",
+    )
+    num_workers: PositiveInt = 1
+    micro_batch_tokens: PositiveInt = 16384
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    trust_remote_code: bool = False
+
+    @model_validator(mode="after")
+    def _settings_of_its_kind(self) -> RewardModel:
+        of_process = ("reduce", "step_mark", "step_separator")
+        foreign = [n for n in of_process if getattr(self, n) != type(self).model_fields[n].default]
+        if self.kind == "outcome" and foreign:
+            raise ValueError(
+                f"{', '.join(foreign)}: settings of kind process, but `kind` is outcome; remove them "
+                "or set kind: process"
+            )
+        return self
 
 
 class Rewards(Section):
-    functions: tuple[Reward, ...] = Field((Reward(function="math"),), min_length=1)
+    functions: tuple[Reward, ...] = (Reward(function="math"),)
+    models: tuple[RewardModel, ...] = Field((), description="reward models, workers of their own")
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline of one answer, seconds")
@@ -215,9 +260,34 @@ class Rewards(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> Rewards:
-        names = [r.name or r.function for r in self.functions]
+        names = [r.name or r.function for r in self.functions] + [m.name for m in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; set `name` of each")
+        if not names:
+            raise ValueError("neither functions nor models; name at least one reward")
+        if sum(m.kind == "process" for m in self.models) > 1:
+            raise ValueError("two models of kind process, but a sample has one list of steps; keep one")
+        if self.shuffle and any(m.kind == "process" for m in self.models):
+            raise ValueError(
+                "shuffle = true deals out whole rewards, and a model of kind process also gives rewards of "
+                "steps, which would keep their meaning; remove the one or the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_end(self) -> Rewards:
+        gates = {r.name or r.function: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
+        for name in gates:
+            path = [name]
+            while (gate := gates[path[-1]]) is not None:
+                if gate not in gates:
+                    raise ValueError(
+                        f"gate = {gate} of reward {path[-1]}: no such reward; expected one of "
+                        f"{', '.join(gates)}"
+                    )
+                if gate in path:
+                    raise ValueError(f"gates go in a circle: {' -> '.join([*path, gate])}; remove one")
+                path.append(gate)
         return self
 
 

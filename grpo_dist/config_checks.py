@@ -50,6 +50,18 @@ def contradictions(config: Config) -> Iterator[str]:
             "`algorithm.kl.coef` = 0 leaves `add_token_level_kl` and `kl.target` nothing to do; set it above "
             "0"
         )
+    rewards = config.rewards
+    if a.advantage == "process" and not any(m.kind == "process" for m in rewards.models):
+        yield (
+            "`algorithm.advantage` = process needs the scores of steps, and `rewards.models` has no model of "
+            "`kind: process`; add one"
+        )
+    gated = [r.gate for r in (*rewards.functions, *rewards.models) if r.gate is not None]
+    if a.advantage == "gdpo" and gated:
+        yield (
+            "`algorithm.advantage` = gdpo normalises every reward on its own, which a gate between two of "
+            f"them contradicts; remove `gate` = {gated[0]}"
+        )
     if config.reference.refresh_every and a.kl.coef == 0:
         yield "`reference.refresh_every` needs a reference, and `algorithm.kl.coef` = 0 asks for none"
     if a.add_token_level_kl and a.kl.estimator.endswith("+"):

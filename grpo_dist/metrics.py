@@ -59,6 +59,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
         part = np.concatenate([g.reward_parts[name] for g in groups]).astype(np.float64)
         known = part[~np.isnan(part)]
         metrics[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
+        metrics[f"reward/{name}_unscored"] = float(len(part) - len(known))
     outcomes = Counter(o for g in groups for o in g.outcomes if o)
     if outcomes:
         metrics |= {f"outcome/{o}": float(outcomes[o]) for o in OUTCOMES}

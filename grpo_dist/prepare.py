@@ -15,6 +15,7 @@ from grpo_dist.data.readers import Row, read_all, source_name
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluate import EvalSet
 from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
@@ -34,7 +35,9 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
 
     ``train_first=False`` leaves a cold start undone: the model is then the one it would begin with.
     """
-    check_rewards(config.rewards)
+    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+    for model in config.rewards.models:
+        check_model(model)
     deepspeed_config(
         config.policy, dtype=resolve_dtype(config.model.dtype)
     )  # refuses what is not the user's to set

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from grpo_dist.types import Group, Prompt, Rollout
 
 _PART = "reward/"
+_FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
 def write_groups(path: Path, groups: list[Group]) -> None:
@@ -60,12 +61,15 @@ def _table(groups: list[Group]) -> pa.Table:
         "reward": pa.array([g.rewards[i] for g, i, _ in samples], pa.float32()),
         "outcome": pa.array([g.outcomes[i] for g, i, _ in samples], pa.string()),
         "finish_reason": pa.array([r.finish_reason for _, _, r in samples], pa.string()),
-        "completion_ids": pa.array([r.completion_ids for _, _, r in samples], pa.list_(pa.int32())),
-        "logprobs": pa.array([r.logprobs for _, _, r in samples], pa.list_(pa.float32())),
-        "policy_versions": pa.array([r.policy_versions for _, _, r in samples], pa.list_(pa.int32())),
+        "completion_ids": pa.array([r.completion_ids for _, _, r in samples], _INTS),
+        "logprobs": pa.array([r.logprobs for _, _, r in samples], _FLOATS),
+        "policy_versions": pa.array([r.policy_versions for _, _, r in samples], _INTS),
         "score_s": pa.array([g.score_s for g, _, _ in samples], pa.float64()),
         "baseline_reward": pa.array([g.baseline_reward for g, _, _ in samples], pa.float64()),
     }
+    if any(g.step_rewards is not None for g in groups):
+        columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i, _ in samples], _FLOATS)
+        columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i, _ in samples], _INTS)
     for name in groups[0].reward_parts if groups else ():
         columns[_PART + name] = pa.array([g.reward_parts[name][i] for g, i, _ in samples], pa.float32())
     return pa.table(columns)
@@ -83,7 +87,20 @@ def _group(prompt: Prompt, rows: list[dict]) -> Group:
         outcomes=tuple(row["outcome"] for row in rows),
         score_s=rows[0]["score_s"],
         baseline_reward=rows[0]["baseline_reward"],
+        step_rewards=_steps(rows, "step_rewards", np.float32),
+        step_ends=_steps(rows, "step_ends", np.int32),
     )
+
+
+def _own(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | None:
+    return None if arrays is None else arrays[sample]
+
+
+def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...] | None:
+    """None where the group had no process reward model; tables of runs without one lack the column."""
+    if rows[0].get(column) is None:
+        return None
+    return tuple(np.array(row[column], dtype=dtype) for row in rows)
 
 
 def _rollout(row: dict) -> Rollout:

@@ -49,7 +49,8 @@ def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
         std=algorithm.std or "group",
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
-        weights={r.name or r.function: r.weight for r in config.rewards.functions},
+        weights={r.name or r.function: r.weight for r in config.rewards.functions}
+        | {m.name: m.weight for m in config.rewards.models},
         reward_clip=algorithm.reward_clip,
         reward_norm=algorithm.reward_norm,
         reward_shift=algorithm.reward_shift,

@@ -70,8 +70,10 @@ class Group:
     ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
     score_s: float = 0.0  # seconds the scoring of this group took
     baseline_reward: float | None = None  # of the greedy answer; None: not sampled
-    step_rewards: tuple[np.ndarray, ...] | None = None  # [G] of float32 [S], of a process reward model
-    step_ends: tuple[np.ndarray, ...] | None = None  # [G] of int32 [S]: completion token each step ends with
+    # Of a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
+    # [S], the index in completion_ids of each step's last token, not decreasing.
+    step_rewards: tuple[np.ndarray, ...] | None = None
+    step_ends: tuple[np.ndarray, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

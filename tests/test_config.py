@@ -44,7 +44,9 @@ def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
 def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path, preset):
-    config = load_config(CONFIGS / "demo.yaml", [f"+algorithm={preset}", "rollout.threads=2"])
+    models = "rewards.models=[{name: steps, path: /a/model, kind: process}]"
+    more = [models] if preset == "process" else []
+    config = load_config(CONFIGS / "demo.yaml", [*more, f"+algorithm={preset}", "rollout.threads=2"])
     again = tmp_path / "again.yaml"
     again.write_text(dump_config(config))
     assert load_config(again) == config
@@ -76,6 +78,8 @@ def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
         ("algorithm={advantage: pass_at_k, pass_k: 8}", ["`algorithm.pass_k` = 8", "below"]),
         ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
         ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
+        ("algorithm.advantage=process", ["`rewards.models` has no model", "add one"]),
+        ("reference.refresh_every=5", ["`reference.refresh_every` needs a reference"]),
         ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
         ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),

@@ -56,6 +56,15 @@ def refusal(capsys, *overrides, command="train"):
         (["sampling.max_new_tokens=4096"], ["max_position_embeddings = 1024", "lower one"]),
         (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
         (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),
+        (
+            ["rewards.functions=[{function: overlong, kwargs: {buffer_tokens: 9}}]"],
+            ["rewards.functions overlong", "kwargs.buffer_tokens = 9", "`sampling.max_new_tokens` = 8"],
+        ),
+        (["rewards.functions=[{function: math, gate: nothing}]"], ["gate = nothing", "no such reward"]),
+        (
+            ["rewards.models=[{name: quality, path: /no/such/model}]"],
+            ["rewards.models quality", "/no/such/model", "no such directory"],
+        ),
         (["optimiser.lr=1"], ["unknown key `optimiser`"]),
         (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
         (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),

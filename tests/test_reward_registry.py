@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from answers_made import answers, spec
 
 from grpo_dist.config import Reward, Rewards
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import REWARDS, RewardSpec, Scorer, check_rewards, reward_specs
+from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
 
 CODE = """
 import math
@@ -56,11 +57,11 @@ COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>
 
 def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
     specs = [
-        RewardSpec("math", "math", 1.0),
-        RewardSpec("shape", "format", 0.25),
-        RewardSpec("idle", "format", 0.0),
+        spec("math", "math", 1.0),
+        spec("shape", "format", 0.25),
+        spec("idle", "format", 0.0),
     ]
-    scores = Scorer(specs, pool).score(COMPLETIONS, "4", {})
+    scores = Scorer(specs, pool).score(answers(COMPLETIONS, "4"))
     assert scores.rewards.dtype == np.float32
     assert scores.rewards.tolist() == [1.25, 1.0, 0.25, 0.0]
     assert {name: part.tolist() for name, part in scores.parts.items()} == {
@@ -73,8 +74,8 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
 
 
 def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
-    specs = [RewardSpec("math", "math"), RewardSpec("picky", "my_rewards:picky", 0.5)]
-    scores = Scorer(specs, pool).score(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4", {})
+    specs = [spec("math", "math"), spec("picky", "my_rewards:picky", 0.5)]
+    scores = Scorer(specs, pool).score(answers(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4"))
     assert np.isnan(scores.rewards).tolist() == [False, True, True]
     assert scores.rewards[0] == 1.5
     assert scores.parts["math"].tolist() == [1.0, 0.0, 1.0]
@@ -82,52 +83,52 @@ def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
 
 
 def test_a_timeout_makes_its_own_sample_nan(pool: GraderPool) -> None:
-    scores = Scorer([RewardSpec("math", "math")], pool).score(
-        ["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4", {}
+    scores = Scorer([spec("math", "math")], pool).score(
+        answers(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
     )
     assert scores.outcomes == ["correct", "timeout", "correct"]
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
-    scores = Scorer([RewardSpec("e", "my_rewards:endless")], pool).score(["a", "loop", "b"], "4", {})
+    scores = Scorer([spec("e", "my_rewards:endless")], pool).score(answers(["a", "loop", "b"], "4"))
     assert scores.outcomes == ["", "", ""]
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
 
 
 def test_a_part_without_weight_cannot_spoil_the_reward(pool: GraderPool) -> None:
-    specs = [RewardSpec("format", "format"), RewardSpec("picky", "my_rewards:picky", 0.0)]
-    scores = Scorer(specs, pool).score(["<think>2+3</think>\\boxed{5}"], "5", {})
+    specs = [spec("format", "format"), spec("picky", "my_rewards:picky", 0.0)]
+    scores = Scorer(specs, pool).score(answers(["<think>2+3</think>\\boxed{5}"], "5"))
     assert scores.rewards.tolist() == [1.0]
     assert np.isnan(scores.parts["picky"]).tolist() == [True]
 
 
 def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
     specs = [
-        RewardSpec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
-        RewardSpec("level", "my_rewards:by_level", 10.0),
+        spec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
+        spec("level", "my_rewards:by_level", 10.0),
     ]
-    scores = Scorer(specs, pool).score(["abcd", "ab"], "4", {"level": 3, "problem": "2+2"})
+    scores = Scorer(specs, pool).score(answers(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"}))
     assert scores.parts["length"].tolist() == [2.0, 1.0]
     assert scores.parts["level"].tolist() == [4.0, 4.0]
     assert scores.rewards.tolist() == [42.0, 41.0]
 
 
 def test_failures_are_counted_and_told_once(pool: GraderPool, caplog: pytest.LogCaptureFixture) -> None:
-    scorer = Scorer([RewardSpec("picky", "my_rewards:picky")], pool)
+    scorer = Scorer([spec("picky", "my_rewards:picky")], pool)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            scorer.score(["5", "5", "6"], "6", {})
+            scorer.score(answers(["5", "5", "6"], "6"))
     assert scorer.failures == {"picky": {"RuntimeError: no fives please": 6}}
     assert sum("no fives please" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
-    scorer = Scorer([RewardSpec("noisy", "my_rewards:noisy")], pool)
-    scorer.score([str(i) for i in range(50)], "6", {})
+    scorer = Scorer([spec("noisy", "my_rewards:noisy")], pool)
+    scorer.score(answers([str(i) for i in range(50)], "6"))
     assert len(scorer.failures["noisy"]) == 21
     assert sum(scorer.failures["noisy"].values()) == 50
 
 
 def test_no_completions_give_no_scores(pool: GraderPool) -> None:
-    scores = Scorer([RewardSpec("math", "math")], pool).score([], "4", {})
+    scores = Scorer([spec("math", "math")], pool).score(answers([], "4"))
     assert scores.rewards.shape == (0,) and scores.parts["math"].shape == (0,) and scores.outcomes == []
 
 
@@ -145,13 +146,13 @@ def test_no_completions_give_no_scores(pool: GraderPool) -> None:
 )
 def test_a_reward_that_cannot_be_used_is_refused(pool: GraderPool, function: str, words: list[str]) -> None:
     with pytest.raises(ValueError) as refusal:
-        Scorer([RewardSpec("r", function)], pool)
+        Scorer([spec("r", function)], pool)
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
 def test_two_rewards_of_one_name_are_refused(pool: GraderPool) -> None:
     with pytest.raises(ValueError, match="share a name"):
-        Scorer([RewardSpec("r", "math"), RewardSpec("r", "format")], pool)
+        Scorer([spec("r", "math"), spec("r", "format")], pool)
 
 
 def test_the_configuration_names_rewards(code: str) -> None:
@@ -163,10 +164,79 @@ def test_the_configuration_names_rewards(code: str) -> None:
         code_paths=(code,),
     )
     assert reward_specs(settings) == [
-        RewardSpec("math", "math", 1.0, {}),
-        RewardSpec("brief", "my_rewards:length", -0.1, {"scale": 2}),
+        spec("math", "math", 1.0),
+        spec("brief", "my_rewards:length", -0.1, {"scale": 2}),
     ]
-    check_rewards(settings)
+    check_rewards(settings, max_new_tokens=100)
     with pytest.raises(ValueError, match="cannot be imported"):
-        check_rewards(settings.model_copy(update={"code_paths": ()}))
-    assert set(REWARDS) == {"math", "format"}
+        check_rewards(settings.model_copy(update={"code_paths": ()}), max_new_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "words"),
+    [
+        ("math", {"scale": 2}, ["unknown key kwargs.scale", "math takes: none"]),
+        ("overlong", {}, ["kwargs.buffer_tokens is missing", "overlong takes: buffer_tokens"]),
+        ("overlong", {"buffer_tokens": 0}, ["kwargs.buffer_tokens = 0", "greater than 0"]),
+        ("overlong", {"buffer_tokens": 101}, ["101", "`sampling.max_new_tokens` = 100", "e.g. 25"]),
+        ("repetition", {"n": "many"}, ["kwargs.n = 'many'", "integer"]),
+        ("language", {"scripts": "klingon"}, ["'klingon'", "cyrillic", "han"]),
+        ("numeric", {"relative": -1}, ["kwargs.relative = -1"]),
+        ("cosine_length", {"correct": [1.0]}, ["kwargs.correct"]),
+        ("judge", {"model": "m"}, ["kwargs.base_url is missing", "cache_path"]),
+    ],
+)
+def test_settings_that_a_built_in_does_not_take_are_refused(function, kwargs, words) -> None:
+    settings = Rewards(functions=(Reward(name="mine", function=function, kwargs=kwargs),))
+    with pytest.raises(ValueError) as refusal:
+        check_rewards(settings, max_new_tokens=100)
+    message = str(refusal.value)
+    assert "rewards.functions mine" in message and "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
+    specs = [
+        spec("overlong", "overlong", kwargs={"buffer_tokens": 20}),
+        spec("cosine", "cosine_length", kwargs={"correct": [2.0, 1.0], "wrong": [-1.0, 0.0], "exceed": -3.0}),
+        spec("relative", "relative_length"),
+        spec("repetition", "repetition", kwargs={"n": 2}),
+    ]
+    group = answers(
+        ["\\boxed{4}"] * 2 + ["\\boxed{5}"] * 2,
+        "4",
+        lengths=[50, 90, 70, 100],
+        reasons=["stop", "stop", "stop", "length"],
+    )
+    scores = Scorer(specs, pool).score(group)
+    assert scores.parts["overlong"].tolist() == [0.0, -0.5, 0.0, -1.0]
+    assert scores.parts["cosine"].tolist()[::3] == [1.5, -3.0]
+    assert scores.parts["cosine"][2] == pytest.approx(-0.5 * (1 + np.cos(0.7 * np.pi)))
+    assert scores.parts["relative"] == pytest.approx([0.5, -0.3, 0.0, -0.5])
+    assert scores.parts["repetition"].tolist() == [0.0] * 4
+    assert scores.outcomes == ["correct", "correct", "wrong", "wrong"]  # asked for by the lengths
+
+
+def test_text_rewards(pool: GraderPool) -> None:
+    specs = [
+        spec("exact", "exact"),
+        spec("numeric", "numeric", kwargs={"relative": 0.01}),
+        spec("language", "language", kwargs={"scripts": "cyrillic"}),
+    ]
+    scores = Scorer(specs, pool).score(answers(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40"))
+    assert scores.parts["exact"].tolist() == [0.0, 1.0]
+    assert scores.parts["numeric"].tolist() == [1.0, 1.0]
+    assert scores.parts["language"].tolist() == [0.5, 1.0]
+    assert scores.outcomes == ["", ""]
+
+
+def test_a_gate_decides_which_samples_a_part_counts_for(pool: GraderPool) -> None:
+    specs = [
+        spec("math", "math", 1.0),
+        spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="math", gate_above=0.5),
+    ]
+    group = answers(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
+    scores = Scorer(specs, pool).score(group)
+    assert scores.parts["overlong"].tolist() == [-0.25, -0.5, -0.75]
+    assert scores.rewards[:2].tolist() == [0.5, 0.0]
+    assert np.isnan(scores.rewards[2])

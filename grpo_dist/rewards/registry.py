@@ -1,6 +1,4 @@
-"""Rewards by name, and their weighted sum. A reward of one's own is a function named as
-``module:function``.
-"""
+"""Rewards by name, scored and combined. A reward of one's own is a function named as ``module:function``."""
 
 from __future__ import annotations
 
@@ -9,58 +7,58 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from grpo_dist.config import Rewards
-from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.config import Gated, Rewards
+from grpo_dist.rewards import builtin
+from grpo_dist.rewards.answers import Answers, Verdicts
+from grpo_dist.rewards.builtin import Builtin
+from grpo_dist.rewards.combine import Term, combine
+from grpo_dist.rewards.judge import Judge
 from grpo_dist.rewards.pool import Failure, GraderPool
 
 logger = logging.getLogger(__name__)
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
 
-
-class Score(Protocol):
-    """A built-in reward: G completions of a problem, its gold -> rewards (NaN: not scored) and outcomes."""
-
-    def __call__(
-        self, completions: Sequence[str], answer: str, pool: GraderPool
-    ) -> tuple[list[float], list[str] | None]: ...
-
-
-def _math(completions: Sequence[str], answer: str, pool: GraderPool) -> tuple[list[float], list[str] | None]:
-    grades = pool.grade([(completion, answer) for completion in completions])
-    return [grade.reward for grade in grades], [grade.outcome for grade in grades]
-
-
-def _format(
-    completions: Sequence[str], answer: str, pool: GraderPool
-) -> tuple[list[float], list[str] | None]:
-    return [think_answer_format(completion) for completion in completions], None
-
-
-REWARDS: dict[str, Score] = {"math": _math, "format": _format}
+REWARDS: dict[str, type[Builtin]] = {
+    "math": builtin.Math,
+    "format": builtin.Format,
+    "exact": builtin.Exact,
+    "numeric": builtin.Numeric,
+    "repetition": builtin.Repetition,
+    "language": builtin.Language,
+    "overlong": builtin.Overlong,
+    "cosine_length": builtin.CosineLength,
+    "relative_length": builtin.RelativeLength,
+    "judge": Judge,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """``function``: ``math``, ``format`` or ``module:function``; ``kwargs`` are handed to a function of the
-    user's.
+    """``function``: a name of `REWARDS`, which ``kwargs`` are the settings of, or ``module:function``, which
+    is called with them.
     """
 
-    name: str
+    term: Term
     function: str
-    weight: float = 1.0
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.term.name
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of G completions: ``rewards`` float32 [G], ``parts`` before weighting, ``outcomes`` of the math grader
-    ("" without).
+    """Of G completions: ``rewards`` float32 [G], ``parts`` before weights and gates, ``outcomes`` of the math
+    grader ("" where none ran).
     """
 
     rewards: np.ndarray
@@ -70,62 +68,84 @@ class Scores:
 
 def reward_specs(settings: Rewards) -> list[RewardSpec]:
     """The configuration's `rewards.functions`."""
-    return [RewardSpec(r.name or r.function, r.function, r.weight, r.kwargs) for r in settings.functions]
+    return [RewardSpec(_term(r.name or r.function, r), r.function, r.kwargs) for r in settings.functions]
 
 
-def check_rewards(settings: Rewards) -> None:
+def model_terms(settings: Rewards) -> list[Term]:
+    """How the configuration's `rewards.models` count."""
+    return [_term(model.name, model) for model in settings.models]
+
+
+def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
     """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their
-    own.
+    own, and asks a judge one question.
     """
-    custom = [spec for spec in reward_specs(settings) if spec.function not in REWARDS]
+    custom = []
+    for spec in reward_specs(settings):
+        if spec.function not in REWARDS:
+            custom.append(spec)
+            continue
+        try:
+            make(spec).check(max_new_tokens=max_new_tokens)
+        except ValueError as error:
+            raise ValueError(f"rewards.functions {spec.name}: {error}") from error
     if custom:
         with GraderPool(1, code_paths=settings.code_paths) as pool:
             for spec in custom:
-                check(spec, pool)
+                _check_custom(spec, pool)
 
 
 class Scorer:
     """Scores completions of one problem with every reward; several threads may call it at once.
 
-    ``failures``: how often each custom reward failed, by message; each message is logged once.
-    Raises ValueError, when made, for a reward that cannot be used, or two of one name.
+    ``failures``: how often each reward could not be given, by message; each message is logged once.
+
+    Args:
+        models: how the scores of reward models count, which come from elsewhere; see `score`.
+        workers: scorers of the run, which share the limits of a judge.
+
+    Raises:
+        ValueError: a reward that cannot be used, or two of one name.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], pool: GraderPool) -> None:
-        self._specs, self._pool = list(specs), pool
-        self._lock = Lock()
+    def __init__(
+        self, specs: Sequence[RewardSpec], pool: GraderPool, *, models: Sequence[Term] = (), workers: int = 1
+    ) -> None:
+        self._pool, self._lock = pool, Lock()
+        self._terms = [*(spec.term for spec in specs), *models]
         self.failures: dict[str, Counter[str]] = {}
-        names = [spec.name for spec in self._specs]
+        names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
-        for spec in self._specs:
-            check(spec, pool)
+        self._custom = [spec for spec in specs if spec.function not in REWARDS]
+        for spec in self._custom:
+            _check_custom(spec, pool)
+        self._builtin = {spec.name: make(spec) for spec in specs if spec.function in REWARDS}
+        for name, reward in self._builtin.items():
+            reward.start(workers=workers, note=partial(self._note, name))
 
-    def score(self, completions: Sequence[str], answer: str, columns: Mapping[str, Any]) -> Scores:
-        """The weighted sum is NaN where a part of non-zero weight is: what could not be scored is not 0.
+    def score(self, answers: Answers, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Every reward, and what they come to; ``modelled``: float [G] of each reward model.
 
         A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the
         names it takes; an exception, a timeout, None and NaN all mean "could not be scored".
         """
-        parts: dict[str, np.ndarray] = {}
-        outcomes = [""] * len(completions)
-        for spec in self._specs:
-            if spec.function in REWARDS:
-                values, graded = REWARDS[spec.function](completions, answer, self._pool)
-                outcomes = graded or outcomes
-            else:
-                values = self._custom(spec, completions, {"answer": answer, **columns})
-            parts[spec.name] = np.array(values, dtype=np.float32)
-        total = np.zeros(len(completions), dtype=np.float64)
-        for spec in self._specs:
-            if spec.weight:
-                total += spec.weight * parts[spec.name]
-        return Scores(total.astype(np.float32), parts, outcomes)
+        verdicts = Verdicts(answers, self._pool)
+        values: dict[str, Any] = dict(modelled or {})
+        for name, reward in self._builtin.items():
+            values[name] = reward.score(answers, verdicts)
+        for spec in self._custom:
+            values[spec.name] = self._call(spec, answers)
+        parts = {term.name: np.array(values[term.name], dtype=np.float32) for term in self._terms}
+        return Scores(combine(parts, self._terms), parts, verdicts.outcomes)
 
-    def _custom(self, spec: RewardSpec, completions: Sequence[str], known: dict[str, Any]) -> list[float]:
-        results = self._pool.call(
-            spec.function, [{**known, **spec.kwargs, "completion": c} for c in completions]
-        )
+    def close(self) -> None:
+        for reward in self._builtin.values():
+            reward.close()
+
+    def _call(self, spec: RewardSpec, answers: Answers) -> list[float]:
+        known = {"answer": answers.gold, **answers.columns, **spec.kwargs}
+        results = self._pool.call(spec.function, [{**known, "completion": c} for c in answers.completions])
         for result in results:
             if isinstance(result, Failure):
                 self._note(spec.name, result.detail)
@@ -142,14 +162,34 @@ class Scorer:
             logger.warning("reward %s: %s; such samples count as not scored", name, detail)
 
 
-def check(spec: RewardSpec, pool: GraderPool) -> None:
+def make(spec: RewardSpec) -> Builtin:
+    """The built-in reward that ``spec`` asks for. Raises ValueError for kwargs it does not take."""
+    reward = REWARDS[spec.function]
+    try:
+        return reward.model_validate(dict(spec.kwargs))
+    except ValidationError as error:
+        item = error.errors()[0]
+        key = ".".join(str(part) for part in item["loc"])
+        known = ", ".join(reward.model_fields) or "none"
+        if item["type"] == "missing":
+            message = f"kwargs.{key} is missing"
+        elif item["type"] == "extra_forbidden":
+            message = f"unknown key kwargs.{key}"
+        else:
+            message = f"kwargs.{key} = {item['input']!r}: {item['msg'].lower()}"
+        raise ValueError(f"{message}; {spec.function} takes: {known}") from error
+
+
+def _term(name: str, settings: Gated) -> Term:
+    return Term(name, settings.weight, settings.gate, settings.gate_above)
+
+
+def _check_custom(spec: RewardSpec, pool: GraderPool) -> None:
     """Raises ValueError for an unknown name, or a function that cannot be loaded."""
-    if spec.function in REWARDS:
-        return
     module, _, name = spec.function.partition(":")
     if not module or not name:
         raise ValueError(
-            f"reward function {spec.function!r}: expected {', '.join(REWARDS)} or `module:function`, e.g. "
-            f"my_rewards:length"
+            f"reward function {spec.function!r}: expected one of {', '.join(REWARDS)}, or `module:function`, "
+            "e.g. my_rewards:length"
         )
     pool.check(spec.function)

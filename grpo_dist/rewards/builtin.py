@@ -1,0 +1,145 @@
+"""The rewards that come with grpo-dist. A reward's fields are the `kwargs` it takes in `rewards.functions`:
+typed, with ranges, unknown ones refused. What it computes is a plain function elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pydantic import Field, PositiveInt, field_validator
+
+from grpo_dist.config import NonNegative, Section
+from grpo_dist.rewards.answers import Answers, Verdicts
+from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.language import SCRIPTS, Script, script_share
+from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length
+from grpo_dist.rewards.match import exact_match, numeric_match
+from grpo_dist.rewards.repetition import repeated_share
+
+Note = Callable[[str], None]  # told why a sample could not be scored
+
+
+class Builtin(Section):
+    """A reward of the registry. One that talks to something outside also has a `start` and a `close`."""
+
+    def check(self, *, max_new_tokens: int) -> None:
+        """Raises ValueError for settings that do not fit the run. Called once before a run, on the driver."""
+
+    def start(self, *, workers: int, note: Note) -> None:
+        """Called in each of the run's ``workers`` reward workers, before the first `score`."""
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> Sequence[float]:
+        """[G], NaN for what cannot be scored. Several threads may call it at once."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Gives back what `start` took."""
+
+
+class Math(Builtin):
+    """1 where the answer equals the gold as mathematics, else 0."""
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return verdicts.correct
+
+
+class Format(Builtin):
+    """1 for a thought in think tags and then one answer, else 0."""
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [think_answer_format(completion) for completion in answers.completions]
+
+
+class Exact(Builtin):
+    """1 where the final answer is the gold's text, else 0."""
+
+    ignore_case: bool = True
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [exact_match(c, answers.gold, ignore_case=self.ignore_case) for c in answers.completions]
+
+
+class Numeric(Builtin):
+    """1 where the last number is the gold's, within max(relative * |gold|, absolute), else 0."""
+
+    relative: NonNegative = 1e-4
+    absolute: NonNegative = 1e-8
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [
+            numeric_match(c, answers.gold, relative=self.relative, absolute=self.absolute)
+            for c in answers.completions
+        ]
+
+
+class Repetition(Builtin):
+    """Minus the share of n-grams of tokens that repeat an earlier one, in (-1, 0]."""
+
+    n: PositiveInt = Field(40, description="tokens")
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [-repeated_share(ids, n=self.n) for ids in answers.token_ids]
+
+
+class Language(Builtin):
+    """Share of words in the wanted scripts, in [0, 1]."""
+
+    scripts: tuple[Script, ...] = Field(min_length=1, description="one or more of: " + ", ".join(SCRIPTS))
+
+    @field_validator("scripts", mode="before")
+    @classmethod
+    def _one_is_enough(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [script_share(completion, self.scripts) for completion in answers.completions]
+
+
+class Overlong(Builtin):
+    """DAPO's soft punishment: 0 to -1 over the last ``buffer_tokens`` before `sampling.max_new_tokens`."""
+
+    buffer_tokens: PositiveInt
+
+    def check(self, *, max_new_tokens: int) -> None:
+        if self.buffer_tokens > max_new_tokens:
+            raise ValueError(
+                f"kwargs.buffer_tokens = {self.buffer_tokens} is above `sampling.max_new_tokens` = "
+                f"{max_new_tokens}, so every completion would be punished; use a smaller buffer, e.g. "
+                f"{max(1, max_new_tokens // 4)}"
+            )
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [
+            overlong_punishment(n, max_tokens=answers.max_new_tokens, buffer_tokens=self.buffer_tokens)
+            for n in answers.lengths
+        ]
+
+
+class CosineLength(Builtin):
+    """A reward for right and wrong answers that falls or rises with length, along half a cosine wave."""
+
+    correct: tuple[float, float] = Field((1.0, 0.5), description="at length 0, at sampling.max_new_tokens")
+    wrong: tuple[float, float] = Field((-1.0, 0.0), description="the same for a wrong answer")
+    exceed: float = Field(-1.0, description="for a completion that was cut off")
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        samples = zip(verdicts.correct, answers.lengths, answers.finish_reasons, strict=True)
+        return [
+            cosine_length(
+                correct,
+                length,
+                max_tokens=answers.max_new_tokens,
+                exceeded=reason == "length",
+                correct_range=self.correct,
+                wrong_range=self.wrong,
+                exceed=self.exceed,
+            )
+            for correct, length, reason in samples
+        ]
+
+
+class RelativeLength(Builtin):
+    """Kimi k1.5: 0.5 for the shortest of a group to -0.5 for the longest; at most 0 for wrong answers."""
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return relative_length(verdicts.correct, answers.lengths)

@@ -1,0 +1,69 @@
+"""Rewards for length, in tokens of the policy, never characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def overlong_punishment(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
+    """0 up to ``max_tokens - buffer_tokens``, then falling in a line to -1 at ``max_tokens``.
+
+    Equation 13 of DAPO (Yu et al. 2025, arXiv:2503.14476): with L_max = ``max_tokens`` and L_cache =
+    ``buffer_tokens``, (L_max - L_cache - length) / L_cache within the buffer, -1 beyond L_max.
+
+        max_tokens 100, buffer_tokens 20:   80 -> 0   85 -> -0.25   90 -> -0.5   100 -> -1   120 -> -1
+    """
+    excess = length - (max_tokens - buffer_tokens)
+    return -min(1.0, max(0.0, excess / buffer_tokens))
+
+
+def cosine_length(
+    correct: float,
+    length: int,
+    *,
+    max_tokens: int,
+    exceeded: bool,
+    correct_range: tuple[float, float],
+    wrong_range: tuple[float, float],
+    exceed: float,
+) -> float:
+    """A reward for the answer that also depends on its length: (value at length 0, value at ``max_tokens``),
+    joined by half a cosine wave, one such pair for right answers and one for wrong ones.
+
+    Yeo et al. 2025, arXiv:2502.03373, section 4: r_L + (r_0 - r_L) (1 + cos(pi length / L_max)) / 2, and
+    ``exceed`` for what ran into the limit. Short right answers are worth more than long ones, and long wrong
+    ones more than short ones, so that a model thinks on where it does not know yet.
+
+        correct_range (1, 0.5), max_tokens 100:   0 -> 1   50 -> 0.75   100 -> 0.5
+
+    Args:
+        correct: 1 right, 0 wrong; NaN gives NaN.
+        exceeded: whether sampling was cut off at the limit.
+    """
+    if math.isnan(correct):
+        return math.nan
+    if exceeded:
+        return exceed
+    first, last = correct_range if correct > 0.5 else wrong_range
+    share = min(length / max_tokens, 1.0)
+    return last + 0.5 * (first - last) * (1.0 + math.cos(math.pi * share))
+
+
+def relative_length(correct: Sequence[float], lengths: Sequence[int]) -> list[float]:
+    """Length against the other samples of the group: from 0.5 for the shortest to -0.5 for the longest.
+
+    Kimi k1.5 (arXiv:2501.12599), section 2.3.3: lambda = 0.5 - (length - shortest) / (longest - shortest);
+    lambda for a right answer, min(0, lambda) for a wrong one; 0 for all where all are equally long. A sample
+    whose ``correct`` is NaN gets NaN; its length still counts for the others.
+
+        correct [1, 1, 0, 0], lengths [10, 30, 20, 10] -> [0.5, -0.5, 0, 0]
+    """
+    shortest, longest = min(lengths, default=0), max(lengths, default=0)
+    if shortest == longest:
+        return [math.nan if math.isnan(c) else 0.0 for c in correct]
+    rewards = []
+    for right, length in zip(correct, lengths, strict=True):
+        value = 0.5 - (length - shortest) / (longest - shortest)
+        rewards.append(math.nan if math.isnan(right) else value if right > 0.5 else min(0.0, value))
+    return rewards

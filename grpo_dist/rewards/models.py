@@ -1,0 +1,234 @@
+"""Reward models: Hugging Face classifiers that read a problem with its completions.
+
+    outcome   sequence classifier, one score a completion; the conversation in the model's own chat template
+    process   token classifier, one score a step:   problem  step 1 <mark>  step 2 <mark> ...
+                                                                      ^ score 1       ^ score 2
+
+A model with one label gives its logit, one with two the probability of the second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from grpo_dist.batching import micro_batches
+from grpo_dist.config import RewardModel
+from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
+
+logger = logging.getLogger(__name__)
+
+_HEADS = {"outcome": "ForSequenceClassification", "process": "ForTokenClassification"}
+_REDUCE: dict[str, Callable[[np.ndarray], float]] = {
+    "min": lambda scores: float(scores.min()),
+    "mean": lambda scores: float(scores.mean()),
+    "last": lambda scores: float(scores[-1]),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelScores:
+    """What a reward model says of G completions. NaN: could not be scored."""
+
+    rewards: np.ndarray  # float32 [G]
+    step_rewards: tuple[np.ndarray, ...] | None = None  # process: G arrays float32 [S_i]
+    step_ends: tuple[np.ndarray, ...] | None = None  # process: G arrays int32 [S_i], last token of each step
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One completion as the model reads it."""
+
+    token_ids: list[int]
+    read_at: list[int]  # process: positions whose scores are those of the steps
+
+
+class Classifier:
+    """One reward model on one device."""
+
+    def __init__(self, settings: RewardModel) -> None:
+        quiet_libraries()
+        self._settings = settings
+        device = device_type()
+        self._device = torch.device(device)
+        self._tokenizer = _load_tokenizer(settings)
+        model = _load_model(settings, resolve_dtype(settings.dtype, device))
+        self._model = model.to(self._device).eval().requires_grad_(False)
+        self._longest = _longest(model.config, self._tokenizer)
+        self._warned = False
+
+    def score(
+        self, problem: str, completions: Sequence[str], token_ids: Sequence[np.ndarray], policy_tokenizer: Any
+    ) -> ModelScores:
+        """Scores of the completions of one problem.
+
+        Args:
+            problem: the problem as the data set has it.
+            completions: G texts.
+            token_ids: int32 [C] of each, of ``policy_tokenizer``; only a process model looks at them.
+        """
+        if self._settings.kind == "outcome":
+            scores = self._scores([self._conversation(problem, text) for text in completions])
+            return ModelScores(np.array([s[0] for s in scores], dtype=np.float32))
+        steps = [split_steps(text, self._settings.step_separator) for text in completions]
+        scores = self._scores([self._marked(problem, [text for text, _ in own]) for own in steps])
+        ends = [
+            token_ends([end for _, end in own], len(ids), decoded_length(policy_tokenizer, ids))
+            for own, ids in zip(steps, token_ids, strict=True)
+        ]
+        reduce = _REDUCE[self._settings.reduce]
+        rewards = np.array([reduce(s) for s in scores], dtype=np.float32)
+        return ModelScores(rewards, tuple(scores), tuple(ends))
+
+    def _conversation(self, problem: str, completion: str) -> _Row:
+        tokenizer = self._tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return _Row(tokenizer(f"{problem}\n{completion}")["input_ids"], [])
+        turns = [{"role": "user", "content": problem}, {"role": "assistant", "content": completion}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        return _Row(tokenizer(text, add_special_tokens=False)["input_ids"], [])
+
+    def _marked(self, problem: str, steps: Sequence[str]) -> _Row:
+        """Steps and marks are tokenised apart, so that a mark is the same tokens behind any step, as such
+        models are trained (e.g. by TRL's PRMTrainer).
+        """
+        settings, tokenizer = self._settings, self._tokenizer
+        mark_text = settings.step_separator if settings.step_mark is None else settings.step_mark
+        mark = tokenizer(mark_text, add_special_tokens=False)["input_ids"]
+        if getattr(tokenizer, "chat_template", None):
+            turn = [{"role": "user", "content": problem}]
+            head = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            ids = list(tokenizer(head, add_special_tokens=False)["input_ids"])
+        else:
+            ids = list(tokenizer(f"{problem}\n")["input_ids"])
+        read_at = []
+        for step in steps:
+            ids += tokenizer(step, add_special_tokens=False)["input_ids"] + mark
+            read_at.append(len(ids) - 1)
+        return _Row(ids, read_at)
+
+    @torch.no_grad()
+    def _scores(self, rows: Sequence[_Row]) -> list[np.ndarray]:
+        """float32 [1] of each row, or [S] where it is read at S places; NaN for a row that is too long."""
+        out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
+        fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
+        if len(fits) < len(rows):
+            self._warn(max(len(row.token_ids) for row in rows))
+        lengths = [len(rows[i].token_ids) for i in fits]
+        for batch in micro_batches(lengths, self._settings.micro_batch_tokens):
+            chosen = [fits[b] for b in batch]
+            scores = self._forward([rows[i].token_ids for i in chosen])
+            for i, own in zip(chosen, scores, strict=True):
+                out[i] = own[rows[i].read_at] if rows[i].read_at else own.reshape(1)
+        return out
+
+    def _forward(self, rows: Sequence[list[int]]) -> np.ndarray:
+        """float32 [B] of an outcome model, [B, T] of a process model; right-padded."""
+        padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
+        # A sequence classifier finds the end of a row by the padding id of its configuration. With the usual
+        # one, often EOS, it would stop short of the EOS that a completion ends with.
+        self._model.config.pad_token_id = padding
+        self._model.config.get_text_config().pad_token_id = padding
+        tokens = torch.full((len(rows), max(map(len, rows))), padding, dtype=torch.long)
+        mask = torch.zeros_like(tokens)
+        for i, row in enumerate(rows):
+            tokens[i, : len(row)] = torch.tensor(row)
+            mask[i, : len(row)] = 1
+        logits = self._model(
+            input_ids=tokens.to(self._device), attention_mask=mask.to(self._device)
+        ).logits.float()
+        scores = logits[..., 0] if logits.shape[-1] == 1 else logits.softmax(-1)[..., 1]
+        return torch.where(scores.isfinite(), scores, torch.nan).cpu().numpy()
+
+    def _warn(self, length: int) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "reward model %s: a problem with its completion has %d tokens, the model takes %d; such "
+                "samples count as not scored",
+                self._settings.name, length, self._longest,
+            )  # fmt: skip
+
+
+def check_model(settings: RewardModel) -> None:
+    """Raises ValueError for a model that cannot be used, by its configuration and tokenizer. Loads no
+    weights.
+    """
+    where = f"rewards.models {settings.name}: path = {settings.path}"
+    local = Path(settings.path).expanduser()
+    if not local.is_dir() and (local.is_absolute() or settings.path.count("/") != 1):
+        raise ValueError(f"{where}: no such directory; expected a model directory or a hub id owner/name")
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            _source(settings), revision=settings.revision, trust_remote_code=settings.trust_remote_code
+        )
+        _load_tokenizer(settings)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{where}: no configuration and tokenizer to read there ({str(error).splitlines()[0]}); check "
+            "the name, the network and HF_TOKEN"
+        ) from error
+    architectures = config.architectures or []
+    head = _HEADS[settings.kind]
+    if not settings.trust_remote_code and not any(name.endswith(head) for name in architectures):
+        raise ValueError(
+            f"{where}: its architecture is {', '.join(architectures) or 'not named'}, but kind "
+            f"{settings.kind} needs one of ...{head}; use another model or kind"
+        )
+    if config.num_labels not in (1, 2):
+        raise ValueError(
+            f"{where}: it has {config.num_labels} labels; expected 1 (the score) or 2 (the second is good)"
+        )
+
+
+def _load_model(settings: RewardModel, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    auto = (
+        AutoModelForSequenceClassification if settings.kind == "outcome" else AutoModelForTokenClassification
+    )
+    model, info = auto.from_pretrained(
+        _source(settings), revision=settings.revision, dtype=dtype,
+        trust_remote_code=settings.trust_remote_code, output_loading_info=True,
+    )  # fmt: skip
+    if info["missing_keys"]:  # transformers would fill them at random
+        raise ValueError(
+            f"rewards.models {settings.name}: path = {settings.path} has no weights for "
+            f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained classifier of kind "
+            f"{settings.kind}"
+        )
+    return model
+
+
+def _load_tokenizer(settings: RewardModel) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        _source(settings), revision=settings.revision, trust_remote_code=settings.trust_remote_code
+    )
+
+
+def _source(settings: RewardModel) -> str:
+    local = Path(settings.path).expanduser()
+    return str(local) if local.is_dir() else settings.path
+
+
+def _longest(config: Any, tokenizer: Any) -> int:
+    """Tokens that a row may have."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
+
+
+def _unused_id(rows: Sequence[list[int]], vocabulary: int) -> int:
+    """The smallest token id that no row has."""
+    used = set().union(*rows)
+    return next(i for i in range(vocabulary) if i not in used)

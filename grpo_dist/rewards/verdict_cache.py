@@ -1,0 +1,57 @@
+"""Verdicts of a judge, kept in a file across runs, or in memory for one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+_BUSY_S = 60.0  # longest another process may hold the file
+
+
+class VerdictCache:
+    """Yes or no by question; several threads and processes of one machine may share a file.
+
+    ``path`` None: in memory, gone with the process. Raises ValueError for a file that cannot be used.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._lock = Lock()
+        location = ":memory:" if path is None else str(Path(path).expanduser())
+        try:
+            if path is not None:
+                Path(location).parent.mkdir(parents=True, exist_ok=True)
+            self._file = sqlite3.connect(
+                location, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+            )
+            self._file.execute(
+                "CREATE TABLE IF NOT EXISTS verdicts (question TEXT PRIMARY KEY, equal INTEGER)"
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise ValueError(
+                f"cache_path = {path}: cannot be used as a cache ({error}); name a file that does not exist "
+                "yet, or one that a judge has written"
+            ) from error
+
+    def get(self, question: Any) -> bool | None:
+        """What was decided about ``question``, a JSON value; None: nothing yet."""
+        with self._lock:
+            row = self._file.execute(
+                "SELECT equal FROM verdicts WHERE question = ?", (_key(question),)
+            ).fetchone()
+        return None if row is None else bool(row[0])
+
+    def put(self, question: Any, equal: bool) -> None:
+        with self._lock:
+            self._file.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (_key(question), int(equal)))
+
+    def close(self) -> None:
+        with self._lock:
+            self._file.close()
+
+
+def _key(question: Any) -> str:
+    return hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,76 @@
+"""The sum of the parts, with weights and gates, worked by hand."""
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Rewards
+from grpo_dist.rewards.combine import Term, combine
+
+NAN = float("nan")
+
+
+def total(terms, **parts):
+    return combine({name: np.array(values, np.float32) for name, values in parts.items()}, terms)
+
+
+def test_weights():
+    result = total([Term("a", 2.0), Term("b", -0.5)], a=[1, 0, 0.5], b=[1, 1, 0])
+    assert result.dtype == np.float32 and result.tolist() == [1.5, -0.5, 1.0]
+
+
+def test_a_closed_gate_counts_zero_and_an_unknown_one_nan():
+    terms = [Term("math", 1.0), Term("short", 2.0, gate="math")]
+    result = total(terms, math=[1, 0, NAN, 1], short=[-0.5, -0.5, -0.5, 0.25])
+    np.testing.assert_array_equal(result, [0.0, 0.0, NAN, 1.5])
+
+
+def test_a_closed_gate_hides_what_could_not_be_scored():
+    terms = [Term("math", 1.0), Term("short", 2.0, gate="math")]
+    np.testing.assert_array_equal(total(terms, math=[1, 0], short=[NAN, NAN]), [NAN, 0.0])
+
+
+def test_the_threshold_itself_is_closed():
+    terms = [Term("a", 0.0), Term("b", 1.0, gate="a", gate_above=0.5)]
+    assert total(terms, a=[0.5, 0.51, 0.4], b=[1, 1, 1]).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_part_of_weight_zero_spoils_nothing_unless_it_is_a_gate():
+    np.testing.assert_array_equal(total([Term("a"), Term("b", 0.0)], a=[1], b=[NAN]), [1.0])
+    gated = [Term("a", gate="b"), Term("b", 0.0)]
+    np.testing.assert_array_equal(total(gated, a=[1], b=[NAN]), [NAN])
+
+
+def test_gates_in_a_row_compare_gated_values():
+    """c counts where b counts and is above 0; b counts where a is above 0."""
+    terms = [Term("a", 0.0), Term("b", 0.0, gate="a"), Term("c", 1.0, gate="b")]
+    assert total(terms, a=[1, 0, 1], b=[1, 1, 0], c=[5, 5, 5]).tolist() == [5.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ([{"function": "math", "gate": "maths"}], ["gate = maths", "of reward math", "expected one of math"]),
+        ([{"function": "math", "gate": "math"}], ["circle", "math -> math"]),
+        (
+            [
+                {"function": "math"},
+                {"name": "a", "function": "format", "gate": "b"},
+                {"name": "b", "function": "exact", "gate": "a"},
+            ],
+            ["circle", "a -> b -> a"],
+        ),
+        ([], ["neither functions nor models"]),
+    ],
+)
+def test_gates_that_lead_nowhere_are_refused(functions, words):
+    with pytest.raises(ValueError) as refusal:
+        Rewards.model_validate({"functions": functions})
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_a_reward_may_be_gated_by_a_model():
+    model = {"name": "quality", "path": "somewhere", "gate": "math"}
+    settings = Rewards.model_validate(
+        {"functions": [{"function": "math"}, {"function": "format", "gate": "quality"}], "models": [model]}
+    )
+    assert settings.functions[1].gate == "quality" and settings.models[0].gate == "math"

@@ -1,0 +1,45 @@
+"""The share of words in a script, counted by hand."""
+
+import pytest
+
+from grpo_dist.rewards.language import script_share
+
+
+@pytest.mark.parametrize(
+    ("text", "scripts", "expected"),
+    [
+        ("the answer ответ is $x$", {"latin"}, 0.75),
+        ("the answer ответ is $x$", {"cyrillic"}, 0.25),
+        ("the answer ответ is", {"latin", "cyrillic"}, 1.0),
+        ("答案是 five", {"han"}, 0.75),  # three words of one letter each, and one Latin word
+        ("ответ: x = 5, значит y = π", {"cyrillic"}, 1.0),  # single letters are variables
+        ("Also gilt: so ist es", {"latin"}, 1.0),
+        ("café naïve cafe\u0301", {"latin"}, 1.0),
+        ("नमस्ते दुनिया", {"devanagari"}, 1.0),  # vowel signs are marks, not breaks
+        ("これは答えです", {"hiragana", "han"}, 1.0),
+        ("한국어 답", {"hangul"}, 1.0),
+    ],
+)
+def test_share_of_words(text, scripts, expected):
+    assert script_share(text, scripts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "$\\text{the answer}$", "$$abc + def$$", "\\(abc\\)", "\\[ abc\n= def \\]",
+        "\\begin{align*} abc &= def \\end{align*}", "\\boxed{12}", "<think></think>", "https://example.org/abc",
+    ],
+)  # fmt: skip
+def test_formulas_commands_tags_and_links_belong_to_no_language(formula):
+    assert script_share(f"это {formula} ответ", {"cyrillic"}) == 1.0
+    assert script_share(f"это {formula} ответ", {"latin"}) == 0.0
+
+
+def test_a_text_without_words_is_in_no_other_language():
+    assert script_share("$2+2=4$ \\boxed{4}", {"han"}) == 1.0
+    assert script_share("", {"latin"}) == 1.0
+
+
+def test_a_lone_dollar_does_not_swallow_the_text():
+    assert script_share("it costs $5\nи ещё два рубля", {"latin"}) == pytest.approx(2 / 6)

@@ -1,0 +1,57 @@
+"""Rewards for length against numbers worked by hand."""
+
+import math
+
+import pytest
+
+from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length
+
+RANGES = {"correct_range": (1.0, 0.5), "wrong_range": (-1.0, 0.0), "exceed": -2.0}
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0), (120, -1.0)],
+)
+def test_overlong_punishment_is_equation_13_of_dapo(length, expected):
+    """L_max 100, L_cache 20: 0 | (80 - length) / 20 | -1."""
+    assert overlong_punishment(length, max_tokens=100, buffer_tokens=20) == pytest.approx(expected)
+
+
+def test_a_buffer_of_one_token_punishes_only_the_limit():
+    assert [overlong_punishment(n, max_tokens=10, buffer_tokens=1) for n in (9, 10)] == [0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("correct", "length", "expected"),
+    [
+        (1, 0, 1.0), (1, 25, 0.5 + 0.25 * (1 + math.sqrt(0.5))), (1, 50, 0.75), (1, 100, 0.5),
+        (0, 0, -1.0), (0, 25, -0.5 * (1 + math.sqrt(0.5))), (0, 50, -0.5), (0, 100, 0.0),
+        (1, 150, 0.5),
+    ],
+)  # fmt: skip
+def test_cosine_length_joins_its_two_ends(correct, length, expected):
+    value = cosine_length(correct, length, max_tokens=100, exceeded=False, **RANGES)
+    assert value == pytest.approx(expected, abs=1e-12)
+
+
+def test_cosine_length_of_what_was_cut_off_or_not_scored():
+    assert cosine_length(1.0, 100, max_tokens=100, exceeded=True, **RANGES) == -2.0
+    assert cosine_length(0.0, 100, max_tokens=100, exceeded=True, **RANGES) == -2.0
+    assert math.isnan(cosine_length(math.nan, 10, max_tokens=100, exceeded=False, **RANGES))
+
+
+def test_relative_length_spans_the_group():
+    """lambda of 10, 20, 30 is 0.5, 0, -0.5; a wrong answer gains nothing from being short."""
+    assert relative_length([1, 1, 0, 0], [10, 30, 20, 10]) == [0.5, -0.5, 0.0, 0.0]
+    assert relative_length([0, 1, 1], [30, 15, 10]) == [-0.5, 0.25, 0.5]
+
+
+def test_relative_length_of_equal_lengths_is_zero():
+    assert relative_length([1, 0], [7, 7]) == [0.0, 0.0]
+    assert relative_length([], []) == []
+
+
+def test_relative_length_keeps_what_was_not_scored_apart():
+    rewards = relative_length([1, math.nan, 1], [10, 30, 20])
+    assert rewards[0] == 0.5 and math.isnan(rewards[1]) and rewards[2] == 0.0

@@ -1,0 +1,75 @@
+"""Comparisons as text and as a number."""
+
+import math
+
+import pytest
+
+from grpo_dist.rewards.match import exact_match, final_answer, last_number, numeric_match
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("\\boxed{1} and then \\boxed{ 2 }.", "2"),
+        ("<answer>3</answer> or <answer> 4 </answer> bye", "4"),
+        ("first\nlast line \n\n", "last line"),
+        ("<answer>", "<answer>"),
+        (" \n ", ""),
+    ],
+)
+def test_the_final_answer(completion, answer):
+    assert final_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "ignore_case", "expected"),
+    [
+        ("so \\boxed{New  York.}", "new york", True, 1.0),
+        ("so \\boxed{New York}", "new york", False, 0.0),
+        ("so \\boxed{0.50}", "0.5", True, 0.0),
+        ("thought\n$5$", "5", False, 1.0),
+        ("thought\n\\(5\\).", "\\boxed{5}", False, 1.0),
+        ("\\boxed{B}", "b", True, 1.0),
+        ("\\boxed{５}", "5", False, 1.0),  # full width
+        ("", "", True, 0.0),
+        ("$", "$$", True, 0.0),
+    ],
+)
+def test_exact_match(completion, gold, ignore_case, expected):
+    assert exact_match(completion, gold, ignore_case=ignore_case) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", 1234.0), ("1{,}234", 1234.0), ("\\$1,234,567.50$", 1234567.5), ("1, 2", 2.0),
+        ("12,34", 34.0),
+        ("\\frac{1}{2}", 0.5), ("-\\dfrac{1}{2}", -0.5), ("\\frac{-1}{2}", -0.5), ("x_1 = -3/4", -0.75),
+        ("10\\text{ cm}^2", 10.0), ("10^{5}", 10.0), ("1e-3", 0.001), ("2.5E3.", 2500.0), ("50\\%", 50.0),
+        ("f(2)=−7", -7.0), (".5", 0.5), ("- 42 apples", 42.0), ("5-3", 3.0),
+        ("abc", None), ("a2", None), ("3/0", None), ("9" * 400, None), ("", None),
+    ],
+)  # fmt: skip
+def test_the_last_number(text, value):
+    assert last_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "expected"),
+    [
+        ("that makes 1,234 apples in all", "1234", 1.0),
+        ("they are 7.\nDone, friends!", "7", 1.0),  # the last line has no number
+        ("\\boxed{\\frac{1}{3}}", "0.33334", 1.0),  # apart by 6.7e-6, allowed 3.3e-5
+        ("\\boxed{\\frac{1}{3}}", "0.3334", 0.0),  # apart by 6.7e-5
+        ("7 \\boxed{seven}", "7", 0.0),  # the box is the answer
+        ("\\boxed{1e-9}", "0", 1.0),  # the absolute tolerance
+        ("\\boxed{1e-3}", "0", 0.0),
+        ("no idea", "7", 0.0),
+    ],
+)
+def test_numeric_match(completion, gold, expected):
+    assert numeric_match(completion, gold, relative=1e-4, absolute=1e-6) == expected
+
+
+def test_a_gold_without_a_number_cannot_be_matched():
+    assert math.isnan(numeric_match("\\boxed{7}", "seven", relative=1e-4, absolute=0.0))

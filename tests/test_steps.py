@@ -1,0 +1,79 @@
+"""Where steps end, in characters and in tokens of real tokenizers."""
+
+import numpy as np
+import pytest
+
+from grpo_dist.demo.tokenizer import END, character_tokenizer, word_tokenizer
+from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
+
+BLANK = "\n\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("one\n\ntwo", [("one", 5), ("two", 8)]),
+        ("one\n\ntwo\n\n\n\nthree", [("one", 5), ("two", 12), ("three", 17)]),
+        ("\n\none \n\n two", [("one", 8), ("two", 12)]),
+        ("one\n\n", [("one", 5)]),
+        ("one\n\n\ntwo", [("one", 5), ("two", 9)]),
+        ("one\ntwo", [("one\ntwo", 7)]),
+        ("", [("", 0)]),
+        (" \n\n ", [("", 4)]),
+    ],
+)
+def test_steps_cover_the_text(text, steps):
+    assert split_steps(text, BLANK) == steps
+
+
+def test_token_ends_by_hand():
+    """ "on", "e\\n\\n", "two", "\\n", "\\nth", "ree", EOS decode to 2, 5, 8, 9, 12, 15, 15 characters."""
+    lengths = [0, 2, 5, 8, 9, 12, 15, 15]
+    text = "one\n\ntwo\n\nthree"
+    ends = token_ends([end for _, end in split_steps(text, BLANK)], 7, lengths.__getitem__)
+    assert ends.dtype == np.int32 and ends.tolist() == [1, 4, 6]
+
+
+def test_two_steps_within_one_token_share_it():
+    assert token_ends([5, 10, 15], 3, [0, 3, 12, 15].__getitem__).tolist() == [1, 1, 2]
+
+
+def test_a_single_step_ends_with_the_completion():
+    assert token_ends([4], 6, lambda n: n).tolist() == [5]
+
+
+TEXTS = [
+    "2+2\n\nis 4\n\n\\boxed{4}",
+    "é\n\nnaïve ∑\n\n\n\n答案是 5\n\n🙂🙂\n\n<think>x</think>",
+    "\n\nlead\n\ntrail\n\n",
+    "12345 678\n\n90",
+]
+
+
+@pytest.fixture(scope="module", params=["characters", "words"])
+def tokenizer(request):
+    if request.param == "characters":
+        return character_tokenizer()
+    return word_tokenizer([text * 3 for text in TEXTS] + ["x\n\n" * 20, "4\n\n" * 20], pieces=400)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_every_step_ends_at_the_token_that_brings_its_last_character(tokenizer, text):
+    """Against all prefixes: the first n tokens hold the step's characters, the first n - 1 do not."""
+    ids = np.array([*tokenizer(text)["input_ids"], tokenizer.convert_tokens_to_ids(END)], np.int32)
+    decode = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    assert tokenizer.decode(ids.tolist(), **decode) == text
+    steps = split_steps(text, BLANK)
+    ends = token_ends([end for _, end in steps], len(ids), decoded_length(tokenizer, ids)).tolist()
+    assert ends[-1] == len(ids) - 1
+    for (_, char_end), token in zip(steps[:-1], ends, strict=False):
+        assert tokenizer.decode(ids[: token + 1].tolist(), **decode).startswith(text[:char_end])
+        assert not tokenizer.decode(ids[:token].tolist(), **decode).startswith(text[:char_end])
+
+
+def test_word_pieces_that_hold_the_separator(tokenizer):
+    """The ends move with the pieces: what they cut the text into differs between the two tokenizers."""
+    ids = np.array(tokenizer("x\n\nx\n\nx")["input_ids"], np.int32)
+    ends = token_ends([3, 6, 7], len(ids), decoded_length(tokenizer, ids)).tolist()
+    pieces = [tokenizer.decode([i]) for i in ids.tolist()]
+    assert ["".join(pieces[: end + 1]) for end in ends] == ["x\n\n", "x\n\nx\n\n", "x\n\nx\n\nx"]
