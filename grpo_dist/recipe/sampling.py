@@ -19,7 +19,7 @@ from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
-from grpo_dist.errors import refusals
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import Samplers
 from grpo_dist.prepare import Say, check_length, load_prompts, load_tokenizer, resolve_model
 from grpo_dist.recipe.files import write_text
@@ -33,7 +33,10 @@ _STAGE = -2  # of request seeds: those of training steps count from 0, evaluatio
 
 
 def run_sampling(config: Config, directory: Path, say: Say) -> dict[str, Any]:
-    """Fill ``directory``; the contents of its report.json. Raises UserError for input that cannot be used."""
+    """Fill ``directory``; the contents of its report.json.
+
+    Raises UserError for input that cannot be used, and where nothing can be kept: there is nothing to teach.
+    """
     with refusals():
         model_dir = resolve_model(config, say)
         check_length(config, model_dir)
@@ -47,9 +50,19 @@ def run_sampling(config: Config, directory: Path, say: Say) -> dict[str, Any]:
         for record in selection.take(read_groups(_part(directory, number), {p.uid: p for p in chunk}))
     ]
     report = selection.report.summary()
-    write_text(directory / SFT_FILE, "".join(lines))
     write_text(directory / "report.json", json.dumps(report, indent=1) + "\n")
+    if not lines:
+        raise UserError(
+            f"{directory}: none of {report['samples']} samples is kept ({_reasons(report)}); lower "
+            f"`rejection.min_reward` = {config.rejection.min_reward:g}, sample more, or use a better model"
+        )
+    write_text(directory / SFT_FILE, "".join(lines))
+    say(f"kept {report['kept']} of {report['samples']} samples; not kept: {_reasons(report) or 'none'}")
     return report
+
+
+def _reasons(report: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
 
 
 def _prompts(config: Config, tokenizer: Any, say: Say) -> list[Prompt]:
