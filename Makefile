@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short test evidence lint clean
+.PHONY: setup demo demo-short pipeline test evidence lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -19,6 +19,10 @@ demo: $(READY)
 demo-short: $(READY)
 	$(BIN)/grpo-dist train configs/demo.yaml checkpoint.resume=never name=demo-short steps=4 \
 	    data.eval.0.max_rows=64 $(ARGS)
+
+# The stages of DeepSeek-R1 on the demo's problems; goes on where it was interrupted.
+pipeline: $(READY)
+	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

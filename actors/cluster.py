@@ -39,8 +39,10 @@ class Samplers:
     rewards: RewardPool
 
 
-def check_fits(config: Config) -> None:
-    """Raises UserError when a training run takes more than the cluster has, before anything is started."""
+def check_fits(config: Config, *, training: bool = True) -> None:
+    """Raises UserError when a training run, or an evaluation, takes more than the cluster has, before
+    anything is started.
+    """
     if _address(config) == "local" and not ray.is_initialized():
         has = Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
     else:
@@ -48,7 +50,7 @@ def check_fits(config: Config) -> None:
         has = _resources()
         if owns:
             ray.shutdown()
-    placement(config, has, training=True)
+    placement(config, has, training=training)
 
 
 class Cluster:

@@ -150,7 +150,7 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
 
 def fingerprint(config: Config) -> str:
     """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
-    free = {"name", "output_dir", "steps", "evaluation", "checkpoint", "tracking", "cluster"}
+    free = {"name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster"}
     kept = config.model_dump(mode="json", exclude=free)
     if config.policy.optimizer.schedule != "constant":
         kept["steps"] = config.steps  # the schedule ends there

@@ -1,5 +1,5 @@
-"""The command line: ``grpo-dist train|sft|eval|check CONFIG [key=value ...]``. Heavy imports live inside the
-commands.
+"""The command line: ``grpo-dist train|sft|sample|eval|check CONFIG [key=value ...]`` and ``grpo-dist pipeline
+FILE``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from grpo_dist import __version__
 from grpo_dist.errors import UserError
@@ -17,11 +19,16 @@ USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done. 2: the input cannot be used (one message says why). 1: the run failed."""
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args, rest = parser.parse_known_args(arguments)
     if args.command is None:
         parser.print_help()
         return USER_ERROR
-    return _guarded(args.command, args.config, args.overrides)
+    if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    own = ("command", "config", "overrides")
+    options = {name: value for name, value in vars(args).items() if name not in own}
+    # Overrides behind an option are what argparse leaves over.
+    return _guarded(partial(args.command, **options), args.config, [*args.overrides, *rest])
 
 
 def _guarded(command: Callable[[str, list[str]], None], config: str, overrides: list[str]) -> int:
@@ -58,6 +65,32 @@ def _sft(path: str, overrides: list[str]) -> None:
 
     with refusals():
         print(run_sft(config.sft, _say))
+
+
+def _sample(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
+    from pathlib import Path
+
+    from grpo_dist.config_files import load_config
+    from grpo_dist.recipe.config import PipelineFile, StageFile, resolve
+
+    config = load_config(path, overrides)
+    stage = StageFile(name="sample", kind="sample", config=str(Path(path).resolve()))
+    file = PipelineFile(name=f"{config.name}_samples", output_dir=config.output_dir, stages=(stage,))
+    places = ("name=", "output_dir=")
+    of_stage = [f"sample.{text}" for text in overrides if not text.startswith(places)]
+    pipeline = resolve(file, Path(path), of_stage)
+    from grpo_dist.recipe.run import run_pipeline
+
+    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+
+
+def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
+    from grpo_dist.recipe.config import load_pipeline
+
+    pipeline = load_pipeline(path, overrides)
+    from grpo_dist.recipe.run import run_pipeline
+
+    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _eval(path: str, overrides: list[str]) -> None:
@@ -127,8 +160,44 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
         )
         sub.set_defaults(command=command)
+    _add_recipes(commands)
     parser.set_defaults(command=None)
     return parser
+
+
+def _add_recipes(commands: Any) -> None:
+    """The commands made of stages, each in a directory of its own."""
+    for name, command, text, file, override in (
+        (
+            "sample",
+            _sample,
+            "rejection sampling: sample `model.path` on `data.train` and write the good completions as "
+            "demonstrations for `sft.data`; the `rejection` section says how",
+            "YAML file, e.g. configs/demo.yaml",
+            "e.g. model.path=runs/demo/model rejection.samples_per_prompt=16",
+        ),
+        (
+            "pipeline",
+            _pipeline,
+            "a recipe of several stages (sft, grpo, sample), each on the results of earlier ones; skips what "
+            "is done and goes on with what was interrupted",
+            "YAML file, e.g. configs/pipelines/r1_demo.yaml",
+            "seed=..., name=..., output_dir=... of the pipeline, or STAGE.key=value, e.g. reasoning.steps=50",
+        ),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.add_argument("config", help=file)
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help=override)
+        sub.add_argument(
+            "--from",
+            dest="again_from",
+            metavar="STAGE",
+            help="do this stage and all later ones again; what is there is moved aside, not deleted",
+        )
+        sub.add_argument(
+            "--check", dest="check_only", action="store_true", help="refuse what is wrong; start nothing"
+        )
+        sub.set_defaults(command=command)
 
 
 if __name__ == "__main__":

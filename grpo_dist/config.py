@@ -11,7 +11,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from grpo_dist.config_checks import contradictions
 
@@ -437,6 +445,9 @@ class Config(Section):
     tracking: Tracking = Tracking()
     cluster: Cluster = Cluster()
     sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")
+    rejection: Rejection = Field(
+        default_factory=lambda: Rejection(), description="how `grpo-dist sample` draws and keeps samples"
+    )
 
     @property
     def needs_reference(self) -> bool:
@@ -454,7 +465,8 @@ class Config(Section):
 
     @property
     def _longest_completion(self) -> int:
-        return max(self.sampling.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        others = (self.evaluation.max_new_tokens, self.rejection.max_new_tokens)
+        return max(self.sampling.max_new_tokens, *(tokens or 0 for tokens in others))
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Config:
@@ -498,12 +510,54 @@ class Config(Section):
         return self
 
 
+class Rejection(Section):
+    """Rejection sampling: completions of the prompts of `data.train`, of which the right ones are kept."""
+
+    samples_per_prompt: PositiveInt = 8
+    max_prompts: PositiveInt | None = Field(None, description="so many prompts, drawn by seed; null: all")
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
+    min_reward: float = Field(1.0, description="a sample of at least this total reward is kept")
+    keep_per_prompt: PositiveInt = Field(1, description="different completions kept of a prompt, at most")
+    prefer: Literal["shortest", "first", "random"] = Field(
+        "shortest", description="which are kept where a prompt has more"
+    )
+    max_pass_rate: Fraction = Field(
+        1.0, description="drop prompts whose share of kept-worthy samples is above; below 1: the too easy"
+    )
+    chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
+
+
+class Demonstrations(Section):
+    """One source of (prompt, completion) pairs; null takes what the `sft` section says."""
+
+    path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
+    examples: PositiveInt | None = Field(None, description="use the first so many")
+    noise: Fraction | None = Field(
+        None, description="share of generated demonstrations that carry one wrong step"
+    )
+
+
+def _as_sources(value: Any) -> Any:
+    """A path alone, or a list that has some, as the mappings of Demonstrations they stand for."""
+    values = [value] if isinstance(value, str | dict) else value
+    if not isinstance(values, list | tuple):
+        return value
+    return [{"path": v} if isinstance(v, str) else v for v in values]
+
+
 class SFT(Section):
-    """A supervised cold start: next-token loss on the response of (prompt, completion) pairs."""
+    """Supervised training, as of a cold start: next-token loss on the response of (prompt, completion)
+    pairs.
+    """
 
     model: str = Field(description="local directory, or `demo:<name>` for a model made from the seed")
-    data: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
-    examples: PositiveInt | None = Field(None, description="use the first so many; null: all")
+    data: Annotated[tuple[Demonstrations, ...], Field(min_length=1), BeforeValidator(_as_sources)] = Field(
+        description="a path as in `sft.data.0.path`, or a list of sources that are mixed"
+    )
+    examples: PositiveInt | None = Field(None, description="use the first so many of a source; null: all")
     noise: Fraction = Field(0.0, description="share of generated demonstrations that carry one wrong step")
     steps: PositiveInt = 500
     batch_size: PositiveInt = 48

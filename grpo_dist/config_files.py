@@ -13,9 +13,9 @@ On the command line ``+algorithm=dapo`` puts the preset configs/algorithms/dapo.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,6 +26,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
+S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(UserError):
@@ -38,18 +39,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
     contradict.
     """
-    merged = _read(Path(path), seen=())
+    merged = read_tree(Path(path))
     for override in overrides:
-        is_preset = override.startswith("+")
-        merged = _with_preset(merged, override, Path(path)) if is_preset else _apply(merged, override)
+        merged = overridden(merged, override, Path(path))
+    return validated(merged, path, Config)
+
+
+def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
+    """``tree`` with ``key=value`` set, or with a preset in place. ``path``: the file it came from."""
+    if override.startswith("+"):
+        return _with_preset(tree, override, path)
+    set_from_text(tree, override)
+    return tree
+
+
+def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
+    """``tree``, interpolations resolved, as a ``section``. Raises ConfigError, beginning with ``where``."""
     try:
-        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+    return checked(plain, where, section)
+
+
+def checked(plain: Any, where: str | Path, section: type[S]) -> S:
+    """Plain mappings and lists as a ``section``. Raises ConfigError, beginning with ``where``."""
     try:
-        return Config.model_validate(plain)
+        return section.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(_explain(error, path)) from error
+        raise ConfigError(_explain(error, where, section)) from error
 
 
 def dump_config(config: Config) -> str:
@@ -57,7 +75,10 @@ def dump_config(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
+def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """A file merged over its defaults, interpolations not yet resolved. ``seen``: the files it is a default
+    of.
+    """
     resolved = path.resolve()
     if resolved in seen:
         raise ConfigError(
@@ -74,7 +95,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> DictConfig:
     bases = loaded.pop("defaults", None) or []
     if isinstance(bases, str):
         bases = [bases]
-    parts = [_read(path.parent / str(base), (*seen, resolved)) for base in bases]
+    parts = [read_tree(path.parent / str(base), (*seen, resolved)) for base in bases]
     merged = OmegaConf.merge(*parts, loaded)
     assert isinstance(merged, DictConfig)
     return merged
@@ -91,16 +112,15 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
         raise ConfigError(
             f"override {override!r}: expected +algorithm=NAME with NAME one of "
             f"{', '.join(sorted(known))}{hint}"
-            f"{', '.join(sorted(known))}{hint}"
         )
-    preset = _read(known[name], seen=())
+    preset = read_tree(known[name])
     rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})
     result = OmegaConf.merge(rest, preset)
     assert isinstance(result, DictConfig)
     return result
 
 
-def _apply(merged: DictConfig, override: str) -> DictConfig:
+def set_from_text(tree: DictConfig, override: str) -> None:
     """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
     key, sign, _ = override.partition("=")
     if not sign or not key:
@@ -108,56 +128,67 @@ def _apply(merged: DictConfig, override: str) -> DictConfig:
             f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5"
         )
     try:
-        value = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"]).value
-        OmegaConf.update(merged, key, value, merge=not isinstance(value, DictConfig) or len(value) > 0)
-    except (YAMLError, OmegaConfBaseException, TypeError, AttributeError, ValueError) as error:
+        read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
+        value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
+    except (YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"override {override!r}: {error}".replace("\n", " ")) from error
-    return merged
+    set_key(tree, key, value, f"override {override!r}")
 
 
-def _explain(error: ValidationError, path: str | Path) -> str:
+def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
+    """Set a dotted ``key``; a mapping is merged into what is there. Raises ConfigError, beginning with
+    ``where``.
+    """
+    try:
+        merge = len(value) > 0 if isinstance(value, Mapping) else True
+        OmegaConf.update(tree, key, value, merge=merge)
+    except (OmegaConfBaseException, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+
+
+def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key `{where}`{_suggestion(item['loc'])}")
+            lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root)}")
         elif item["type"] == "missing":
-            lines.append(f"`{where}` is missing: {_description(item['loc']) or 'it has no default'}")
+            lines.append(f"`{where}` is missing: {_description(item['loc'], root) or 'it has no default'}")
         elif item["type"] == "value_error":
             message = str(item["ctx"]["error"])
             lines.append(f"`{where}`: {message}" if where else message)
         else:
-            lines.append(f"`{where}` = {item['input']!r}: {item['msg'].lower()}{_meaning(item['loc'])}")
+            lines.append(f"`{where}` = {item['input']!r}: {item['msg'].lower()}{_meaning(item['loc'], root)}")
     return f"{path}: " + "; ".join(lines)
 
 
-def _suggestion(location: tuple[Any, ...]) -> str:
-    section = _section(location[:-1])
+def _suggestion(location: tuple[Any, ...], root: type[BaseModel]) -> str:
+    section = _section(location[:-1], root)
     if section is None:
         return ""
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
     if near:
         return f"; did you mean `{'.'.join(map(str, (*location[:-1], near[0])))}`?"
-    elsewhere = [p for p in _all_keys(Config) if p.rsplit(".", 1)[-1] == location[-1]]
+    elsewhere = [p for p in _all_keys(root) if p.rsplit(".", 1)[-1] == location[-1]]
     return f"; did you mean `{elsewhere[0]}`?" if elsewhere else f"; known here: {', '.join(known)}"
 
 
-def _meaning(location: tuple[Any, ...]) -> str:
-    text = _description(location)
+def _meaning(location: tuple[Any, ...], root: type[BaseModel]) -> str:
+    text = _description(location, root)
     return f" ({text})" if text else ""
 
 
-def _description(location: tuple[Any, ...]) -> str | None:
-    section = _section(location[:-1])
+def _description(location: tuple[Any, ...], root: type[BaseModel]) -> str | None:
+    section = _section(location[:-1], root)
     if section is None or location[-1] not in section.model_fields:
         return None
     return section.model_fields[str(location[-1])].description
 
 
-def _section(location: tuple[Any, ...]) -> type[BaseModel] | None:
+def _section(location: tuple[Any, ...], root: type[BaseModel]) -> type[BaseModel] | None:
     """The section class at a location of the tree; list indices are passed over."""
-    section: type[BaseModel] = Config
+    section = root
     for part in location:
         if isinstance(part, int):
             continue

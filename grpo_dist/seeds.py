@@ -6,7 +6,8 @@ import hashlib
 
 
 def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
-    """Seed of one sampling request, 0 <= seed < 2^63. ``step`` -1 stands for evaluations.
+    """Seed of one sampling request, 0 <= seed < 2^63. ``step`` -1 stands for evaluations,
+    -2 for rejection sampling.
 
     A run repeats because a request's seed follows from these four alone, whatever engine serves it and in
     which company.

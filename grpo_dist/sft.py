@@ -1,13 +1,13 @@
-"""The supervised cold start: next-token loss on the response of (prompt, completion) pairs, in one process.
+"""Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process.
 
-A stage of the R1 recipe: before reinforcement, a model must be able to answer in the format at all, and be
-right often enough that some samples of a group are. The result is cached under everything that decides it.
+It is the cold start of the R1 recipe (before reinforcement, a model must be able to answer in the format at
+all, and be right often enough that some samples of a group are), its second round on what the trained policy
+gets right, and distillation into a smaller model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,50 +17,52 @@ from torch import Tensor
 from grpo_dist.batching import pad_rows
 from grpo_dist.cache import cached, fingerprint
 from grpo_dist.config import SFT
-from grpo_dist.data.readers import json_lines
+from grpo_dist.data.demonstrations import Pair, contents, load_pairs
 from grpo_dist.hardware import available_cpus, device_type, resolve_dtype
 from grpo_dist.logprobs import token_logprobs
 from grpo_dist.policy_model import load_causal_lm
 from grpo_dist.schedules import learning_rate
 
-_VERSION = 3  # of what this file makes; raise it when the result changes
-_EXAMPLES = 20_000  # demonstrations generated when `examples` is null
+_VERSION = 4  # of what this file makes; raise it when the result changes
 _POOL = 16  # batches that are sorted by length together
-Pair = tuple[list[int], list[int]]
 
 
 def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
-    """Directory of the model after supervised training on ``settings.data``.
+    """Directory of the model after supervised training on ``settings.data``, made once and then cached.
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
     """
     model_dir = base_model(settings)
     decides = {
         "version": _VERSION,
-        "settings": settings.model_dump(mode="json", exclude={"threads"}),
+        "settings": settings.model_dump(mode="json", exclude={"threads", "data"}),
         "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
-        "data": settings.data if settings.data.startswith("demo:") else fingerprint(_data_file(settings)),
+        "data": contents(settings),
     }
-    return cached("sft", decides, lambda directory: _with_threads(settings, model_dir, directory, say))
+    return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say))
 
 
-def _with_threads(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
-    """The caller's number of threads is its own again afterwards."""
+def write_sft(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Train the model in ``model_dir`` and write the result into the directory ``out``.
+
+    The caller's number of threads, and the accelerator's memory, are its own again afterwards. Raises as
+    `run_sft`.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or available_cpus())
     try:
         _train(settings, model_dir, out, say)
     finally:
         torch.set_num_threads(before)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # an engine that is started next wants it
 
 
 def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    pairs = [_tokenise(tokenizer, record, settings, where) for where, record in _records(settings)]
-    if not pairs:
-        raise ValueError(f"{settings.data}: no rows; expected objects with `prompt` and `completion`")
+    pairs = load_pairs(settings, tokenizer)
     device = torch.device(device_type())
     model = load_causal_lm(
         str(model_dir), dtype=resolve_dtype("float32"), attention="auto", trust_remote_code=False
@@ -69,7 +71,7 @@ def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
     )
-    say(f"cold start: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
+    say(f"supervised: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
     for step, batch in enumerate(_batches(pairs, settings)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
@@ -82,7 +84,7 @@ def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == settings.steps - 1:
-            say(f"cold start: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
+            say(f"supervised: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
     model.config.use_cache = True  # what is written serves generation
     model.save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
@@ -124,53 +126,6 @@ def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]
         for batch in torch.randperm(count, generator=generator).tolist():
             chosen = [pairs[i] for i in pool[batch * size : (batch + 1) * size]]
             yield pad_rows([p + c for p, c in chosen], [len(p) for p, _ in chosen])
-
-
-def _tokenise(tokenizer: Any, record: dict[str, str], settings: SFT, where: str) -> Pair:
-    """Chat template on the prompt; the completion ends with the EOS token, which is trained too."""
-    messages = [{"role": "user", "content": record["prompt"]}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
-    completion = [
-        *tokenizer(record["completion"], add_special_tokens=False)["input_ids"],
-        tokenizer.eos_token_id,
-    ]
-    if len(prompt) + len(completion) > settings.max_length:
-        raise ValueError(
-            f"{where}: prompt and completion have {len(prompt) + len(completion)} tokens, sft.max_length = "
-            f"{settings.max_length}; raise the limit or remove the row"
-        )
-    return prompt, completion
-
-
-def _records(settings: SFT) -> Iterator[tuple[str, dict[str, str]]]:
-    if settings.data.startswith("demo:"):
-        from grpo_dist.demo.problems import demonstrations
-
-        count = settings.examples or _EXAMPLES
-        made = demonstrations(
-            settings.data.removeprefix("demo:"), count, noise=settings.noise, seed=settings.seed
-        )
-        yield from ((f"{settings.data}:{i}", record) for i, record in enumerate(made, 1))
-        return
-    for where, record in islice(json_lines(_data_file(settings)), settings.examples):
-        yield where, _checked(record, where)
-
-
-def _checked(record: Mapping[str, Any], where: str) -> dict[str, str]:
-    for key in ("prompt", "completion"):
-        if not isinstance(record.get(key), str) or not record[key]:
-            raise ValueError(
-                f"{where}: `{key}` is missing or not text; expected an object with `prompt` and `completion`"
-            )
-    return dict(record)
-
-
-def _data_file(settings: SFT) -> Path:
-    path = Path(settings.data).expanduser()
-    if not path.is_file():
-        raise ValueError(f"sft.data = {settings.data}: no such file; expected a .jsonl file or demo:add3")
-    return path
 
 
 def base_model(settings: SFT) -> Path:

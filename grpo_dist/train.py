@@ -57,7 +57,7 @@ def train(config: Config) -> Path:
             check_data(newest, state, prepared.prompts)
             progress = load_progress(newest, state, prepared.prompts)
     start = state.step if state else 0
-    if start >= config.steps and _finished(run_dir) == start:
+    if start >= config.steps and finished_steps(run_dir) == start:
         raise UserError(
             f"{run_dir}: the run is complete ({start} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
@@ -148,7 +148,7 @@ def _resumable(config: Config, run_dir: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def _finished(run_dir: Path) -> int | None:
+def finished_steps(run_dir: Path) -> int | None:
     """Steps of the run when everything, its last evaluation too, was done; None before."""
     done = run_dir / _DONE
     return int(done.read_text()) if done.is_file() else None

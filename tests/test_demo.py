@@ -243,3 +243,11 @@ def test_word_pieces_give_any_text_back_and_keep_numbers_whole(tmp_path):
     assert all(len(tokenizer(str(n))["input_ids"]) == 1 for n in range(1000))
     assert len(tokenizer("\\boxed{(28+14)/6}")["input_ids"]) == 9
     assert len(tokenizer) <= AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "micro"])
+def test_heads_of_every_model_have_a_size_that_engines_take(name):
+    """vLLM's CPU attention knows 32, 64, 80, 96, 112, 128 and larger, and dies of others."""
+    config = json.loads((cached_model(name, seed=0) / "config.json").read_text())
+    assert config["hidden_size"] / config["num_attention_heads"] in (32, 64, 80, 96, 112, 128)
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

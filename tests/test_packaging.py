@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config_files import load_config
+from grpo_dist.recipe.config import load_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -51,6 +52,21 @@ def test_every_shipped_configuration_loads(path):
     assert config.name != "run"
 
 
+def test_the_shipped_pipeline_is_the_recipe_on_the_demo():
+    pipeline = load_pipeline(ROOT / "configs/pipelines/r1_demo.yaml")
+    assert [stage.kind for stage in pipeline.stages] == [
+        "sft",
+        "grpo",
+        "sample",
+        "sft",
+        "grpo",
+        "sample",
+        "sft",
+    ]
+    assert pipeline["distilled"].config.sft.model == "demo:micro"
+    assert pipeline["second_grpo"].inputs == ("second_sft",)
+
+
 def commands():
     blocks = re.findall(r"```(?:\w+)?\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     inline = re.findall(r"`(grpo-dist [^`]+)`", (ROOT / "README.md").read_text())
@@ -65,7 +81,9 @@ def test_commands_in_the_readme_exist(command):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
         return
-    assert words[1] in ("train", "sft", "eval", "check")
+    assert words[1] in ("train", "sft", "sample", "pipeline", "eval", "check")
+    if words[1] == "pipeline":
+        return  # its file is the reader's own
     path = words[2] if words[2].startswith("configs/") else "configs/demo.yaml"
     load_config(ROOT / path, [w for w in words[3:] if "=" in w])
 

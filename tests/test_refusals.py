@@ -127,7 +127,7 @@ def test_a_run_directory_that_cannot_be_made(here, capsys):
 def test_check_does_not_train(here, capsys):
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
-    assert "cold start" not in capsys.readouterr().out
+    assert "supervised:" not in capsys.readouterr().out
 
 
 def test_more_workers_than_the_cluster_has_are_refused_before_a_cold_start(here, capsys):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import SFT
+from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy_model import load_causal_lm
 from grpo_dist.sft import response_loss, run_sft
@@ -123,6 +124,17 @@ def test_threads_of_the_caller_are_left_as_they_were(tmp_path, monkeypatch):
         ({"prompt": "", "completion": "b"}, ["`prompt` is missing"]),
         ("[]", ["a JSON list", "one JSON object per line"]),
         ({"prompt": "a" * 100, "completion": "b"}, ["104 tokens", "sft.max_length = 64", "raise the limit"]),
+        ({"prompt": "a", "completion": "b", "system": 3}, ["`system` is a int; expected str"]),
+        (
+            {"prompt": "a", "completion": "b", "chat_template": "x"},
+            ["`chat_template` = 'x'", "model", "none"],
+        ),
+        ({"messages": [{"role": "user"}], "completion": "b"}, ["`messages`", "`role` and `content`"]),
+        ({"messages": [], "completion": "b"}, ["`messages` must be a list of objects"]),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "prompt": "a", "completion": "b"},
+            ["`messages` and `prompt` exclude each other"],
+        ),
     ],
 )
 def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
@@ -148,6 +160,57 @@ def test_data_and_models_that_are_not_there_are_refused_by_name(changes, words):
         run_sft(settings(**changes), lambda _: None)
     for word in words:
         assert word in str(refusal.value)
+
+
+def pairs(path, **changes):
+    """Text of the rows, turns and end written out."""
+    tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
+    found = load_pairs(settings(data=path, **changes), tokenizer)
+    return [(tokenizer.decode(p), tokenizer.decode(c)) for p, c in found]
+
+
+def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
+    path = pairs_file(
+        tmp_path / "sft.jsonl",
+        {"system": "s", "prompt": "p", "completion": "c"},
+        {"prompt": "p", "completion": "c", "chat_template": "none", "further": 1},
+        {
+            "messages": [
+                {"role": "user", "content": "1"},
+                {"role": "assistant", "content": "2"},
+                {"role": "user", "content": "3"},
+            ],
+            "completion": "4",
+        },
+    )
+    assert pairs(path) == [
+        ("<|system|>s<|user|>p<|assistant|>", "c<|end|>"),
+        ("p", "c<|end|>"),
+        ("<|user|>1<|assistant|>2<|end|><|user|>3<|assistant|>", "4<|end|>"),
+    ]
+
+
+def test_sources_are_mixed_each_with_its_own_number_and_noise(tmp_path):
+    path = pairs_file(tmp_path / "sft.jsonl", *({"prompt": str(i), "completion": "c"} for i in range(5)))
+    mixed = pairs(
+        [{"path": path, "examples": 2}, "demo:add3", {"path": "demo:add3", "examples": 3, "noise": 1}]
+    )
+    assert [p for p, _ in mixed[:2]] == ["<|user|>0<|assistant|>", "<|user|>1<|assistant|>"]
+    clean, noisy = mixed[2:14], mixed[14:]
+    assert len(clean) == 12 and len(noisy) == 3
+    assert all(right(*pair) for pair in clean) and not any(right(*pair) for pair in noisy)
+
+
+def right(prompt, completion):
+    a, b = prompt.removeprefix("<|user|>").removesuffix("=<|assistant|>").split("+")
+    return completion.endswith(f"\\boxed{{{int(a) + int(b)}}}<|end|>")
+
+
+def test_another_mixture_is_another_model(tmp_path):
+    path = pairs_file(tmp_path / "sft.jsonl", {"prompt": "1+1=", "completion": "2"})
+    alone = run_sft(settings(data=[path], steps=1), lambda _: None)
+    assert run_sft(settings(data=path, steps=1), lambda _: None) == alone
+    assert run_sft(settings(data=[path, "demo:add3"], steps=1), lambda _: None) != alone
 
 
 def test_an_empty_file_is_refused(tmp_path):

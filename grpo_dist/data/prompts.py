@@ -84,15 +84,27 @@ def tokenise(
     template_kwargs: dict[str, Any],
 ) -> list[int]:
     """Token ids of the prompt, up to where the model's answer begins."""
-    content = f"{problem}\n{instruction}" if instruction else problem
+    content = user_content(problem, instruction)
     if not use_chat_template:
         text = f"{system_prompt}\n{content}" if system_prompt else content
         return tokenizer(text)["input_ids"]
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": content})
+    return tokenise_messages(messages, tokenizer, template_kwargs)
+
+
+def user_content(problem: str, instruction: str | None) -> str:
+    """What the user says: the problem, and the instruction on a line of its own."""
+    return f"{problem}\n{instruction}" if instruction else problem
+
+
+def tokenise_messages(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> list[int]:
+    """Token ids of the conversation, up to where the model's answer begins."""
     try:
         text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+            list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
         )
     except TemplateError as error:
         raise ValueError(

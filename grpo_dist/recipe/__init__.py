@@ -1,0 +1,1 @@
+"""Recipes of several stages: supervised training, GRPO and rejection sampling, each on what came before."""

@@ -1,0 +1,126 @@
+"""What a stage's directory says of the stage: `stage.json`, written atomically before and after the work.
+
+A stage is done when its record says so and was made with these settings, from these inputs. Settings stand in
+the record as they are, so that a refusal can name what has changed; an input stands as a fingerprint: of a
+file its contents, of an earlier stage the id of the record its result was finished with.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from grpo_dist.cache import fingerprint
+from grpo_dist.recipe.config import Kind, Stage, paths
+from grpo_dist.recipe.files import write_text
+
+FILE = "stage.json"
+
+# Sections that do not decide a stage's result.
+_PLACES = {"name", "output_dir", "checkpoint", "tracking", "cluster"}
+_NO_TRAINING = {"batch", "algorithm", "reference", "policy", "weight_sync", "steps", "max_staleness"}
+_UNUSED: dict[Kind, set[str]] = {
+    "sft": _PLACES | _NO_TRAINING | {"rejection", "model"},
+    "grpo": _PLACES | {"rejection"},
+    "sample": _PLACES | _NO_TRAINING | {"evaluation"},
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    stage: str
+    kind: Kind
+    settings: dict[str, Any]
+    inputs: dict[str, str | None]
+    state: Literal["started", "complete"] = "started"
+    id: str = ""  # of the completion
+    seconds: float = 0.0  # of work, over all starts
+    # Measures on held-out problems (`eval/SET/pass@1` ...) of the model begun with and of the result.
+    before: dict[str, float | None] = field(default_factory=dict)
+    after: dict[str, float | None] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)  # report.json of a sample stage
+
+    def completed(self, **results: Any) -> Record:
+        return replace(self, state="complete", id=uuid.uuid4().hex, **results)
+
+
+def read_record(directory: Path) -> Record | None:
+    """None where no stage was begun. Raises ValueError for a record that cannot be read."""
+    path = directory / FILE
+    if not path.is_file():
+        return None
+    try:
+        return Record(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not a record of a stage ({error}); move {directory} away to do the stage again"
+        ) from error
+
+
+def write_record(directory: Path, record: Record) -> None:
+    write_text(directory / FILE, json.dumps(asdict(record), indent=1) + "\n")
+
+
+def begin(stage: Stage, earlier: Mapping[str, Record]) -> Record:
+    """The record of a stage about to start. ``earlier``: complete ones, by stage name."""
+    return Record(stage.name, stage.kind, settings(stage), inputs(stage, earlier))
+
+
+def settings(stage: Stage) -> dict[str, Any]:
+    """What decides the stage's result, references to other stages by their names."""
+    config = stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind])
+    if stage.kind != "sft" and stage.config.model.path != "sft":
+        config.pop("sft")
+    if stage.kind == "sft":
+        config["data"].pop("train")
+        config["sft"].pop("threads")
+    return config
+
+
+def inputs(stage: Stage, earlier: Mapping[str, Record]) -> dict[str, str | None]:
+    """Fingerprints of the local files and directories and of the earlier stages that the stage reads; None
+    for a stage that is not complete.
+    """
+    found: dict[str, str | None] = {}
+    used = settings(stage)
+    for key, value, _ in paths(stage.symbolic):
+        section, name = key.split(".")[:2]
+        if name not in (used.get(section) or ()) or (key, value) == ("model.path", "sft"):
+            continue
+        if value.startswith("stage:"):
+            name = value.removeprefix("stage:").partition("/")[0]
+            found[f"stage:{name}"] = earlier[name].id if name in earlier else None
+        elif (local := Path(value).expanduser()).exists():
+            found[value] = fingerprint(local)
+    return found
+
+
+def differences(old: Record, new: Record) -> list[str]:
+    """In words, one item for every setting and input: "`steps` was 40 and is 60"."""
+    before, after = dict(_flat(old.settings)), dict(_flat(new.settings))
+    found = [
+        f"`{key}` was {before.get(key)} and is {after.get(key)}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]
+    for name in dict.fromkeys([*old.inputs, *new.inputs]):
+        if old.inputs.get(name) != new.inputs.get(name):
+            stage = name.removeprefix("stage:")
+            found.append(
+                f"stage `{stage}` was done anew or is not done any more"
+                if stage != name
+                else f"{name} has changed"
+            )
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,168 @@
+"""A pipeline from its file to its table: what is done is skipped, what was interrupted goes on.
+
+refuse everything that can be refused  ->  for each stage: skip | go on | begin  ->  table
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.prepare import Say
+from grpo_dist.recipe.check import check_stages
+from grpo_dist.recipe.config import Pipeline, Stage
+from grpo_dist.recipe.files import move_aside
+from grpo_dist.recipe.record import FILE, Record, begin, differences, read_record, write_record
+from grpo_dist.recipe.sampling import SFT_FILE
+from grpo_dist.recipe.stages import RUNS, known_measures
+from grpo_dist.recipe.table import print_table
+
+Done = dict[str, Record]  # complete stages by name
+
+
+def run_pipeline(
+    pipeline: Pipeline, say: Say, *, again_from: str | None = None, check_only: bool = False
+) -> Done:
+    """Every stage, in order; the records of all. ``again_from``: that stage and all later ones are done anew.
+
+    Raises UserError, before anything is started, for a complete stage whose settings or inputs have changed,
+    and for whatever a stage still to do cannot use. Nothing of an earlier start is deleted: what is done anew
+    is moved aside.
+    """
+    anew = _anew(pipeline, again_from)
+    with refusals():
+        done = complete_stages(pipeline, anew)
+    check_stages(pipeline, [stage.name for stage in pipeline.stages if stage.name not in done])
+    if check_only:
+        _say_plan(pipeline, done, anew, say)
+        return done
+    with refusals():
+        pipeline.directory.mkdir(parents=True, exist_ok=True)
+    with _alone(pipeline.directory):
+        for stage in anew:
+            if stage.directory.exists():
+                say(f"stage {stage.name}: what was there is now {move_aside(stage.directory)}")
+        for number, stage in enumerate(pipeline.stages, 1):
+            heading = f"stage {number} of {len(pipeline.stages)}: {stage.name} ({stage.kind})"
+            if stage.name in done:
+                say(f"{heading}: done before")
+                continue
+            say(heading)
+            done[stage.name] = _run(stage, done, say)
+    print_table(pipeline, done)
+    return done
+
+
+def complete_stages(pipeline: Pipeline, anew: Sequence[Stage] = ()) -> Done:
+    """Records of the stages that need no work. Raises ValueError for one that has changed since it was
+    made.
+    """
+    done: Done = {}
+    for stage in pipeline.stages:
+        if stage in anew:
+            continue
+        record = read_record(stage.directory)
+        if record is None:
+            _check_free(stage)
+            continue
+        _check_same(stage, record, begin(stage, done))
+        if record.state == "complete":
+            _check_there(stage)
+            done[stage.name] = record
+    return done
+
+
+def _run(stage: Stage, done: Done, say: Say) -> Record:
+    """One stage, begun or gone on with. Its time counts whether it ends well or not."""
+    record = begin(stage, done)
+    earlier = read_record(stage.directory)
+    spent = earlier.seconds if earlier else 0.0
+    record = replace(record, seconds=spent)
+    write_record(stage.directory, record)
+    start = time.perf_counter()
+    try:
+        result = RUNS[stage.kind](stage, known_measures(stage, done), say)
+    except BaseException:
+        write_record(stage.directory, replace(record, seconds=spent + time.perf_counter() - start))
+        raise
+    seconds = spent + time.perf_counter() - start
+    record = record.completed(seconds=seconds, before=result.before, after=result.after, counts=result.counts)
+    write_record(stage.directory, record)
+    return record
+
+
+def _anew(pipeline: Pipeline, name: str | None) -> tuple[Stage, ...]:
+    if name is None:
+        return ()
+    names = [stage.name for stage in pipeline.stages]
+    if name not in names:
+        raise UserError(f"--from {name}: no such stage; expected one of {', '.join(names)}")
+    return pipeline.stages[names.index(name) :]
+
+
+def _check_free(stage: Stage) -> None:
+    if stage.directory.exists() and (not stage.directory.is_dir() or any(stage.directory.iterdir())):
+        raise ValueError(
+            f"stage `{stage.name}`: {stage.directory} is there, but not of this pipeline (no {FILE}); choose "
+            f"another `name` or `output_dir`, or move it aside with --from {stage.name}"
+        )
+
+
+def _check_same(stage: Stage, record: Record, now: Record) -> None:
+    """A stage that has begun and left nothing yet may still change."""
+    if record.state == "started" and not _has_work(stage.directory):
+        return
+    changed = differences(record, now)
+    if changed:
+        state = "complete" if record.state == "complete" else "begun"
+        raise ValueError(
+            f"stage `{stage.name}` is {state} ({stage.directory}) with other settings or inputs: "
+            f"{_listed(changed)}. Restore them, or do it and all later stages again with --from {stage.name}"
+        )
+
+
+def _check_there(stage: Stage) -> None:
+    result = stage.result / SFT_FILE if stage.kind == "sample" else stage.result / "config.json"
+    if not result.is_file():
+        raise ValueError(
+            f"stage `{stage.name}` is complete, but {result} is gone; put it back, or do the stage and all "
+            f"later ones again with --from {stage.name}"
+        )
+
+
+def _listed(items: Sequence[str], most: int = 4) -> str:
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return ", ".join([*items[:most], *more])
+
+
+def _has_work(directory: Path) -> bool:
+    return any(path.name != FILE and not path.name.startswith(".") for path in directory.iterdir())
+
+
+def _say_plan(pipeline: Pipeline, done: Done, anew: Sequence[Stage], say: Say) -> None:
+    for stage in pipeline.stages:
+        if stage.name in done:
+            state = "done"
+        elif stage in anew and stage.directory.exists():
+            state = "to be done again"
+        else:
+            state = "begun, to go on" if (stage.directory / FILE).exists() else "to do"
+        say(f"{stage.directory}  {stage.kind}  {state}")
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """The kernel gives the lock back when the process ends, however it ends."""
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{directory}: another process is at this pipeline; wait for it, or choose another `name`"
+            ) from error
+        yield

@@ -1,0 +1,129 @@
+"""The `sample` stage: completions of the training prompts by the stage's model, scored, the good ones kept.
+
+    DIRECTORY/
+      samples/part_00000.parquet   every sample of a chunk of prompts, written when all of them are scored
+      sft.jsonl                    what is kept, as `sft.data` reads it; there when all is done
+      report.json                  counts
+
+A start finds the parts of the one before it and samples only what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.concurrency import deadline, gather
+from grpo_dist.config import Config
+from grpo_dist.data.order import step_prompts
+from grpo_dist.data.readers import read_all
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.evaluate import Samplers
+from grpo_dist.prepare import Say, check_length, load_prompts, load_tokenizer, resolve_model
+from grpo_dist.recipe.files import write_text
+from grpo_dist.recipe.rejection import Selection
+from grpo_dist.samples import read_groups, write_groups
+from grpo_dist.seeds import derived_seed, request_seed
+from grpo_dist.types import Group, Prompt, Sampling
+
+SFT_FILE = "sft.jsonl"
+_STAGE = -2  # of request seeds: those of training steps count from 0, evaluations have -1
+
+
+def run_sampling(config: Config, directory: Path, say: Say) -> dict[str, Any]:
+    """Fill ``directory``; the contents of its report.json.
+
+    Raises UserError for input that cannot be used, and where nothing can be kept: there is nothing to teach.
+    """
+    with refusals():
+        model_dir = resolve_model(config, say)
+        check_length(config, model_dir)
+        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+        chunks = _chunks(config, _prompts(config, tokenizer, say))
+    asyncio.run(_sample_missing(config, model_dir, chunks, directory, say))
+    selection = Selection(config.rejection, config.data, tokenizer, seed=config.seed)
+    lines = [
+        json.dumps(record, ensure_ascii=False) + "\n"
+        for number, chunk in enumerate(chunks)
+        for record in selection.take(read_groups(_part(directory, number), {p.uid: p for p in chunk}))
+    ]
+    report = selection.report.summary()
+    write_text(directory / "report.json", json.dumps(report, indent=1) + "\n")
+    if not lines:
+        raise UserError(
+            f"{directory}: none of {report['samples']} samples is kept ({_reasons(report)}); lower "
+            f"`rejection.min_reward` = {config.rejection.min_reward:g}, sample more, or use a better model"
+        )
+    write_text(directory / SFT_FILE, "".join(lines))
+    say(f"kept {report['kept']} of {report['samples']} samples; not kept: {_reasons(report) or 'none'}")
+    return report
+
+
+def _reasons(report: dict[str, Any]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
+
+
+def _prompts(config: Config, tokenizer: Any, say: Say) -> list[Prompt]:
+    """All prompts of `data.train`, or as many of them as `rejection.max_prompts` says, drawn by seed."""
+    seen: dict[str, int] = {}
+    found = [
+        prompt
+        for source, rows in read_all(config.data.train)
+        for prompt in load_prompts(config, source, rows, tokenizer, say, seen)
+    ]
+    wanted = config.rejection.max_prompts
+    if wanted is None or wanted >= len(found):
+        return found
+    drawn = step_prompts(len(found), wanted, derived_seed(config.seed, "rejection prompts"), 0)
+    return [found[i] for i in drawn]
+
+
+def _chunks(config: Config, prompts: list[Prompt]) -> list[list[Prompt]]:
+    size = config.rejection.chunk_prompts
+    return [prompts[first : first + size] for first in range(0, len(prompts), size)]
+
+
+def _part(directory: Path, number: int) -> Path:
+    return directory / "samples" / f"part_{number:05d}.parquet"
+
+
+async def _sample_missing(
+    config: Config, model_dir: Path, chunks: list[list[Prompt]], directory: Path, say: Say
+) -> None:
+    """Every part that is not there yet. No engine is started when all are."""
+    from actors.cluster import Cluster
+
+    missing = [i for i in range(len(chunks)) if not _part(directory, i).exists()]
+    if not missing:
+        return
+    timeouts = config.cluster.timeouts
+    async with Cluster(config) as cluster:
+        async with deadline(timeouts.start_s, "start: engine and graders up"):
+            workers = await cluster.start_evaluation(model_dir)
+        for number in missing:
+            stage = f"rejection sampling: chunk {number + 1} of {len(chunks)}"
+            async with deadline(timeouts.sample_s, stage):
+                groups = await sample_groups(config, workers, chunks[number])
+            write_groups(_part(directory, number), groups)
+            say(f"{stage}: {sum(len(g.rollouts) for g in groups)} samples of {len(groups)} prompts")
+
+
+async def sample_groups(config: Config, workers: Samplers, prompts: list[Prompt]) -> list[Group]:
+    """`rejection.samples_per_prompt` scored samples of each prompt, each with a seed of its own."""
+    settings = config.rejection
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+    )
+
+    async def one(prompt: Prompt) -> Group:
+        count = settings.samples_per_prompt
+        seeds = [request_seed(config.seed, _STAGE, prompt.uid, i) for i in range(count)]
+        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+        return await workers.rewards.score(prompt, rollouts)
+
+    return await gather(one(prompt) for prompt in prompts)

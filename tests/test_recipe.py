@@ -1,0 +1,319 @@
+"""Pipelines, their stages' work faked: what runs, what is skipped, what goes on, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_dist.cli import main
+from grpo_dist.errors import UserError
+from grpo_dist.recipe import run as recipe
+from grpo_dist.recipe.config import load_pipeline
+from grpo_dist.recipe.record import read_record
+from grpo_dist.recipe.stages import Result
+from grpo_dist.recipe.table import rows
+
+BASE = {
+    "model": {"path": "demo:tiny"},
+    "data": {"train": [{"path": "train.jsonl"}], "eval": [{"path": "demo:add3", "split": "test"}]},
+    "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
+    "sft": {"model": "demo:tiny", "data": "demo:add3", "steps": 7},
+    "evaluation": {"max_prompts": 4},
+}
+STAGES = [
+    {"name": "cold", "kind": "sft", "config": "base.yaml"},
+    {"name": "reason", "kind": "grpo", "config": "base.yaml", "overrides": {"model.path": "${stage:cold}"}},
+    {
+        "name": "reject",
+        "kind": "sample",
+        "config": "base.yaml",
+        "overrides": {"model.path": "${stage:reason}"},
+    },
+    {
+        "name": "again",
+        "kind": "sft",
+        "config": "base.yaml",
+        "overrides": {"sft.model": "${stage:cold}", "sft.data": "${stage:reject}/sft.jsonl"},
+    },
+]
+NAMES = [stage["name"] for stage in STAGES]
+
+
+class World:
+    """Stages that only leave what a stage leaves, and a log of those that ran."""
+
+    def __init__(self):
+        self.ran: list[str] = []
+        self.before: dict[str, dict] = {}
+        self.fail_in: str | None = None
+
+    def run(self, stage, before, say):
+        self.ran.append(stage.name)
+        self.before[stage.name] = before
+        if stage.kind == "sample":
+            (stage.directory / "samples").mkdir(exist_ok=True)
+            (stage.directory / "sft.jsonl").write_text(f"{len(self.ran)}\n")
+            if stage.name == self.fail_in:
+                raise KeyboardInterrupt
+            return Result(counts={"kept": 3, "samples": 8})
+        if stage.kind == "grpo":
+            (stage.directory / "metrics.jsonl").write_text("")
+        if stage.name == self.fail_in:
+            raise KeyboardInterrupt
+        stage.result.mkdir(exist_ok=True)
+        (stage.result / "config.json").write_text("{}")
+        accuracy = len(self.ran) / 10
+        measures = {"eval/add3/pass@1": accuracy, "eval/add3/pass@1_stderr": 0.01}
+        return Result(before, measures)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"problem": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write()
+    made = World()
+    monkeypatch.setattr(recipe, "RUNS", dict.fromkeys(("sft", "grpo", "sample"), made.run))
+    return made
+
+
+def write(base=(), stages=STAGES, **changes):
+    Path("base.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(BASE | dict(base))))
+    Path("p.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create({"name": "p", "stages": stages} | changes)))
+
+
+def run(*overrides, **options):
+    said: list[str] = []
+    done = recipe.run_pipeline(load_pipeline("p.yaml", overrides), said.append, **options)
+    return done, said
+
+
+def refused(*overrides, **options):
+    with pytest.raises(UserError) as refusal:
+        run(*overrides, **options)
+    return str(refusal.value)
+
+
+def with_overrides(index, **changes):
+    return [
+        stage | {"overrides": stage.get("overrides", {}) | changes} if i == index else stage
+        for i, stage in enumerate(STAGES)
+    ]
+
+
+def test_stages_run_in_order_once_and_are_then_skipped(world):
+    done, _ = run()
+    assert world.ran == NAMES == list(done)
+    again, said = run()
+    assert world.ran == NAMES and again == done
+    assert [line for line in said if "done before" in line] == [
+        f"stage {i} of 4: {s['name']} ({s['kind']}): done before" for i, s in enumerate(STAGES, 1)
+    ]
+
+
+def test_an_interrupted_stage_is_gone_on_with_and_its_time_adds_up(world):
+    world.fail_in = "reject"
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    begun = read_record(Path("runs/p/03_reject"))
+    assert begun.state == "started" and begun.seconds > 0 and begun.id == ""
+    world.fail_in = None
+    done, _ = run()
+    assert world.ran == ["cold", "reason", "reject", "reject", "again"]
+    assert done["reject"].seconds > begun.seconds
+    assert Path("runs/p/03_reject/sft.jsonl").read_text() == "4\n"
+
+
+def test_a_stage_that_was_killed_outright_is_gone_on_with(world):
+    """SIGKILL leaves the record as it was written at the start."""
+    run()
+    path = Path("runs/p/02_reason/stage.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "started", "id": ""}))
+    for later in ("03_reject", "04_again"):
+        Path("runs/p", later).rename(later)
+    run()
+    assert world.ran == [*NAMES, "reason", "reject", "again"]
+
+
+def test_changed_settings_of_a_stage_are_refused_with_what_changed_and_what_to_do(world):
+    run()
+    write(stages=with_overrides(1, steps=60, **{"policy.optimizer.lr": 0.5}))
+    message = refused()
+    assert "stage `reason` is complete (runs/p/02_reason) with other settings" in message
+    assert "`steps` was 100 and is 60" in message and "`policy.optimizer.lr` was 1e-06 and is 0.5" in message
+    assert "--from reason" in message
+    assert world.ran == NAMES
+
+
+def test_settings_that_do_not_decide_the_result_may_change(world):
+    run()
+    write(base={"policy": {"optimizer": {"lr": 1e-5}}, "tracking": {"console": False}}, stages=STAGES)
+    assert "stage `reason`" in refused()  # not `cold`, which has no policy
+    write(base={"tracking": {"console": False}, "cluster": {"num_cpus": 2}, "checkpoint": {"keep": 5}})
+    run()
+    assert world.ran == NAMES
+
+
+def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world):
+    world.fail_in = "reason"
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    write(stages=with_overrides(1, steps=60))
+    assert "stage `reason` is begun" in refused()
+    Path("runs/p/02_reason/metrics.jsonl").unlink()
+    world.fail_in = None
+    run()
+    assert world.ran == ["cold", "reason", "reason", "reject", "again"]
+
+
+def test_changed_files_are_changed_inputs(world):
+    run()
+    text = Path("train.jsonl").read_text()
+    Path("train.jsonl").write_text(text.replace('"1"', '"2"'))
+    message = refused()
+    assert "stage `reason`" in message and "train.jsonl has changed" in message
+    Path("train.jsonl").write_text(text)
+    run()
+    assert world.ran == NAMES
+
+
+def test_a_stage_made_from_one_that_is_gone_is_not_passed_off_as_done(world):
+    run()
+    Path("runs/p/01_cold").rename("elsewhere")
+    message = refused()
+    assert "stage `reason`" in message and "stage `cold` was done anew or is not done any more" in message
+    assert world.ran == NAMES
+
+
+def test_a_complete_stage_without_its_result_is_refused(world):
+    run()
+    Path("runs/p/03_reject/sft.jsonl").unlink()
+    message = refused()
+    assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is gone" in message
+
+
+def test_from_redoes_a_stage_and_all_later_ones_and_moves_the_old_ones_aside(world):
+    run()
+    write(stages=with_overrides(2, **{"rejection.samples_per_prompt": 3}))
+    done, said = run(again_from="reject")
+    assert world.ran == [*NAMES, "reject", "again"]
+    assert Path("runs/p/03_reject.old-1/sft.jsonl").read_text() == "3\n"
+    assert Path("runs/p/03_reject/sft.jsonl").read_text() == "5\n"
+    assert Path("runs/p/04_again.old-1/model/config.json").is_file()
+    assert any("runs/p/03_reject.old-1" in line for line in said)
+    assert done["again"].inputs["stage:reject"] == done["reject"].id
+    run(again_from="again")
+    assert sorted(p.name for p in Path("runs/p").glob("04*")) == [
+        "04_again",
+        "04_again.old-1",
+        "04_again.old-2",
+    ]
+
+
+def test_from_a_stage_that_does_not_exist_is_refused(world):
+    assert "--from nobody: no such stage; expected one of cold, reason, reject, again" in refused(
+        again_from="nobody"
+    )
+
+
+def test_a_directory_of_somebody_else_is_refused_and_moved_aside_on_request(world):
+    Path("runs/p/01_cold").mkdir(parents=True)
+    Path("runs/p/01_cold/theirs").write_text("x")
+    assert "runs/p/01_cold is there, but not of this pipeline" in refused()
+    run(again_from="cold")
+    assert Path("runs/p/01_cold.old-1/theirs").read_text() == "x"
+
+
+def test_a_damaged_record_is_refused_by_name(world):
+    run()
+    Path("runs/p/02_reason/stage.json").write_text('{"stage": "reason"}')
+    assert "runs/p/02_reason/stage.json: not a record of a stage" in refused()
+
+
+def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):
+    inner = []
+
+    def second(stage, before, say):
+        inner.append(refused())
+        return world.run(stage, before, say)
+
+    monkeypatch.setitem(recipe.RUNS, "sample", second)
+    run()
+    assert "runs/p: another process is at this pipeline" in inner[0]
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "words"),
+    [
+        (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
+        (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
+        (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "max_position_embeddings = 1024"]),
+        (1, {"policy.num_workers": 512, "batch.prompts_per_step": 512}, ["stage `reason`"]),
+        (2, {"data.max_prompt_tokens": 3}, ["stage `reject`", "data.max_prompt_tokens = 3"]),
+        (2, {"rewards.functions": [{"function": "maths"}]}, ["stage `reject`", "'maths'"]),
+        (3, {"sft.data": ["${stage:reject}/sft.jsonl", "none.jsonl"]}, ["stage `again`", "none.jsonl"]),
+        (3, {"sft.model": "none"}, ["stage `again`", "sft.model = none"]),
+        (3, {"sft.data": "train.jsonl"}, ["stage `again`", "train.jsonl:1", "`prompt` is missing"]),
+        (3, {"data.eval": [{"path": "none.jsonl"}]}, ["stage `again`", "none.jsonl: no such file"]),
+    ],
+)
+def test_what_a_later_stage_cannot_use_is_refused_before_the_first_one_starts(world, index, changes, words):
+    write(stages=with_overrides(index, **changes))
+    message = refused()
+    for word in words:
+        assert word in message
+    assert world.ran == [] and not Path("runs").exists()
+
+
+def test_check_says_what_would_be_done_and_starts_nothing(world):
+    _, said = run(check_only=True)
+    assert said[0] == "runs/p/01_cold  sft  to do" and not Path("runs").exists()
+    run()
+    assert run(check_only=True)[1][-1] == "runs/p/04_again  sft  done"
+    assert run(check_only=True, again_from="again")[1][-1] == "runs/p/04_again  sft  to be done again"
+    assert world.ran == NAMES and not Path("runs/p/04_again.old-1").exists()
+
+
+def test_measures_of_the_model_begun_with_are_those_of_the_stage_that_made_it(world):
+    run()
+    assert world.before["cold"] == {}
+    assert world.before["reason"]["eval/add3/pass@1"] == 0.1
+    assert world.before["again"]["eval/add3/pass@1"] == 0.1
+
+
+def test_measures_taken_otherwise_are_not_compared(world):
+    write(stages=with_overrides(1, **{"evaluation.temperature": 0.5}))
+    run()
+    assert world.before["reason"] == {}
+
+
+def test_the_table_has_every_stage(world):
+    done, _ = run()
+    table = list(rows(load_pipeline("p.yaml"), done))
+    assert table[0][:5] == ("cold", "sft", "add3 pass@1", "–", "10.0% ± 1.0%")
+    assert table[1][:5] == ("reason", "grpo", "add3 pass@1", "10.0% ± 1.0%", "20.0% ± 1.0%")
+    assert table[2][2] == "3 of 8 samples kept" and table[2][6] == "runs/p/03_reject"
+    assert table[3][6] == "runs/p/04_again/model"
+
+
+def test_the_command_line_refuses_with_one_message_and_code_2(world, capsys):
+    assert main(["pipeline", "p.yaml", "--from", "nobody", "seed=1"]) == 2
+    assert capsys.readouterr().err.startswith("error: --from nobody: no such stage")
+    assert main(["pipeline", "none.yaml"]) == 2
+    assert "none.yaml: no such configuration file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["pipeline", "p.yaml", "--form", "cold"])
+    assert "unrecognized arguments: --form cold" in capsys.readouterr().err
+    assert world.ran == []
+
+
+def test_sample_alone_is_a_pipeline_of_one_stage(world, capsys):
+    arguments = ["sample", "base.yaml", "name=mine", "rejection.samples_per_prompt=2"]
+    assert main(arguments) == 0
+    assert world.ran == ["sample"] and Path("runs/mine_samples/01_sample/sft.jsonl").is_file()
+    assert main(arguments) == 0 and world.ran == ["sample"]
+    assert main([*arguments, "--from", "sample"]) == 0 and world.ran == ["sample"] * 2
+    assert main([*arguments[:-1], "rejection.samples_per_prompt=3"]) == 2
+    assert "`rejection.samples_per_prompt` was 2 and is 3" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+"""Pipeline files: how stages are resolved, and what is refused before anything starts."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_dist.config_files import ConfigError
+from grpo_dist.recipe.config import load_pipeline
+
+BASE = {
+    "name": "base",
+    "seed": 3,
+    "model": {"path": "demo:tiny"},
+    "data": {"train": [{"path": "demo:add3", "max_rows": 8}]},
+    "sft": {"model": "demo:tiny", "data": "demo:add3", "steps": 7, "seed": "${seed}"},
+}
+STAGES = [
+    {"name": "cold_start", "kind": "sft", "config": "../base.yaml"},
+    {
+        "name": "reason",
+        "kind": "grpo",
+        "config": "../base.yaml",
+        "overrides": {"model.path": "${stage:cold_start}", "steps": 2},
+    },
+    {
+        "name": "reject",
+        "kind": "sample",
+        "config": "../base.yaml",
+        "settings": {"model": {"path": "${stage:reason}"}, "rejection": {"samples_per_prompt": 2}},
+    },
+    {
+        "name": "again",
+        "kind": "sft",
+        "config": "../base.yaml",
+        "overrides": {
+            "sft.model": "${stage:cold_start}",
+            "sft.data": ["${stage:reject}/sft.jsonl", {"path": "demo:add3", "examples": 5}],
+        },
+    },
+]
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(BASE)))
+    (tmp_path / "pipelines").mkdir()
+
+    def written(stages=STAGES, **changes):
+        path = tmp_path / "pipelines/p.yaml"
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create({"name": "p", "stages": stages} | changes)))
+        return path
+
+    return written
+
+
+def changed(index, **changes):
+    return [stage | changes if i == index else stage for i, stage in enumerate(STAGES)]
+
+
+def refused(path, *overrides):
+    with pytest.raises(ConfigError) as refusal:
+        load_pipeline(path, overrides)
+    return str(refusal.value)
+
+
+def test_stages_are_ordinary_configurations_that_name_the_results_of_earlier_ones(write):
+    pipeline = load_pipeline(write())
+    assert [str(s.directory) for s in pipeline.stages] == [
+        "runs/p/01_cold_start",
+        "runs/p/02_reason",
+        "runs/p/03_reject",
+        "runs/p/04_again",
+    ]
+    cold_start, reason, reject, again = (stage.config for stage in pipeline.stages)
+    assert cold_start.model.path == "sft" and cold_start.sft.steps == 7
+    assert reason.model.path == "runs/p/01_cold_start/model" and reason.steps == 2
+    assert (reason.output_dir, reason.name) == ("runs/p", "02_reason")
+    assert reject.model.path == "runs/p/02_reason/model" and reject.rejection.samples_per_prompt == 2
+    assert again.sft.model == "runs/p/01_cold_start/model"
+    assert [s.path for s in again.sft.data] == ["runs/p/03_reject/sft.jsonl", "demo:add3"]
+    assert pipeline["again"].inputs == ("cold_start", "reject")
+    assert pipeline["again"].symbolic.sft.model == "stage:cold_start"
+    assert {config.seed for config in (cold_start, reason, reject, again)} == {3}
+
+
+def test_one_seed_for_all_and_settings_from_the_command_line(write):
+    path = write(seed=5)
+    pipeline = load_pipeline(path, ["output_dir=out", "reason.steps=9", "again.sft.seed=1"])
+    assert str(pipeline.directory) == "out/p"
+    assert [(s.config.seed, s.config.sft.seed) for s in pipeline.stages] == [(5, 5), (5, 5), (5, 5), (5, 1)]
+    assert pipeline["reason"].config.steps == 9
+    assert load_pipeline(path, ["seed=6"])["reject"].config.seed == 6
+
+
+def test_the_pipeline_s_own_keys_may_be_interpolated(write, monkeypatch):
+    monkeypatch.setenv("WHERE", "elsewhere")
+    assert str(load_pipeline(write(output_dir="${oc.env:WHERE}")).directory) == "elsewhere/p"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"model.path": "${stage:cold}"}, ["no such stage", "${stage:cold}", "earlier ones: cold_start"]),
+        (
+            {"model.path": "${stage:reject}"},
+            ["${stage:reject}", "comes after", "move `reject` before `reason`"],
+        ),
+        ({"model.path": "${stage:reason}"}, ["refers to itself"]),
+        ({"model.path": "${stage:cold_start}/model"}, ["`model.path`", "${stage:NAME} alone"]),
+        (
+            {"data.train": [{"path": "${stage:cold_start}/sft.jsonl"}]},
+            ["`data.train.0.path`", "sample stage"],
+        ),
+        ({"stepz": 3}, ["unknown key `stepz`", "did you mean `steps`"]),
+        ({"steps": -1}, ["`steps` = -1", "greater than 0"]),
+        ({"name": "mine"}, ["`name` = 'mine'", "remove the key"]),
+        ({"checkpoint.resume": "never"}, ["`checkpoint.resume`", "--from"]),
+        ({"checkpoint.export": False}, ["`checkpoint.export` = false", "set it to true"]),
+        ({"data": 3}, ["stage `reason`", "data"]),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused_by_name(write, overrides, words):
+    message = refused(write(changed(1, overrides=overrides)))
+    assert "p.yaml: stage `reason`" in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "words"),
+    [
+        (0, {"overrides": {"sft": None}}, ["needs an `sft` section"]),
+        (0, {"overrides": {"model.path": "demo:tiny"}}, ["`model.path` = demo:tiny", "`sft.model`"]),
+        (3, {"overrides": {"sft.model": "${stage:reject}"}}, ["`sft.model`", "`reject` is a sample stage"]),
+        (3, {"overrides": {"sft.data": "${stage:reject}"}}, ["`sft.data.0.path`", "${stage:NAME}/sft.jsonl"]),
+        (2, {"config": "../none.yaml"}, ["none.yaml: no such configuration file"]),
+        (2, {"kind": "rl"}, ["`stages.2.kind` = 'rl'", "'sft', 'grpo' or 'sample'"]),
+        (2, {"name": "reason"}, ["two stages are called `reason`"]),
+        (2, {"name": "seed"}, ["a stage cannot be called `seed`"]),
+        (2, {"name": "a/b"}, ["`stages.2.name` = 'a/b'"]),
+        (2, {"overides": {}}, ["unknown key `stages.2.overides`", "did you mean `stages.2.overrides`?"]),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused(write, index, changes, words):
+    message = refused(write(changed(index, **changes)))
+    for word in words:
+        assert word in message
+
+
+def test_no_stages_and_unknown_overrides_are_refused(write):
+    assert "`stages`" in refused(write(stages=[]))
+    path = write()
+    for text in ("steps=3", "nobody.steps=3", "reason=3"):
+        assert "STAGE.key=value" in refused(path, text)
+    path.write_text("name: p\n")
+    assert "`stages` is missing" in refused(path)

@@ -1,0 +1,162 @@
+"""Rejection sampling: what is kept, that counts balance, and that what was asked is what is taught."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from grpo_dist.config import SFT, Config
+from grpo_dist.data.demonstrations import load_pairs
+from grpo_dist.data.prompts import build_prompts
+from grpo_dist.data.readers import Row
+from grpo_dist.recipe.rejection import Selection
+from grpo_dist.types import Group, Prompt, Rollout
+
+END = 1  # the demo tokenizer's end
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def config(rejection=(), **data) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "demo:tiny"},
+            "data": {"train": [{"path": "demo:add3"}], **data},
+            "rejection": dict(rejection),
+        }
+    )
+
+
+def prompts(tokenizer, data, *problems) -> list[Prompt]:
+    rows = [Row(problem, "1", "made", f"made:{i}", {}) for i, problem in enumerate(problems)]
+    built, _ = build_prompts(
+        rows,
+        tokenizer,
+        system_prompt=data.system_prompt,
+        instruction=data.instruction,
+        use_chat_template=data.chat_template == "model",
+        template_kwargs=data.template_kwargs,
+        max_prompt_tokens=200,
+    )
+    return built
+
+
+def group(tokenizer, prompt, *samples) -> Group:
+    """``samples``: (text, reward) or (text, reward, finish reason)."""
+    assert tokenizer.eos_token_id == END
+    rollouts, rewards = [], []
+    for i, (text, reward, *finish) in enumerate(samples):
+        reason = finish[0] if finish else "stop"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [END] * (reason == "stop")
+        array = np.array(ids, np.int32)
+        plain = tokenizer.decode(ids, skip_special_tokens=True)
+        rollouts.append(
+            Rollout(prompt.uid, i, array, np.zeros(len(ids), np.float32), reason, plain, np.zeros_like(array))
+        )
+        rewards.append(reward)
+    return Group(prompt, tuple(rollouts), np.array(rewards, np.float32), {}, ("",) * len(rollouts))
+
+
+def select(tokenizer, groups, **rejection):
+    chosen = config(rejection)
+    selection = Selection(chosen.rejection, chosen.data, tokenizer, seed=0)
+    return selection.take(groups), selection.report.summary()
+
+
+def one_prompt(tokenizer, *samples):
+    return [group(tokenizer, prompts(tokenizer, config().data, "p")[0], *samples)]
+
+
+def kept(records):
+    return [record["completion"] for record in records]
+
+
+def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_accounted_for(tokenizer):
+    groups = one_prompt(
+        tokenizer,
+        ("long right", 1.0),
+        ("wrong", 0.0),
+        ("right", 1.0),
+        ("right", 1.0),
+        ("cut", 1.0, "length"),
+        ("?", np.nan),
+        ("a<|user|>b", 1.0),
+        ("", 1.0),
+    )
+    records, report = select(tokenizer, groups)
+    assert kept(records) == ["right"]
+    assert report["dropped"] == {
+        "unscored": 1,
+        "below_min_reward": 1,
+        "truncated": 1,
+        "special_tokens": 1,
+        "no_text": 1,
+        "duplicate": 1,
+        "too_easy": 0,
+        "enough": 1,
+    }
+    assert report["samples"] == 8 == report["kept"] + sum(report["dropped"].values())
+    assert report["pass_rate"] == pytest.approx(6 / 7)
+    assert report["length_tokens"] == len("right") + 1 and report["respelled"] == 0
+
+
+def test_more_may_be_kept_of_a_prompt_and_the_preference_is_a_setting(tokenizer):
+    samples = [(f"{'x' * n}", 1.0) for n in (5, 3, 4, 2)]
+    groups = one_prompt(tokenizer, *samples)
+    assert kept(select(tokenizer, groups, keep_per_prompt=2)[0]) == ["xx", "xxx"]
+    assert kept(select(tokenizer, groups, keep_per_prompt=2, prefer="first")[0]) == ["xxxxx", "xxx"]
+    drawn = kept(select(tokenizer, groups, keep_per_prompt=2, prefer="random")[0])
+    assert drawn == kept(select(tokenizer, groups, keep_per_prompt=2, prefer="random")[0])
+    assert len(set(drawn)) == 2 and set(drawn) <= {text for text, _ in samples}
+
+
+def test_prompts_that_are_too_easy_are_dropped_when_asked(tokenizer):
+    easy, hard = prompts(tokenizer, config().data, "easy", "hard")
+    groups = [
+        group(tokenizer, easy, ("a", 1.0), ("b", 1.0), ("c", np.nan)),
+        group(tokenizer, hard, ("d", 1.0), ("e", 0.0)),
+    ]
+    records, report = select(tokenizer, groups, max_pass_rate=0.9)
+    assert kept(records) == ["d"] and records[0]["pass_rate"] == 0.5
+    assert report["dropped"]["too_easy"] == 2 and report["prompts_kept"] == 1
+    assert kept(select(tokenizer, groups)[0]) == ["a", "d"]
+
+
+def test_a_problem_that_comes_twice_gives_the_same_answer_once(tokenizer):
+    twice = prompts(tokenizer, config().data, "same", "same")
+    assert twice[0].uid != twice[1].uid
+    records, report = select(tokenizer, [group(tokenizer, p, ("right", 1.0)) for p in twice])
+    assert kept(records) == ["right"] and report["dropped"]["duplicate"] == 1
+
+
+def test_what_cannot_be_scored_at_all_is_no_pass_rate(tokenizer):
+    records, report = select(tokenizer, one_prompt(tokenizer, ("a", np.nan)))
+    assert records == [] and report["pass_rate"] is None and report["length_tokens"] is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"instruction": "Think first."},
+        {"system_prompt": "You add.", "instruction": "Think first."},
+        {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
+    ],
+)
+def test_supervised_training_sees_the_tokens_the_policy_was_asked_with_and_answered(
+    tokenizer, tmp_path, data
+):
+    settings = config(**data)
+    prompt = prompts(tokenizer, settings.data, "1+1=")[0]
+    sampled = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
+    selection = Selection(settings.rejection, settings.data, tokenizer, seed=0)
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([sampled])))
+    sft = SFT.model_validate({"model": "demo:tiny", "data": str(path)})
+    [(asked, answered)] = load_pairs(sft, tokenizer)
+    assert asked == prompt.token_ids.tolist()
+    assert answered == sampled.rollouts[0].completion_ids.tolist()
