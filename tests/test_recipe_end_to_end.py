@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_dist.config import SFT
 from grpo_dist.data.demonstrations import load_pairs
 
+pytestmark = pytest.mark.timeout(1800)  # six engines start, one after the other
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = """
 model: {path: "demo:tiny"}
@@ -113,7 +115,6 @@ def done(tmp_path_factory):
     return directory, output
 
 
-@pytest.mark.timeout(1800)
 def test_every_stage_is_complete_and_in_the_table(done):
     directory, output = done
     for number, name in enumerate(NAMES, 1):
