@@ -20,6 +20,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.algorithms.process import process
 from grpo_dist.types import Group, TrainBatch
@@ -59,7 +60,7 @@ def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list
         rewards, ids, over=settings.reward_norm, shift=settings.reward_shift, scale=settings.reward_scale,
         eps=settings.eps,
     )  # fmt: skip
-    estimator = ADVANTAGES[settings.estimator]
+    estimator = named(ADVANTAGES, settings.estimator, "advantage")
     advantages = estimator(rewards, ids, **_asked_for(estimator, groups, settings))
     return [part.numpy() for part in advantages.split(sizes)]
 
@@ -135,7 +136,7 @@ def _process(batch: TrainBatch, groups: Sequence[Group], settings: CreditSetting
 def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
-    kl = KL_ESTIMATORS[estimator](
+    kl = named(KL_ESTIMATORS, estimator, "KL estimator")(
         torch.where(mask, batch.rollout_logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
     )
     kl = torch.where(mask, kl, 0.0)

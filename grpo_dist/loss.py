@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.types import TrainBatch
@@ -72,7 +73,7 @@ def batch_loss(
     """
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    policy_loss = POLICY_LOSSES[settings.policy_loss]
+    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
     token_losses, stats = policy_loss(
         logprobs, old, batch.advantages, mask, **_own_settings(policy_loss, settings)
     )
@@ -91,7 +92,7 @@ def batch_loss(
     kl_coef = settings.kl_coef if batch.kl_coef is None or not settings.kl_coef else batch.kl_coef
     assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if batch.ref_logprobs is not None:
-        kl = KL_ESTIMATORS[settings.kl_estimator](
+        kl = named(KL_ESTIMATORS, settings.kl_estimator, "KL estimator")(
             torch.where(mask, logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
         )
         kl_loss = _aggregate(kl, batch, settings)

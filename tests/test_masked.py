@@ -9,6 +9,7 @@ from numbers_by_hand import INF, NAN, mask_of
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
 from grpo_dist.config import KL, Algorithm
@@ -44,3 +45,17 @@ def test_registries_hold_what_the_configuration_offers():
     assert choices("policy_loss") == set(POLICY_LOSSES)
     assert choices("aggregation") == set(MODES)
     assert set(get_args(KL.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "words"),
+    [
+        (ADVANTAGES, "grop", "advantage 'grop': expected one of grpo, dr_grpo.*did you mean grpo"),
+        (POLICY_LOSSES, "vespo", "policy loss 'vespo': expected one of policy_gradient, ppo_clip"),
+        (KL_ESTIMATORS, "k4", "KL estimator 'k4': expected one of k1, k2, k3"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(registry, name, words):
+    what = words.split(" '")[0]
+    with pytest.raises(ValueError, match=words):
+        named(registry, name, what)
