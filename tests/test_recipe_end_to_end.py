@@ -138,12 +138,16 @@ def test_what_is_kept_was_sampled_and_is_taught_as_it_was_asked(done):
     model = directory / "runs/r1/02_reason/model"
     tokenizer = AutoTokenizer.from_pretrained(model)
     sft = SFT.model_validate({"model": str(model), "data": str(stage / "sft.jsonl")})
+    respelled = 0  # a random model spells "<think>" with single characters, too
     for row, (asked, answered) in zip(kept, load_pairs(sft, tokenizer), strict=True):
         source = ids[row["uid"], row["sample"]]
-        assert answered == source["completion_ids"] and source["finish_reason"] == "stop"
+        respelled += answered != source["completion_ids"]
+        assert tokenizer.decode(answered) == tokenizer.decode(source["completion_ids"])
+        assert answered[-1] == source["completion_ids"][-1] and source["finish_reason"] == "stop"
         assert tokenizer.decode(asked) == (
             f"<|system|>You add.<|user|>{row['problem']}\nBe brief.<|assistant|>"
         )
+    assert respelled == report["respelled"]
 
 
 def test_the_distilled_model_is_the_smaller_one(done):

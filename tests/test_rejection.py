@@ -1,6 +1,7 @@
 """Rejection sampling: what is kept, that counts balance, and that what was asked is what is taught."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
         "unscored": 1,
         "below_min_reward": 1,
         "truncated": 1,
-        "special_tokens": 1,
+        "hidden_tokens": 1,
         "no_text": 1,
         "duplicate": 1,
         "too_easy": 0,
@@ -102,6 +103,16 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
     assert report["samples"] == 8 == report["kept"] + sum(report["dropped"].values())
     assert report["pass_rate"] == pytest.approx(6 / 7)
     assert report["length_tokens"] == len("right") + 1 and report["respelled"] == 0
+
+
+def test_tokens_that_only_the_model_has_are_no_text_to_teach(tokenizer):
+    """The demo's model has 272 tokens, its tokenizer 267."""
+    [sampled] = one_prompt(tokenizer, ("right", 1.0))
+    [rollout] = sampled.rollouts
+    ids = np.insert(rollout.completion_ids, 2, 270)
+    hidden = replace(sampled, rollouts=(replace(rollout, completion_ids=ids),))
+    records, report = select(tokenizer, [hidden])
+    assert records == [] and report["dropped"]["hidden_tokens"] == 1
 
 
 def test_more_may_be_kept_of_a_prompt_and_the_preference_is_a_setting(tokenizer):

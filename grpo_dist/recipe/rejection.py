@@ -21,7 +21,7 @@ from grpo_dist.types import Group, Prompt, Rollout
 
 # Why a sample is not kept, in the order in which it is asked.
 REASONS = (
-    "unscored", "below_min_reward", "truncated", "special_tokens", "no_text", "duplicate", "too_easy",
+    "unscored", "below_min_reward", "truncated", "hidden_tokens", "no_text", "duplicate", "too_easy",
     "enough",
 )  # fmt: skip
 
@@ -102,14 +102,21 @@ class Selection:
             return "below_min_reward"
         if rollout.finish_reason != "stop":
             return "truncated"  # the end of the answer would be taught where the model had none
-        if self._special.intersection(rollout.completion_ids[:-1].tolist()):
-            return "special_tokens"  # the text does not show them
+        if self._hides_tokens(rollout):
+            return "hidden_tokens"
         if not rollout.text or "\N{REPLACEMENT CHARACTER}" in rollout.text:
             return "no_text"  # nothing but the end, or tokens that are no whole characters
         if (prompt.text, rollout.text) in self._seen:
             return "duplicate"
         self._seen.add((prompt.text, rollout.text))
         return ""
+
+    def _hides_tokens(self, rollout: Rollout) -> bool:
+        """Whether the text leaves tokens out: special ones, and ids that the model has (its vocabulary is
+        often padded) but the tokenizer has not.
+        """
+        ids = rollout.completion_ids[:-1].tolist()
+        return bool(self._special.intersection(ids)) or max(ids, default=0) >= len(self._tokenizer)
 
     def _is_respelled(self, rollout: Rollout) -> bool:
         ids = self._tokenizer(rollout.text, add_special_tokens=False)["input_ids"]
