@@ -27,9 +27,9 @@ pipeline: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# Whole runs that learn, and one that must not: about half an hour on two cores.
+# Whole runs that learn, one that must not, and a whole recipe that is killed: about 40 minutes on two cores.
 evidence: $(READY)
-	$(BIN)/python -m pytest -s tests/evidence.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
