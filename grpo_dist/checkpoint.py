@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.progress import Progress, SampledBatch
@@ -63,11 +64,12 @@ class Checkpoints:
         partial.mkdir(parents=True)
         await workers.policy.save(partial / "policy")
         if workers.reference is not None and self._config.reference.refresh_every:
-            await workers.reference.save(partial / REFERENCE)
+            async with deadline(self._config.cluster.timeouts.save_s, f"reference: checkpoint to {partial}"):
+                await workers.reference.save(partial / REFERENCE)
         for number, batch in progress.ahead.items():
-            path = partial / "ahead" / f"batch_{number:06d}.parquet"
-            write_groups(path, batch.groups)
-            path.with_suffix(".json").write_text(json.dumps({"extra_prompts": batch.extra_prompts}))
+            write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
+            if batch.discarded:
+                write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
         state = State(
             step,
             fingerprint(self._config),
@@ -132,8 +134,9 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     by_uid = {p.uid: p for p in prompts}
     ahead = {}
     for file in sorted((checkpoint / "ahead").glob("batch_*.parquet")):
-        extra = json.loads(file.with_suffix(".json").read_text())["extra_prompts"]
-        ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), extra)
+        put_aside = file.with_name(file.name.replace("batch_", "discarded_"))
+        discarded = read_groups(put_aside, by_uid) if put_aside.exists() else []
+        ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), discarded)
     chosen = {int(batch): indices for batch, indices in state.chosen.items()}
     rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
     return Progress(ahead, state.kl_coef, chosen, rates)

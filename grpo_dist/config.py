@@ -316,7 +316,9 @@ class Reference(Section):
     num_workers: PositiveInt = 1
     threads: Count = 0
     micro_batch_tokens: PositiveInt = 16384
-    refresh_every: Count = Field(0, description="steps after which it takes on the policy; 0: stays frozen")
+    refresh_every: Count = Field(
+        0, description="steps after which it takes on the policy (launched batches finish first); 0: never"
+    )
     refresh_mix: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the policy it takes on; 1: all, less: a moving average"
     )

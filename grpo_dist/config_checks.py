@@ -21,8 +21,106 @@ _OWN_SETTINGS = {
 }
 
 
+# Estimators under which a group of equal rewards can teach, so that dynamic sampling would drop what counts.
+_EQUAL_REWARDS_TEACH = ("remax", "gdpo", "process", "reinforce_pp")
+# Estimators that look at something else than the sample's own reward as it is.
+_OTHER_REWARDS = {
+    "gdpo": "each reward on its own",
+    "process": "those of steps",
+    "remax": "the greedy answer's too",
+}
+
+
 def contradictions(config: Config) -> Iterator[str]:
-    """Settings of `algorithm` that cannot hold together, or that one of them would ignore."""
+    """Settings of `algorithm` and its neighbours that cannot hold together, or that one would ignore."""
+    yield from _of_the_algorithm(config)
+    yield from _of_the_updates(config)
+    yield from _of_the_samples(config)
+    yield from _without_effect(config)
+
+
+def _of_the_updates(config: Config) -> Iterator[str]:
+    a, b = config.algorithm, config.batch
+    if a.policy_loss != "policy_gradient":
+        return
+    if b.updates_per_step * b.epochs_per_batch > 1:
+        yield (
+            "`algorithm.policy_loss` = policy_gradient has no ratio, and so nothing that bounds a second "
+            f"update on the same samples: `batch.updates_per_step` = {b.updates_per_step}, "
+            f"`batch.epochs_per_batch` = {b.epochs_per_batch}; set both to 1, or use ppo_clip"
+        )
+    if a.old_logprobs == "rollout":
+        yield (
+            "`algorithm.old_logprobs` = rollout is what ratios are taken to, and `algorithm.policy_loss` = "
+            "policy_gradient has none; remove it (`algorithm.correction` weighs the mismatch)"
+        )
+
+
+def _of_the_samples(config: Config) -> Iterator[str]:
+    a, dynamic = config.algorithm, config.dynamic_sampling.enabled
+    if dynamic and a.advantage in _EQUAL_REWARDS_TEACH:
+        yield (
+            f"`dynamic_sampling.enabled` drops groups of equal rewards, and under `algorithm.advantage` = "
+            f"{a.advantage} these can teach too; set it to false"
+        )
+    if a.advantage in ("gdpo", "process") and a.reward_clip is not None:
+        yield (
+            f"`algorithm.reward_clip` = {a.reward_clip} is of whole rewards, and `algorithm.advantage` = "
+            f"{a.advantage} takes {_OTHER_REWARDS[a.advantage]}; remove it"
+        )
+    if a.advantage in _OTHER_REWARDS and a.reward_norm != "none":
+        yield (
+            f"`algorithm.reward_norm` = {a.reward_norm} is of a sample's whole reward, and "
+            f"`algorithm.advantage` = {a.advantage} takes {_OTHER_REWARDS[a.advantage]}; remove it"
+        )
+    seen_unshuffled = {
+        "`algorithm.advantage` = gdpo": a.advantage == "gdpo",
+        "`algorithm.advantage` = remax": a.advantage == "remax",
+        "`dynamic_sampling.enabled`": dynamic,
+        "`data.order` = pass_rate": config.data.order == "pass_rate",
+    }
+    for setting in (name for name, is_set in seen_unshuffled.items() if is_set and config.rewards.shuffle):
+        yield (
+            f"`rewards.shuffle` = true deals out a step's rewards, and {setting} looks at others, which "
+            "would stay as they are; a control is none then: remove one of the two"
+        )
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """A value that differs from its default where nothing reads it."""
+    a, dynamic = config.algorithm, config.dynamic_sampling
+    idle = [
+        ("algorithm.reward_shift", not a.reward_shift and a.reward_norm == "none", "algorithm.reward_norm"),
+        ("algorithm.reward_scale", not a.reward_scale and a.reward_norm == "none", "algorithm.reward_norm"),
+        ("algorithm.pass_k", a.pass_k != 4 and a.advantage != "pass_at_k", "algorithm.advantage=pass_at_k"),
+        ("algorithm.kl.gain", a.kl.gain != 0.1 and a.kl.target is None, "algorithm.kl.target"),
+        (
+            "reference.refresh_mix",
+            config.reference.refresh_mix != 1.0 and not config.reference.refresh_every,
+            "reference.refresh_every",
+        ),
+        (
+            "algorithm.correction.veto",
+            a.correction.veto > 0 and (a.correction.kind == "none" or a.old_logprobs == "rollout"),
+            "a kind of correction",
+        ),
+        (
+            "dynamic_sampling.max_extra_prompts",
+            dynamic.max_extra_prompts is not None and not dynamic.enabled,
+            "dynamic_sampling.enabled=true",
+        ),
+        (
+            "dynamic_sampling.oversample",
+            dynamic.oversample != 1.0 and not dynamic.enabled,
+            "dynamic_sampling.enabled=true",
+        ),
+    ]
+    for name, is_idle, needed in idle:
+        if is_idle:
+            yield f"`{name}` does nothing without {needed}; set that, or remove `{name}`"
+
+
+def _of_the_algorithm(config: Config) -> Iterator[str]:
     a, loss = config.algorithm, config.algorithm.policy_loss
     if a.advantage not in _USE_STD and a.std not in (None, "none"):
         yield (

@@ -91,6 +91,8 @@ def _asked_for(estimator: Any, groups: Sequence[Group], settings: CreditSettings
         known["lengths"] = torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
     if "baselines" in names:
         known["baselines"] = torch.cat([_baselines(g) for g in groups])
+        if settings.reward_clip is not None:
+            known["baselines"] = known["baselines"].clamp(-settings.reward_clip, settings.reward_clip)
     if "parts" in names:
         used = [name for name, weight in settings.weights.items() if weight]
         parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in used]

@@ -78,12 +78,14 @@ async def run(
             with watch("reference"):
                 await workers.reference_sync.refresh()
                 await pipeline.renew_reference()
-        metrics |= rollout_metrics(batch.groups, version=step, max_new_tokens=config.sampling.max_new_tokens)
-        metrics |= throughput_metrics(batch.groups, watch.stop())
-        metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(batch.extra_prompts)}
+        sampled = batch.sampled.sampled
+        metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
+        metrics |= throughput_metrics(sampled, watch.stop())
+        metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
+        metrics["train/rows"] = float(sum(map(len, updates)))
         if kl.target is not None:
             kl_coef = next_kl_coef(kl_coef, metrics["ref/kl"], target=kl.target, gain=kl.gain)
-        recorder.samples(f"step_{step + 1:06d}", batch.groups)
+        recorder.samples(f"step_{step + 1:06d}", sampled)
         recorder.log(step + 1, metrics)
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,14 +36,14 @@ class ScoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class ScoredBatch:
-    """The groups of one step; ``extra_prompts`` were sampled besides its own."""
+    """The groups that one step trains on, and those that dynamic sampling put aside."""
 
     scored: list[ScoredGroup]
-    extra_prompts: int = 0
+    discarded: list[Group] = field(default_factory=list)
 
     @property
-    def groups(self) -> list[Group]:
-        return [s.group for s in self.scored]
+    def sampled(self) -> SampledBatch:
+        return SampledBatch([s.group for s in self.scored], self.discarded)
 
 
 class Pipeline:
@@ -83,7 +83,7 @@ class Pipeline:
         done = await self._wait(batch, task)
         del self._chosen[batch]
         if self._curriculum:
-            self._curriculum.observe(done.groups)
+            self._curriculum.observe(done.sampled.sampled)
         return done
 
     async def settle(self) -> None:
@@ -100,7 +100,7 @@ class Pipeline:
         """
         for i, (batch, task) in enumerate(self._launched):
             done = await self._wait(batch, task)
-            renewed = asyncio.create_task(self._referenced(done), name=f"batch {batch}")
+            renewed = asyncio.create_task(self._referenced(done.sampled), name=f"batch {batch}")
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
 
@@ -109,7 +109,7 @@ class Pipeline:
         again, on the same prompts), and what decides which prompts come next.
         """
         ahead = {
-            batch: SampledBatch(task.result().groups, task.result().extra_prompts)
+            batch: task.result().sampled
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
         }
@@ -130,19 +130,17 @@ class Pipeline:
 
     async def _batch(self, batch: int) -> ScoredBatch:
         if batch in self._restored:
-            kept = self._restored.pop(batch)
-            return ScoredBatch(await gather(self._with_reference(g) for g in kept.groups), kept.extra_prompts)
+            return await self._referenced(self._restored.pop(batch))
         own = self._chosen[batch]
         if self._config.dynamic_sampling.enabled:
-            groups, extra = await self._groups_with_signal(own, batch)
-            return ScoredBatch(await gather(self._with_reference(g) for g in groups), extra)
+            return await self._referenced(await self._groups_with_signal(own, batch))
         return ScoredBatch(await gather(self._scored(self._prompts[i], batch) for i in own))
 
-    async def _referenced(self, batch: ScoredBatch) -> ScoredBatch:
-        return ScoredBatch(await gather(self._with_reference(g) for g in batch.groups), batch.extra_prompts)
+    async def _referenced(self, batch: SampledBatch) -> ScoredBatch:
+        return ScoredBatch(await gather(self._with_reference(g) for g in batch.groups), batch.discarded)
 
-    async def _groups_with_signal(self, own: list[int], batch: int) -> tuple[list[Group], int]:
-        """As many groups as ``own`` has prompts, those with a signal first; and the extra prompts sampled.
+    async def _groups_with_signal(self, own: list[int], batch: int) -> SampledBatch:
+        """As many groups as ``own`` has prompts, those with a signal first, and what else was sampled.
 
         Which prompts come next follows from (seed, batch) and the rewards alone, so a resumed run draws the
         same. Where the bound on extra prompts is met, groups without a signal fill the batch up.
@@ -152,14 +150,15 @@ class Pipeline:
         further = further[: settings.max_extra_prompts or 3 * wanted]
         useful: list[Group] = []
         silent: list[Group] = []
-        asked, extra = own, 0
+        asked, used = own, 0
         while asked:
             for group in await gather(self._group(self._prompts[i], batch) for i in asked):
                 (useful if has_signal(group.rewards) else silent).append(group)
             missing = max(wanted - len(useful), 0)
-            asked = further[extra : extra + math.ceil(missing * settings.oversample)]
-            extra += len(asked)
-        return (useful + silent)[:wanted], extra
+            asked = further[used : used + math.ceil(missing * settings.oversample)]
+            used += len(asked)
+        groups = useful + silent
+        return SampledBatch(groups[:wanted], groups[wanted:])
 
     async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Reward and reference at the same time."""
@@ -173,11 +172,14 @@ class Pipeline:
         return await self._graded(prompt, await self._sample(prompt, batch), batch)
 
     async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
-        group = await self._workers.rewards.score(prompt, rollouts)
         if self._config.algorithm.advantage != "remax":
-            return group
-        greedy = await self._workers.rewards.score(prompt, await self._greedy(prompt, batch))
-        return replace(group, baseline_reward=float(greedy.rewards[0]))
+            return await self._workers.rewards.score(prompt, rollouts)
+        group, baseline = await gather(
+            [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
+        )
+        if math.isnan(baseline):  # without it no sample of the group has an advantage: none is trained
+            group = replace(group, rewards=np.full_like(group.rewards, np.nan))
+        return replace(group, baseline_reward=baseline)
 
     async def _sample(self, prompt: Prompt, batch: int) -> RolloutsRef:
         config = self._config
@@ -189,10 +191,12 @@ class Pipeline:
         )
         return await self._workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
 
-    async def _greedy(self, prompt: Prompt, batch: int) -> RolloutsRef:
+    async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
+        """Of the most likely completion: ReMax's baseline."""
         sampling = Sampling(temperature=0.0, max_new_tokens=self._config.sampling.max_new_tokens)
         seed = request_seed(self._config.seed, batch, prompt.uid, -1)
-        return await self._workers.rollouts.sample(prompt, seeds=[seed], sampling=sampling)
+        rollouts = await self._workers.rollouts.sample(prompt, seeds=[seed], sampling=sampling)
+        return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
 
     async def _with_reference(self, group: Group) -> ScoredGroup:
         return ScoredGroup(group, await self._reference(group.prompt, group.rollouts))

@@ -10,10 +10,14 @@ from grpo_dist.types import Group
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """The groups of one step, and how many prompts beyond the step's own were sampled to get them."""
+    """The groups of one step, and those sampled besides that dynamic sampling put aside."""
 
     groups: list[Group]
-    extra_prompts: int = 0
+    discarded: list[Group] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> list[Group]:
+        return self.groups + self.discarded
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
     """
     algorithm = config.algorithm
     other_terms = (config.needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
-    if other_terms or not algorithm.skip_idle_rows:
+    ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
+    if other_terms or ranked or not algorithm.skip_idle_rows:
         return batch
     busy = (batch.advantages != 0).any(dim=1).nonzero()[:, 0].tolist()
     return batch.select(busy) if busy else batch

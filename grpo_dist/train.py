@@ -92,8 +92,9 @@ async def _train(
             _say(f"resuming from {newest}")
             with refusals():
                 await workers.policy.load(newest / "policy")
-            if workers.reference is not None and (newest / REFERENCE).exists():
-                await workers.reference.load(newest / REFERENCE)
+            if workers.reference is not None and config.reference.refresh_every:
+                async with deadline(timeouts.save_s, f"reference: restore from {newest}"):
+                    await workers.reference.load(newest / REFERENCE)
             await workers.sync.push(version=start)
         await driver.run(
             config,

@@ -100,9 +100,13 @@ class Trainer:
         first = per_update[0]
         metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
         metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
-        metrics |= {k: v for k, v in first.items() if k.startswith("mismatch/")}
-        unmoved = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
-        return metrics | {f"first_update/{k}": first[k] for k in unmoved if k in first}
+        # Before anything moved: of all samples where the trainer's old log-probs are known.
+        unmoved = per_update[: len(batches) if self._loss.old_logprobs == "trainer" else 1]
+        for name in (k for k in first if k.startswith("mismatch/")):
+            values = [m[name] for m in unmoved]
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
+        return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:

@@ -167,6 +167,9 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
     assert total[0] == total[3]
     got = gdpo(total, ONE[:4], parts=torch.stack(parts), weights=weights)
     assert got[0] != got[3] and got[0] == got[1]
+    silent = torch.cat([torch.stack(parts), tensor(1, 1, 1, 0, 0, 0).view(2, 3)], dim=1)
+    with_silent = gdpo(silent.sum(0), torch.tensor([0, 0, 0, 0, 1, 1, 1]), parts=silent, weights=weights)
+    assert with_silent[4:].tolist() == [0.0, 0.0, 0.0]
     own = [(v - 0.5) / (1 / math.sqrt(3)) for v in (1, 1, 0, 0)], [(v - 0.25) / 0.5 for v in (0, 0, 0, 1)]
     summed = [a + b for a, b in zip(*own, strict=True)]
     deviation = statistics.stdev(summed)
@@ -186,6 +189,8 @@ def test_rewards_are_shifted_and_scaled_over_what_is_asked():
     centred = [v - 7 for v in (1, 3, 10, 14)]
     deviation = statistics.stdev(centred)
     close(norm(over="batch")[[0, 1, 3, 4]], tensor(*(c / deviation for c in centred)))
+    equal = normalise_rewards(tensor(1, 1, 1, 0), torch.tensor([0, 0, 1, 1]), over="group", shift=False)
+    close(equal, tensor(1, 1, math.sqrt(2), 0), 1e-5)
     assert all(math.isnan(norm(over=over)[2]) for over in ("none", "group", "batch"))
     assert norm(over="none") is rewards
     with pytest.raises(ValueError, match="reward_norm = 'step': expected none, group, batch"):

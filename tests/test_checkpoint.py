@@ -44,20 +44,25 @@ def group(prompt):
 
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
-    asyncio.run(checkpoints.save(step, Disk(**disk), Progress(ahead or {}, kl_coef=0.25)))
+    asyncio.run(
+        checkpoints.save(
+            step, Disk(**disk), Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)})
+        )
+    )
 
 
 def test_what_was_saved_is_found_again(tmp_path):
-    save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], extra_prompts=5)})
+    save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], [group(PROMPTS[3])])})
     (found,) = list_checkpoints(tmp_path)
     state = load_state(found, fakes.config())
     assert state.step == 3
     check_data(found, state, PROMPTS)
     progress = load_progress(found, state, PROMPTS)
     assert progress.kl_coef == 0.25
-    ((number, batch),) = progress.ahead.items()
-    (restored,) = batch.groups
-    assert number == 3 and batch.extra_prompts == 5 and restored.prompt is PROMPTS[1]
+    batch = progress.ahead[3]
+    (restored,), (put_aside,) = batch.groups, batch.discarded
+    assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
+    assert progress.chosen == {3: [1, 0], 12: [2]} and progress.pass_rates == {"p1": (0.5, 4.0)}
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 

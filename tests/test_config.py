@@ -79,6 +79,12 @@ def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
         ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
         ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
         ("algorithm.advantage=process", ["`rewards.models` has no model", "add one"]),
+        ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
+        ("algorithm={advantage: gdpo, reward_clip: 2}", ["`algorithm.reward_clip` = 2.0", "on its own"]),
+        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` does nothing without"]),
+        ("dynamic_sampling.oversample=2", ["does nothing without dynamic_sampling.enabled=true"]),
+        ("reference.refresh_mix=0.5", ["does nothing without reference.refresh_every"]),
+        ("algorithm={policy_loss: policy_gradient, old_logprobs: rollout}", ["has none; remove it"]),
         ("reference.refresh_every=5", ["`reference.refresh_every` needs a reference"]),
         ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
@@ -125,3 +131,21 @@ def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
     (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
     with pytest.raises(ConfigError, match="circle"):
         load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
+            ["nothing that bounds a second update", "set both to 1"],
+        ),
+        (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can teach too"]),
+        (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
+        (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
+    ],
+)
+def test_settings_that_contradict_each_other_across_sections(base, overrides, words):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, overrides)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)

@@ -92,16 +92,26 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     silent, useful = group([1, 1], [4, 4]), group([1, 0], [2, 3])
     (short,) = make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
     assert (len(short), short.num_tokens, short.num_sequences) == (2, 13.0, 4.0)
-    for algorithm, kl_coef in (
-        ({"skip_idle_rows": False}, 0.0),
-        ({"entropy_coef": 0.1}, 0.0),
+    reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
+    with_reference = [ScoredGroup(g, ref) for g, ref in zip((silent, useful), reference, strict=True)]
+    for algorithm in (
+        {"skip_idle_rows": False},
+        {"entropy_coef": 0.1},
+        {"top_entropy_share": 0.2},
+        {"kl": {"coef": 0.1}},
+        {"kl": {"coef": 0.1}, "add_token_level_kl": True},
     ):
-        (whole,) = make_batches(
-            fakes.config(batch=batch, algorithm=algorithm), scored(silent, useful), 0, kl_coef=kl_coef
-        )
-        assert len(whole) == 4
+        config = fakes.config(batch=batch, algorithm=algorithm)
+        (whole,) = make_batches(config, with_reference, 0, kl_coef=config.algorithm.kl.coef)
+        assert len(whole) == 4, algorithm
     (nothing,) = make_batches(fakes.config(batch=batch), scored(silent, silent), 0, kl_coef=0.0)
     assert len(nothing) == 4
+
+
+def test_reward_clip_holds_remaxs_baseline_too():
+    made = group([5, 0], [1, 1], baseline_reward=5.0)
+    got = sample_advantages([made], CreditSettings(estimator="remax", reward_clip=1.0))
+    assert got[0].tolist() == [0.0, -1.0]
 
 
 def test_truncated_samples_count_in_their_group_and_are_not_trained():

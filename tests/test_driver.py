@@ -172,10 +172,27 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
     config = fakes.config(steps=3, dynamic_sampling=dynamic(max_extra_prompts=40))
     train(world, config, fakes.prompts(40))
     for step in (1, 2, 3):
-        assert world.logged[step]["group/no_signal_share"] == 0
-        assert len(world.updates[step - 1][0]) == 8
+        (batch,) = world.updates[step - 1]
+        assert len(batch) == 8 and batch.advantages[batch.loss_mask].all()
+        # What was put aside is not hidden: it is in the metrics.
+        extra = world.logged[step]["group/extra_prompts"]
+        assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
+        assert world.logged[step]["rollout/tokens"] == 2 * 2 * (4 + extra)
     sampled = len(world.sampled)
     assert sampled == 12 + sum(world.logged[s]["group/extra_prompts"] for s in (1, 2, 3)) > 12
+
+
+def test_a_curriculum_also_learns_from_groups_that_were_put_aside():
+    world = fakes.World()
+    only_some_differ(world, {f"p{i}" for i in range(20)})
+    config = fakes.config(
+        steps=8,
+        data={"train": DEMO, "order": "pass_rate"},
+        dynamic_sampling=dynamic(),
+        checkpoint={"every": 8},
+    )
+    train(world, config, fakes.prompts(40))
+    assert set(world.saved[8].pass_rates) == {uid for uid, _, _ in world.sampled}
 
 
 def test_the_bound_on_extra_prompts_is_kept_and_the_batch_stays_full():
@@ -209,10 +226,30 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
 
 def test_remax_samples_every_prompt_greedily_for_its_baseline():
     world = fakes.World()
-    train(world, fakes.config(steps=1, algorithm={"advantage": "remax"}), fakes.prompts(8))
-    assert sorted(len(seeds) for _, seeds, _ in world.sampled) == [1] * 4 + [2] * 4
+    drawn, sample = [], world.sample
+
+    async def record(prompt, *, seeds, sampling):
+        drawn.append((prompt.uid, len(seeds), sampling.temperature))
+        return await sample(prompt, seeds=seeds, sampling=sampling)
+
+    async def score(prompt, rollouts):
+        """The greedy answer to problem i is worth i / 10, sample i is worth i; one cannot be scored."""
+        worth = [int(prompt.uid[1:]) / 10] if len(rollouts) == 1 else range(len(rollouts))
+        rewards = np.array(
+            [np.nan if prompt.uid == "p3" and len(rollouts) == 1 else w for w in worth], np.float32
+        )
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    world.sample, world.score = record, score
+    config = fakes.config(
+        steps=1, batch={"prompts_per_step": 8, "samples_per_prompt": 2}, algorithm={"advantage": "remax"}
+    )
+    train(world, config, fakes.prompts(8))
+    assert sorted(drawn) == sorted([(f"p{i}", n, t) for i in range(8) for n, t in ((1, 0.0), (2, 1.0))])
     (batch,) = world.updates[0]
-    assert set(batch.advantages[batch.loss_mask].tolist()) <= {-1.0, 0.0, 1.0}
+    got = sorted(batch.advantages[i, 3].item() for i in range(len(batch)) if batch.loss_mask[i].any())
+    expected = [w - i / 10 for i in range(8) if i != 3 for w in (0, 1)]
+    assert got == pytest.approx(sorted(e for e in expected if e))
 
 
 def test_the_kl_weight_follows_the_target_and_survives_a_resume():
@@ -283,3 +320,7 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
     whole, other, resumed = (w.updates for w in worlds)
     pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+    rates = worlds[0].saved[12].pass_rates
+    assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
+    assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
+    assert any(right > 0 for right, _ in rates.values())

@@ -166,7 +166,7 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
     assert len(rows) == 16
     assert all(0 <= row["reward"] <= 1 and len(row["completion_ids"]) == len(row["logprobs"]) for row in rows)
     ahead = directory / "checkpoints/step_000002/ahead"
-    assert sorted(p.name for p in ahead.iterdir()) == ["batch_000002.json", "batch_000002.parquet"]
+    assert sorted(p.name for p in ahead.iterdir()) == ["batch_000002.parquet"]
 
 
 EVERYTHING = (

@@ -226,3 +226,19 @@ def near_the_models(model_dir, batch):
     )
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)
+
+
+def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_model):
+    """One sample on two ranks: old log-probs, the entropy threshold and two epochs all need both."""
+    algorithm = Algorithm(top_entropy_share=0.5, kl=KL())
+    small = samples_of_groups.batch(groups=1, samples=1, reference=False)
+
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=2, **how)
+        await group.ready()
+        metrics = await group.update([small, small])
+        await group.shutdown()
+        return metrics
+
+    one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)

@@ -157,9 +157,9 @@ def gdpo(
         for weight, part in zip(weights.tolist(), own, strict=True)
     )
     assert isinstance(total, Tensor)
-    together = torch.zeros_like(group_ids)
-    normalised = grpo(torch.where(known, total, torch.nan), together, std="group", eps=eps)
-    return torch.where(known, normalised, 0.0).to(rewards.dtype)
+    # Centred group by group, the sums have mean 0 over the batch already: only their size is normalised.
+    scale = (total.square().sum() / max(int(known.sum()) - 1, 1)).sqrt() + eps
+    return torch.where(known, total / scale, 0.0).to(rewards.dtype)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

@@ -34,10 +34,11 @@ def normalise_rewards(
         return rewards
     ids = group_ids if over == "group" else torch.zeros_like(group_ids)
     group = Groups(ids, ~torch.isnan(rewards))
-    centred, _ = group.centre(rewards)
+    centred, spread = group.centre(rewards)
     deviation = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index]
     values = centred if shift else rewards.double()
-    values = values / (deviation + eps) if scale else values
+    # Equal rewards have no deviation to be measured in: dividing by eps would blow them up.
+    values = values / torch.where(spread, deviation + eps, 1.0) if scale else values
     return torch.where(torch.isnan(rewards), torch.nan, values).to(rewards.dtype)
 
 
