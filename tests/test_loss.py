@@ -132,7 +132,7 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
     entropy = torch.tensor([[9.0, 1, 2, 6]], requires_grad=True)
     loss, stats = batch_loss(logprobs, batch_of_one_row(), LossSettings(entropy_coef=0.1), entropy=entropy)
     loss.backward()
-    assert float(loss) == pytest.approx(-2 - 0.1 * 3)
+    assert loss.item() == pytest.approx(-2 - 0.1 * 3)
     torch.testing.assert_close(entropy.grad, torch.tensor([[0.0, -0.1, -0.1, -0.1]]) / 3)
     assert finish_stats(stats)["loss/entropy"] == pytest.approx(-0.3)
 
