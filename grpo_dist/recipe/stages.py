@@ -63,7 +63,7 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
 
 
 def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
-    """The run's own evaluations, the exported model's where it made one."""
+    """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
     from grpo_dist.train import finished_steps, train
 
     if finished_steps(stage.directory) != stage.config.steps:
@@ -71,7 +71,7 @@ def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
     measured = [(line["step"], _measures(line)) for line in lines]
     first = next((found for step, found in measured if step == 0 and found), before)
-    last: Measures = next((found for step, found in reversed(measured) if step > 0 and found), {})
+    last: Measures = next((found for step, found in measured if step == stage.config.steps), {})
     return Result(first, last)
 
 
