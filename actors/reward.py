@@ -6,6 +6,7 @@ Group, together with what the reward models say.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,8 +20,10 @@ from grpo_dist.config import Rewards
 from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.registry import Scorer, model_terms, reward_specs
+from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
 from grpo_dist.types import Group, Prompt, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class RewardWorker:
@@ -43,14 +46,17 @@ class RewardWorker:
 
     def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, ModelScores]
-    ) -> Group:
-        """``modelled``: what each reward model says of the samples; ``score_s`` is without their time."""
+    ) -> tuple[Group, tuple[str, ...]]:
+        """The group, and what is new of why samples cannot be scored: nobody reads an actor's log.
+
+        ``modelled``: what each reward model says of the samples; ``score_s`` is without their time.
+        """
         begin = time.perf_counter()
         answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens)
         scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
         # At most one of them is a process model; the configuration saw to that.
         steps = next((m for m in modelled.values() if m.step_rewards is not None), None)
-        return Group(
+        group = Group(
             prompt=prompt,
             rollouts=tuple(rollouts),
             rewards=scores.rewards,
@@ -60,6 +66,7 @@ class RewardWorker:
             step_rewards=steps.step_rewards if steps else None,
             step_ends=steps.step_ends if steps else None,
         )
+        return group, self._scorer.news()
 
     def close(self) -> None:
         self._scorer.close()
@@ -80,7 +87,7 @@ class RewardPool:
         models: Sequence[RewardModelPool] = (),
         options: dict[str, Any],
     ) -> None:
-        actor = ray.remote(RewardWorker)
+        actor, settings = ray.remote(RewardWorker), placed(settings)
         in_hand = 2 * settings.processes_per_worker
         self._workers = [
             actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(
@@ -90,6 +97,7 @@ class RewardPool:
         ]
         self._least_busy = LeastBusy(self._workers)
         self._models = list(models)
+        self._told: set[str] = set()
 
     async def ready(self) -> None:
         await gather(
@@ -100,7 +108,12 @@ class RewardPool:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
         scores = await gather(model.score(prompt, rollouts) for model in self._models)
         modelled = {model.name: own for model, own in zip(self._models, scores, strict=True)}
-        return await self._least_busy.call("score", prompt, rollouts, modelled)
+        group, news = await self._least_busy.call("score", prompt, rollouts, modelled)
+        for reason in news:
+            if reason not in self._told:
+                self._told.add(reason)
+                logger.warning("%s; a sample without a score counts as not scored", reason)
+        return group
 
     async def shutdown(self) -> None:
         await gather([end(self._workers), *(model.shutdown() for model in self._models)])

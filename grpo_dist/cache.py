@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.durable import publish
+
 
 def cache_dir() -> Path:
     """``GRPO_DIST_CACHE``, else ~/.cache/grpo-dist."""
@@ -30,7 +32,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
     try:
         make(partial)
         try:
-            os.rename(partial, final)
+            publish(partial, final)
         except OSError:
             if not final.is_dir():  # otherwise another process made the same one meanwhile
                 raise

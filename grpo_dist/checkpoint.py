@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
+from grpo_dist.durable import flush, publish
 from grpo_dist.progress import Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt
@@ -52,10 +52,17 @@ class Checkpoints:
     """The checkpoint directory of one run. Only directories that bear its own names are ever deleted."""
 
     def __init__(
-        self, directory: Path, config: Config, prompts: Sequence[Prompt], *, wandb_id: str | None = None
+        self,
+        directory: Path,
+        config: Config,
+        prompts: Sequence[Prompt],
+        *,
+        identity: Config | None = None,
+        wandb_id: str | None = None,
     ) -> None:
+        """``identity``: see `load_state`."""
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
-        self._data = data_digest(prompts)
+        self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         final = self._directory / f"step_{step:06d}"
@@ -72,7 +79,7 @@ class Checkpoints:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
         state = State(
             step,
-            fingerprint(self._config),
+            self._fingerprint,
             self._data,
             progress.kl_coef,
             {str(batch): indices for batch, indices in progress.chosen.items()},
@@ -81,11 +88,10 @@ class Checkpoints:
         )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
-        _flush(partial)
+        flush(partial)  # before what it replaces goes
         if final.exists():  # the same step, saved before a resume from an older one
             shutil.rmtree(final)
-        os.rename(partial, final)
-        _flush(self._directory)
+        publish(partial, final)
         self._prune()
 
     def _prune(self) -> None:
@@ -100,7 +106,11 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def load_state(checkpoint: Path, config: Config) -> State:
-    """Raises ValueError when the checkpoint is damaged or belongs to a run whose results would differ."""
+    """Raises ValueError when the checkpoint is damaged or belongs to a run whose results would differ.
+
+    ``config`` is the run's identity: of a stage of a pipeline, the configuration that names other stages
+    where the run itself has their directories, which may move.
+    """
     try:
         state = State(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -155,16 +165,10 @@ def fingerprint(config: Config) -> str:
     """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
     free = {"name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster"}
     kept = config.model_dump(mode="json", exclude=free)
+    if config.model.path != "sft":
+        kept.pop("sft")  # nothing is made from it
+    elif config.sft is not None:
+        kept["sft"].pop("threads")
     if config.policy.optimizer.schedule != "constant":
         kept["steps"] = config.steps  # the schedule ends there
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _flush(directory: Path) -> None:
-    """fsync every file and directory below, so that the rename cannot become durable before the contents."""
-    for path in (*directory.rglob("*"), directory):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -531,6 +531,15 @@ class Rejection(Section):
     )
     chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
 
+    @model_validator(mode="after")
+    def _keeps_what_there_is(self) -> Rejection:
+        if self.keep_per_prompt > self.samples_per_prompt:
+            raise ValueError(
+                f"keep_per_prompt = {self.keep_per_prompt} is above samples_per_prompt = "
+                f"{self.samples_per_prompt}; sample more or keep fewer"
+            )
+        return self
+
 
 class Demonstrations(Section):
     """One source of (prompt, completion) pairs; null takes what the `sft` section says."""
@@ -540,6 +549,15 @@ class Demonstrations(Section):
     noise: Fraction | None = Field(
         None, description="share of generated demonstrations that carry one wrong step"
     )
+
+    @model_validator(mode="after")
+    def _noise_is_of_what_is_made(self) -> Demonstrations:
+        if self.noise is not None and not self.path.startswith("demo:"):
+            raise ValueError(
+                f"noise = {self.noise:g} is of demonstrations that are generated, and path = {self.path} is "
+                "not demo:...; remove it"
+            )
+        return self
 
 
 def _as_sources(value: Any) -> Any:

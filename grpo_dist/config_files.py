@@ -24,6 +24,7 @@ from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
+from grpo_dist.secrets import masked
 
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
@@ -71,8 +72,8 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every default written out."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    """The resolved configuration as YAML, every default written out, with *** for secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:

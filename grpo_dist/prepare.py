@@ -135,11 +135,16 @@ def check_backend(config: Config) -> None:
         raise ValueError("weight_sync.backend = nccl needs GPUs, and torch sees none here; use auto or gloo")
 
 
-def check_length(config: Config, model_dir: Path) -> None:
+def position_limit(config: Config, model_dir: Path) -> int | None:
+    """Tokens that a sequence may have; None where the model does not say."""
     from transformers import AutoConfig
 
     model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
-    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
+    return getattr(model.get_text_config(), "max_position_embeddings", None)
+
+
+def check_length(config: Config, model_dir: Path) -> None:
+    limit = position_limit(config, model_dir)
     if limit is not None and config.max_length > limit:
         raise ValueError(
             f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "

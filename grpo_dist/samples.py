@@ -7,7 +7,6 @@ bit.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from grpo_dist.durable import publish
 from grpo_dist.types import Group, Prompt, Rollout
 
 _PART = "reward/"
@@ -22,11 +22,11 @@ _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
 def write_groups(path: Path, groups: list[Group]) -> None:
-    """Write atomically: a reader never sees half a file."""
+    """Write atomically: a reader never sees half a file, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     pq.write_table(_table(groups), partial, compression="zstd")
-    os.replace(partial, path)
+    publish(partial, path)
 
 
 def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:

@@ -80,7 +80,12 @@ def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]
             )  # fmt: skip
         loss = response_loss(model, *(t.to(device) for t in batch))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        if not torch.isfinite(loss + norm):
+            raise ValueError(
+                f"supervised: step {step + 1} has loss {loss.item():g} and gradient norm {norm.item():g}; "
+                f"lower sft.lr = {settings.lr:g} or raise sft.warmup_steps = {settings.warmup_steps}"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == settings.steps - 1:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
 from grpo_dist.samples import write_groups
+from grpo_dist.secrets import masked
 from grpo_dist.types import Group
 
 
@@ -134,7 +135,7 @@ class WandbSink:
             mode=mode,
             id=run_id,
             resume="allow" if run_id else None,
-            config=config.model_dump(mode="json"),
+            config=masked(config.model_dump(mode="json")),
         )
         self.run_id: str = self._run.id
 

@@ -39,17 +39,19 @@ from grpo_dist.tracking import NoSamples, Tracker
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
 
-def train(config: Config) -> Path:
-    """Run ``config`` to its end and return the run directory. Raises UserError for input that cannot be
-    used.
+def train(config: Config, *, identity: Config | None = None) -> Path:
+    """Run ``config`` to its end and return the run directory. ``identity``: see `checkpoint.load_state`.
+
+    Raises UserError for input that cannot be used.
     """
+    identity = identity or config
     from actors.cluster import check_fits
 
     with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)
-        state = load_state(newest, config) if newest else None
+        state = load_state(newest, identity) if newest else None
         check_fits(config)
         prepared = prepare(config, _say)
         progress = Progress()
@@ -65,7 +67,10 @@ def train(config: Config) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
     with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
-        final = asyncio.run(_train(config, prepared, run_dir, tracker, newest, start, progress))
+        checkpoints = Checkpoints(
+            run_dir / "checkpoints", config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
+        )
+        final = asyncio.run(_train(config, prepared, run_dir, tracker, checkpoints, newest, start, progress))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
     return run_dir
@@ -76,6 +81,7 @@ async def _train(
     prepared: Prepared,
     run_dir: Path,
     tracker: Tracker,
+    checkpoints: Checkpoints,
     newest: Path | None,
     start: int,
     progress: Progress,
@@ -84,7 +90,6 @@ async def _train(
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
-    checkpoints = Checkpoints(run_dir / "checkpoints", config, prepared.prompts, wandb_id=tracker.wandb_id)
     async with Cluster(config) as cluster:
         async with deadline(timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)

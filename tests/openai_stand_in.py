@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,6 +20,7 @@ class StandIn:
     def __init__(self, reply: Callable[[dict[str, Any], int], Reply]) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
+        self.drip = 0  # bytes of a reply that are sent at once, twenty times a second; 0: all
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         stand_in = self
 
@@ -46,7 +48,11 @@ class StandIn:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(content)
+                size = stand_in.drip or len(content)
+                with suppress(ConnectionError):  # who asked has given up
+                    for first in range(0, len(content), size):
+                        self.wfile.write(content[first : first + size])
+                        time.sleep(0.05 if stand_in.drip else 0)
 
             def log_message(self, *arguments: Any) -> None:
                 pass

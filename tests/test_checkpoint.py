@@ -99,6 +99,31 @@ def test_another_configuration_does_not_resume_but_a_longer_run_does(tmp_path):
         load_state(found, fakes.config(seed=5))
 
 
+def with_sft(path="sft", **sft):
+    section = {"model": "demo:tiny", "data": "demo:add3"} | sft
+    return fakes.config(model={"path": path}, sft=section)
+
+
+def test_what_the_cold_start_was_made_with_counts_where_there_is_one(tmp_path):
+    save(tmp_path, 1, config=with_sft())
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, with_sft(threads=2)).step == 1
+    with pytest.raises(ValueError, match="made with another configuration"):
+        load_state(found, with_sft(steps=3))
+    save(tmp_path / "none", 1, config=with_sft("demo:tiny"))
+    (found,) = list_checkpoints(tmp_path / "none")
+    assert load_state(found, with_sft("demo:tiny", steps=3)).step == 1
+
+
+def test_a_run_may_have_an_identity_that_outlives_its_paths(tmp_path):
+    identity = fakes.config(model={"path": "stage:cold"})
+    checkpoints = Checkpoints(tmp_path, fakes.config(model={"path": "here"}), PROMPTS, identity=identity)
+    asyncio.run(checkpoints.save(1, Disk(), Progress({})))
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, identity).step == 1
+    assert "path: here" in (found / "config.yaml").read_text()
+
+
 def test_other_training_prompts_do_not_resume(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)

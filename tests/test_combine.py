@@ -34,6 +34,14 @@ def test_the_threshold_itself_is_closed():
     assert total(terms, a=[0.5, 0.51, 0.4], b=[1, 1, 1]).tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("threshold", [0.6, 0.1, 0.7])
+def test_a_part_is_compared_with_the_threshold_as_the_float32_it_is(threshold):
+    """0.6 as a float32 is above 0.6, 0.7 is below."""
+    terms = [Term("a", 0.0), Term("b", 1.0, gate="a", gate_above=threshold)]
+    just_above = np.nextafter(np.float32(threshold), np.float32(1))
+    assert total(terms, a=[threshold, just_above], b=[1, 1]).tolist() == [0.0, 1.0]
+
+
 def test_a_part_of_weight_zero_spoils_nothing_unless_it_is_a_gate():
     np.testing.assert_array_equal(total([Term("a"), Term("b", 0.0)], a=[1], b=[NAN]), [1.0])
     gated = [Term("a", gate="b"), Term("b", 0.0)]

@@ -1,6 +1,10 @@
 """The judge against a stand-in server: what is asked, how replies are read, retries, limits and the cache."""
 
 import math
+import sqlite3
+import subprocess
+import sys
+import time
 from collections import Counter
 
 import numpy as np
@@ -13,7 +17,7 @@ from grpo_dist.rewards.chat_server import ChatServer, NoReply
 from grpo_dist.rewards.judge import Judge, candidate, yes_or_no
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.rate_limit import RateLimit
-from grpo_dist.rewards.registry import Scorer, check_rewards
+from grpo_dist.rewards.registry import Scorer, check_rewards, placed
 from grpo_dist.rewards.verdict_cache import VerdictCache
 
 
@@ -116,6 +120,9 @@ def test_anything_else_is_none(reply):
         ((200, b"{}", {}), "malformed reply"),
         ((200, chat(None), {}), "no choice with a text"),
         ((200, b'{"choices": []}', {}), "no choice with a text"),
+        ((200, b'{"choices": {"0": "Yes"}}', {}), "no choice with a text"),
+        ((200, b'{"choices": 3}', {}), "no choice with a text"),
+        ((200, b"[]", {}), "no choice with a text"),
         (failing(401), "HTTP 401"),
         (failing(404), "HTTP 404"),
         (failing(503), "after 1 tries"),
@@ -156,6 +163,23 @@ def test_retries_end():
 def test_a_slow_reply_is_given_up_and_tried_again():
     with StandIn(lambda body, number: after(5, "late") if number == 0 else "Yes") as stand_in:
         assert server(stand_in, timeout_s=0.3).reply(QUESTION) == "Yes"
+    assert len(stand_in.requests) == 2
+
+
+def test_a_reply_that_drips_is_given_up_when_its_time_is_over():
+    """Every read is answered within a twentieth of a second; the whole would take seven."""
+    with StandIn(lambda body, number: "Yes") as stand_in:
+        stand_in.drip = 1
+        begin = time.monotonic()
+        with pytest.raises(NoReply, match=r"the reply has not ended after 0\.4 s"):
+            server(stand_in, timeout_s=0.4, max_retries=0).reply(QUESTION)
+        assert time.monotonic() - begin < 2.0
+
+
+def test_a_connection_that_breaks_within_a_reply_is_tried_again():
+    torn = (200, chat("Yes")[:-9], {"Content-Length": "500", "Connection": "close"})
+    with StandIn(lambda body, number: torn if number == 0 else "Yes") as stand_in:
+        assert server(stand_in, max_retries=1).reply(QUESTION) == "Yes"
     assert len(stand_in.requests) == 2
 
 
@@ -229,14 +253,50 @@ def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
 
 
 def test_the_cache_tells_questions_apart(tmp_path):
-    first = VerdictCache(str(tmp_path / "v"))
-    first.put(["m", "a"], True)
-    first.put(["m", "b"], False)
-    second = VerdictCache(str(tmp_path / "v"))  # another process
-    assert [second.get(["m", x]) for x in "abc"] == [True, False, None]
+    cache = VerdictCache(str(tmp_path / "v"))
+    cache.put(["m", "a"], True)
+    cache.put(["m", "b"], False)
+    assert [cache.get(["m", x]) for x in "abc"] == [True, False, None]
     assert VerdictCache(None).get(["m", "a"]) is None
-    first.close()
-    second.close()
+    cache.close()
+
+
+def test_processes_share_a_cache(tmp_path):
+    """The other one writes while this one has the file open."""
+    cache = VerdictCache(str(tmp_path / "v"))
+    cache.put("ours", True)
+    code = (
+        "import sys; from grpo_dist.rewards.verdict_cache import VerdictCache as V; v = V(sys.argv[1]); "
+        "v.put('theirs', not v.get('ours'))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "v")], check=True, timeout=60)
+    assert cache.get("theirs") is False
+    cache.close()
+
+
+def test_a_cache_that_fails_costs_no_verdict_and_is_noted_once(pool, tmp_path):
+    path = tmp_path / "verdicts"
+    kwargs = {"model": "m", "cache_path": str(path), "only_when": "always"}
+    with StandIn(says_yes_to("7")) as stand_in:
+        kwargs["base_url"] = stand_in.base_url
+        scorer = Scorer([spec("judge", "judge", kwargs=kwargs)], pool)
+        with sqlite3.connect(path) as other:
+            other.execute("DROP TABLE verdicts")
+        results = [scorer.score(answers(["\\boxed{7}", "\\boxed{6}"], "8")) for _ in range(2)]
+        scorer.close()
+    assert [r.rewards.tolist() for r in results] == [[1.0, 0.0]] * 2
+    assert len(stand_in.requests) == 2  # kept in memory
+    (noted,) = scorer.news()
+    assert f"reward judge: the verdicts in {path} cannot be read or written (no such table" in noted
+
+
+def test_another_server_s_verdicts_are_not_taken_over(pool, tmp_path):
+    asked = []
+    for _ in range(2):
+        with StandIn(says_yes_to()) as stand_in:
+            scores(pool, stand_in, ["\\boxed{7}"], "8", cache_path=str(tmp_path / "v"))
+        asked.append(len(stand_in.requests))
+    assert asked == [1, 1]
 
 
 def refused(**kwargs):
@@ -252,10 +312,26 @@ def test_a_judge_that_does_not_answer_is_refused_before_the_run():
     assert "judge m at kwargs.base_url = http://127.0.0.1" in message and "HTTP 404" in message
 
 
+@pytest.mark.parametrize("reply", ["<think>\nLet me", "Perhaps"])
+def test_a_judge_that_does_not_say_yes_or_no_is_refused_before_the_run(reply):
+    with StandIn(lambda body, number: reply) as stand_in:
+        message = refused(base_url=stand_in.base_url)
+    assert f"neither Yes nor No: {reply!r}" in message
+    assert "raise kwargs.max_tokens = 8, turn its thinking off" in message
+
+
+def test_workers_find_the_cache_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    functions = (Reward(function="math"), Reward(function="judge", kwargs={"cache_path": "v", "model": "m"}))
+    there = placed(Rewards(functions=functions))
+    assert there.functions[0] == functions[0]
+    assert there.functions[1].kwargs == {"cache_path": str(tmp_path / "v"), "model": "m"}
+
+
 def test_a_missing_key_and_an_unusable_cache_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("MY_JUDGE_KEY", raising=False)
     message = refused(base_url="http://127.0.0.1:9/v1", api_key_env="MY_JUDGE_KEY")
-    assert "kwargs.api_key_env = MY_JUDGE_KEY" in message and "export it" in message
+    assert "kwargs.api_key_env = MY_JUDGE_KEY" in message and "export it (on every node" in message
     (tmp_path / "text").write_text("not a database, but long enough to be read as the header of one " * 20)
     message = refused(base_url="http://127.0.0.1:9/v1", cache_path=str(tmp_path / "text"))
     assert "cache_path" in message and "cannot be used as a cache" in message

@@ -1,8 +1,10 @@
 """The share of words in a script, counted by hand."""
 
+import time
+
 import pytest
 
-from grpo_dist.rewards.language import script_share
+from grpo_dist.rewards.language import _without_formulas, script_share
 
 
 @pytest.mark.parametrize(
@@ -39,6 +41,27 @@ def test_formulas_commands_tags_and_links_belong_to_no_language(formula):
 def test_a_text_without_words_is_in_no_other_language():
     assert script_share("$2+2=4$ \\boxed{4}", {"han"}) == 1.0
     assert script_share("", {"latin"}) == 1.0
+
+
+@pytest.mark.parametrize("piece", ["\\(", "\\[", "\\begin{a}", "$\n", "$$ $"])
+def test_the_time_a_text_takes_is_linear_in_its_length(piece):
+    """What opens formulas and never closes them took the square: seconds for a long completion."""
+    begin = time.monotonic()
+    script_share(piece * (60_000 // len(piece)), {"latin"})
+    assert time.monotonic() - begin < 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("a \\( b \\[ c \\] d", "a \\( b   d"),  # \\( is never closed
+        ("\\begin{x} a \\end{y} b \\begin{y} c \\end{y}", "\\begin{x} a \\end{y} b  "),
+        ("$$ a $ b $ c", "  a   c"),  # an empty formula, and one
+        ("$$ a\n$b$ $$ c", "  c"),
+    ],
+)
+def test_what_is_opened_and_not_closed_is_text(text, plain):
+    assert _without_formulas(text) == plain
 
 
 def test_a_lone_dollar_does_not_swallow_the_text():

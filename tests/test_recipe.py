@@ -1,5 +1,6 @@
 """Pipelines, their stages' work faked: what runs, what is skipped, what goes on, and what is refused."""
 
+import fcntl
 import json
 from pathlib import Path
 
@@ -47,6 +48,7 @@ class World:
         self.ran: list[str] = []
         self.before: dict[str, dict] = {}
         self.fail_in: str | None = None
+        self.fail_with: type[BaseException] = KeyboardInterrupt
 
     def run(self, stage, before, say):
         self.ran.append(stage.name)
@@ -55,7 +57,7 @@ class World:
             (stage.directory / "samples").mkdir(exist_ok=True)
             (stage.directory / "sft.jsonl").write_text(f"{len(self.ran)}\n")
             if stage.name == self.fail_in:
-                raise KeyboardInterrupt
+                raise self.fail_with
             return Result(counts={"kept": 3, "samples": 8})
         if stage.kind == "grpo":
             (stage.directory / "metrics.jsonl").write_text("")
@@ -63,6 +65,7 @@ class World:
             raise KeyboardInterrupt
         stage.result.mkdir(exist_ok=True)
         (stage.result / "config.json").write_text("{}")
+        (stage.result / "model.safetensors").write_text("")
         accuracy = len(self.ran) / 10
         measures = {"eval/add3/pass@1": accuracy, "eval/add3/pass@1_stderr": 0.01}
         return Result(before, measures)
@@ -168,6 +171,50 @@ def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world)
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
 
 
+@pytest.mark.parametrize("fails_with", [KeyboardInterrupt, UserError])
+def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, fails_with):
+    """Also where nothing could be kept: the samples stay."""
+    world.fail_in, world.fail_with = "reject", fails_with
+    with pytest.raises(fails_with):
+        run()
+    world.fail_in = None
+    write(stages=with_overrides(2, **{"rejection.temperature": 0.5}))
+    assert "stage `reject` is begun" in refused() and "`rejection.temperature`" in refused()
+    choice = {"min_reward": 0.5, "keep_per_prompt": 2, "prefer": "first", "max_pass_rate": 0.9}
+    write(stages=with_overrides(2, **{f"rejection.{key}": value for key, value in choice.items()}))
+    done, _ = run()
+    assert world.ran == ["cold", "reason", "reject", "reject", "again"]
+    assert done["reject"].settings["rejection"]["min_reward"] == 0.5
+    write()
+    assert (
+        "stage `reject` is complete" in refused() and "`rejection.min_reward` was 0.5 and is 1.0" in refused()
+    )
+
+
+def test_the_user_s_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
+    monkeypatch.setattr("grpo_dist.recipe.check.check_model", lambda model: None)
+    Path("code/pack").mkdir(parents=True)
+    for name in ("code/mine.py", "code/pack/__init__.py", "code/pack/inner.py"):
+        Path(name).write_text("def fine(completion, answer):\n    return 1.0\n")
+    Path("scorer").mkdir()
+    Path("scorer/weights").write_text("1")
+    functions = [{"name": name, "function": f"{name}:fine"} for name in ("mine", "pack.inner")]
+    models = [{"name": "scorer", "path": "scorer"}]
+    rewards = {"functions": functions, "models": models, "code_paths": ["code"]}
+    write(stages=with_overrides(2, rewards=rewards))
+    run()
+    for name in ("code/mine.py", "code/pack/inner.py", "scorer/weights"):
+        text, path = Path(name).read_text(), Path(name)
+        path.write_text(text + "\n# and more\n")
+        changed = "scorer" if name.startswith("scorer") else name
+        message = refused()
+        assert "stage `reject` is complete" in message and f"{changed} has changed" in message
+        path.write_text(text)
+        if changed == "scorer":
+            break
+    assert world.ran == NAMES
+
+
 def test_changed_files_are_changed_inputs(world):
     run()
     text = Path("train.jsonl").read_text()
@@ -192,6 +239,12 @@ def test_a_complete_stage_without_its_result_is_refused(world):
     Path("runs/p/03_reject/sft.jsonl").unlink()
     message = refused()
     assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is gone" in message
+
+
+def test_a_complete_stage_without_its_weights_is_refused(world):
+    run()
+    Path("runs/p/01_cold/model/model.safetensors").unlink()
+    assert "runs/p/01_cold/model/*.safetensors is gone" in refused()
 
 
 def test_from_redoes_a_stage_and_all_later_ones_and_moves_the_old_ones_aside(world):
@@ -244,13 +297,52 @@ def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):
     assert "runs/p: another process is at this pipeline" in inner[0]
 
 
+def test_what_is_done_is_read_under_the_lock(world, monkeypatch):
+    """Another process may have finished a stage, or be at it, since before the lock was taken."""
+    run()
+    held = []
+    complete = recipe.complete_stages
+
+    def read(*arguments):
+        with open("runs/p/.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(False)
+            except BlockingIOError:
+                held.append(True)
+        return complete(*arguments)
+
+    monkeypatch.setattr(recipe, "complete_stages", read)
+    run()
+    run(check_only=True)
+    assert held == [True, False]
+
+
 @pytest.mark.parametrize(
     ("index", "changes", "words"),
     [
         (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
         (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
         (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "max_position_embeddings = 1024"]),
-        (1, {"policy.num_workers": 512, "batch.prompts_per_step": 512}, ["stage `reason`"]),
+        (
+            1,
+            {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
+            ["stage `reason`", "`policy.num_workers`", "cluster"],
+        ),
+        (1, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reason`", "path = none"]),
+        (2, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `reject`", "path = none"]),
+        (3, {"rewards.models": [{"name": "q", "path": "none"}]}, ["stage `again`", "path = none"]),
+        (3, {"sft.max_length": 1025}, ["stage `again`", "= 1025", "max_position_embeddings = 1024"]),
+        (
+            3,
+            {"sft.max_length": 1023},
+            [
+                "stage `again`",
+                "= 1023",
+                "stage `reject` may make rows of 1024",
+                "raise sft.max_length to 1024",
+            ],
+        ),
         (2, {"data.max_prompt_tokens": 3}, ["stage `reject`", "data.max_prompt_tokens = 3"]),
         (2, {"rewards.functions": [{"function": "maths"}]}, ["stage `reject`", "'maths'"]),
         (3, {"sft.data": ["${stage:reject}/sft.jsonl", "none.jsonl"]}, ["stage `again`", "none.jsonl"]),

@@ -92,6 +92,23 @@ def test_one_seed_for_all_and_settings_from_the_command_line(write):
     assert load_pipeline(path, ["seed=6"])["reject"].config.seed == 6
 
 
+def test_the_seed_of_the_pipeline_is_that_of_its_supervised_training_too(write):
+    own = {"model": "demo:tiny", "data": "demo:add3", "seed": 3}
+    stages = [
+        {"name": "a", "kind": "sft", "config": "../base.yaml", "settings": {"sft": {"steps": 1}}},
+        {"name": "b", "kind": "sft", "config": "../base.yaml", "overrides": {"sft": own}},
+        {"name": "c", "kind": "grpo", "config": "../bare.yaml"},
+        {"name": "d", "kind": "sft", "config": "../bare.yaml", "settings": {"sft": own | {"seed": 4}}},
+        {"name": "e", "kind": "sft", "config": "../written.yaml"},
+    ]
+    path = write(stages, seed=5)
+    for name, sft in (("bare", {}), ("written", {"sft": own})):
+        rest = {key: value for key, value in BASE.items() if key != "sft"}
+        (path.parents[1] / f"{name}.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(rest | sft)))
+    a, b, c, d, e = (stage.config.sft for stage in load_pipeline(path).stages)
+    assert (a.seed, b.seed, c, d.seed, e.seed) == (5, 3, None, 4, 5)
+
+
 def test_the_pipeline_s_own_keys_may_be_interpolated(write, monkeypatch):
     monkeypatch.setenv("WHERE", "elsewhere")
     assert str(load_pipeline(write(output_dir="${oc.env:WHERE}")).directory) == "elsewhere/p"
@@ -117,6 +134,20 @@ def test_the_pipeline_s_own_keys_may_be_interpolated(write, monkeypatch):
         ({"checkpoint.resume": "never"}, ["`checkpoint.resume`", "--from"]),
         ({"checkpoint.export": False}, ["`checkpoint.export` = false", "set it to true"]),
         ({"data": 3}, ["stage `reason`", "data"]),
+        (
+            {"rewards.models": [{"name": "q", "path": "${stage:cold_start}"}]},
+            ["`rewards.models.0.path` = ${stage:cold_start}", "a reward model is a classifier"],
+        ),
+        ({"model.path": "stage:cold_start"}, ["'stage:cold_start'", "write ${stage:cold_start}"]),
+        ({"data.train.0.path": "stage:x/sft.jsonl"}, ["write ${stage:x}/sft.jsonl"]),
+        (
+            {"sft.data": [{"path": "a.jsonl", "noise": 0.1}]},
+            ["`sft.data.0`", "noise = 0.1", "path = a.jsonl", "remove it"],
+        ),
+        (
+            {"rejection.keep_per_prompt": 3, "rejection.samples_per_prompt": 2},
+            ["`rejection`: keep_per_prompt = 3 is above samples_per_prompt = 2"],
+        ),
     ],
 )
 def test_a_stage_that_cannot_be_is_refused_by_name(write, overrides, words):
@@ -133,6 +164,7 @@ def test_a_stage_that_cannot_be_is_refused_by_name(write, overrides, words):
         (0, {"overrides": {"model.path": "demo:tiny"}}, ["`model.path` = demo:tiny", "`sft.model`"]),
         (3, {"overrides": {"sft.model": "${stage:reject}"}}, ["`sft.model`", "`reject` is a sample stage"]),
         (3, {"overrides": {"sft.data": "${stage:reject}"}}, ["`sft.data.0.path`", "${stage:NAME}/sft.jsonl"]),
+        (2, {"overrides": {"rewards.shuffle": True}}, ["`rewards.shuffle` = true", "sample stage"]),
         (2, {"config": "../none.yaml"}, ["none.yaml: no such configuration file"]),
         (2, {"kind": "rl"}, ["`stages.2.kind` = 'rl'", "'sft', 'grpo' or 'sample'"]),
         (2, {"name": "reason"}, ["two stages are called `reason`"]),

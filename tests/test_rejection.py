@@ -171,3 +171,11 @@ def test_supervised_training_sees_the_tokens_the_policy_was_asked_with_and_answe
     [(asked, answered)] = load_pairs(sft, tokenizer)
     assert asked == prompt.token_ids.tolist()
     assert answered == sampled.rollouts[0].completion_ids.tolist()
+
+
+def test_the_least_reward_asked_for_is_met_by_the_reward_that_is_it(tokenizer):
+    """0.8 + 0.1 as a reward is the float32 nearest to 0.9, which is below 0.9."""
+    reward = np.float32(0.8 + 0.1)
+    assert float(reward) < 0.9
+    records, report = select(tokenizer, one_prompt(tokenizer, ("right", reward)), min_reward=0.9)
+    assert kept(records) == ["right"] and report["pass_rate"] == 1.0

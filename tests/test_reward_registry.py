@@ -1,6 +1,5 @@
 """Rewards by name: weights, what cannot be scored, functions of the user's, and refusals."""
 
-import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -111,13 +110,14 @@ def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
     assert scores.rewards.tolist() == [42.0, 41.0]
 
 
-def test_failures_are_counted_and_told_once(pool: GraderPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
     scorer = Scorer([spec("picky", "my_rewards:picky")], pool)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            scorer.score(answers(["5", "5", "6"], "6"))
+    news = []
+    for _ in range(3):
+        scorer.score(answers(["5", "5", "6"], "6"))
+        news.append(scorer.news())
     assert scorer.failures == {"picky": {"RuntimeError: no fives please": 6}}
-    assert sum("no fives please" in record.getMessage() for record in caplog.records) == 1
+    assert news == [("reward picky: RuntimeError: no fives please",), (), ()]
 
 
 def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
@@ -125,6 +125,7 @@ def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
     scorer.score(answers([str(i) for i in range(50)], "6"))
     assert len(scorer.failures["noisy"]) == 21
     assert sum(scorer.failures["noisy"].values()) == 50
+    assert len(scorer.news()) == 20
 
 
 def test_no_completions_give_no_scores(pool: GraderPool) -> None:

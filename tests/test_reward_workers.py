@@ -10,7 +10,7 @@ from classifiers_made import BY_HAND, by_hand
 
 from actors.cluster import Cluster
 from actors.placement import Resources, placement
-from actors.reward import RewardPool
+from actors.reward import RewardPool, RewardWorker
 from actors.reward_model import RewardModelPool
 from grpo_dist.config import Config, Model, Rewards
 from grpo_dist.demo.tokenizer import END, character_tokenizer
@@ -139,6 +139,36 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
     assert group.rewards == pytest.approx(group.reward_parts["math"] + 2.0 * BY_HAND["\n"])
     assert [ends[-1] for ends in group.step_ends] == [len(r.completion_ids) - 1 for r in group.rollouts]
     assert _gone("reward-model-steps-0")
+
+
+def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path, caplog):
+    """Two workers fail for the same reason; an actor's own log has no reader."""
+    (tmp_path / "failing_rewards.py").write_text(
+        "def fails(completion, answer):\n    raise OSError('no disk')\n"
+    )
+    settings = Rewards.model_validate(
+        {
+            "processes_per_worker": 1,
+            "functions": [{"name": "mine", "function": "failing_rewards:fails"}],
+            "code_paths": [str(tmp_path)],
+        }
+    )
+    workers = [RewardWorker(settings, max_new_tokens=24) for _ in range(2)]
+
+    class InTurn:
+        async def call(self, method, *arguments):
+            workers.append(workers.pop(0))
+            return getattr(workers[0], method)(*arguments)
+
+    pool = object.__new__(RewardPool)
+    pool._least_busy, pool._models, pool._told = InTurn(), [], set()
+    with caplog.at_level("WARNING"):
+        groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
+    for worker in workers:
+        worker.close()
+    assert all(np.isnan(group.rewards).all() for group in groups)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "reward mine: OSError: no disk; a sample without a score counts as not scored"
 
 
 def _gone(actor):

@@ -106,6 +106,13 @@ def test_it_learns_the_response_and_where_to_stop(tmp_path):
     assert model.config.use_cache
 
 
+def test_a_loss_that_is_no_number_is_refused_before_it_reaches_the_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"step 2 has loss .*; lower sft\.lr = 1e\+30"):
+        run_sft(settings(lr=1e30, warmup_steps=0), lambda _: None)
+    assert not list(tmp_path.glob("sft-*"))
+
+
 def test_threads_of_the_caller_are_left_as_they_were(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     before = torch.get_num_threads()

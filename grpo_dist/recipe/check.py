@@ -23,11 +23,13 @@ from grpo_dist.prepare import (
     check_writable,
     load_prompts,
     load_tokenizer,
+    position_limit,
     prepare,
     prepare_eval,
     resolve_model,
 )
 from grpo_dist.recipe.config import Pipeline, Stage
+from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.sft import base_model
 
@@ -45,6 +47,8 @@ def check_stages(pipeline: Pipeline, todo: Collection[str]) -> None:
             if stage.name not in todo:
                 continue
             config = stage.config.model_copy(update={"model": _model(stage, ancestors[stage.name])})
+            if stage.kind == "sft":
+                _check_sft_length(stage, config, pipeline)
             _CHECKS[stage.kind](stage, config)
             if stage.kind != "sft" or evaluates(config):
                 check_fits(config, training=stage.kind == "grpo")
@@ -95,6 +99,30 @@ def _check_sft(stage: Stage, config: Config) -> None:
         prepare_eval(config, read_all(config.data.eval), tokenizer, [], _quiet)
 
 
+def _check_sft_length(stage: Stage, config: Config, pipeline: Pipeline) -> None:
+    """That the model takes rows of `sft.max_length`, and that no earlier stage can make longer ones."""
+    assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
+    longest = config.sft.max_length
+    limit = position_limit(config, Path(config.model.path))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"sft.max_length = {longest}, but the model in {config.model.path} has max_position_embeddings = "
+            f"{limit}; lower it"
+        )
+    for source in stage.symbolic.sft.data:
+        if not _to_come(source.path):
+            continue
+        maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
+        completion = maker.config.rejection.max_new_tokens or maker.config.sampling.max_new_tokens
+        made = maker.config.data.max_prompt_tokens + completion
+        if made > longest:
+            raise ValueError(
+                f"sft.max_length = {longest}, but stage `{maker.name}` may make rows of {made} tokens "
+                f"(data.max_prompt_tokens + the longest completion); raise sft.max_length to {made}, or "
+                f"lower one of the two there"
+            )
+
+
 def _a_few(source: Demonstrations) -> Demonstrations:
     """Demonstrations made here are right by construction: one is enough to know that they can be made."""
     return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
@@ -116,6 +144,8 @@ def _check_sample(stage: Stage, config: Config) -> None:
 
 def _check_sampling(config: Config) -> None:
     check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+    for model in config.rewards.models:
+        check_model(model)
     check_backend(config)
     check_length(config, Path(config.model.path))
 

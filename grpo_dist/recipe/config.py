@@ -17,8 +17,9 @@
         overrides: {sft.data: ["${stage:rejection}/sft.jsonl", {path: "demo:add3", examples: 500}]}
 
 ``${stage:NAME}`` is the model of an sft or grpo stage and the directory of a sample stage. A stage's settings
-are those of its file, then the pipeline's `seed`, then `settings` (nested) and `overrides` (dotted keys),
-then ``STAGE.key=value`` of the command line. Other interpolations are those of the stage's configuration.
+are those of its file, then the pipeline's `seed` (as `sft.seed`, too), then `settings` (nested) and
+`overrides` (dotted keys), then ``STAGE.key=value`` of the command line. Other interpolations are those of the
+stage's configuration.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from grpo_dist.config_files import (
 
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
+_SCORING = "rewards.models"
 _OWN = ("name", "output_dir", "seed")  # of a pipeline, settable on the command line
 _PLACES = {  # settings that the pipeline decides, and why
     "name": "the pipeline names a stage's directory",
@@ -72,7 +74,7 @@ class PipelineFile(Section):
     name: str = Field("pipeline", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_dir: str = "runs"
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="of every stage; null: what each stage's configuration says"
+        None, description="of every stage and its `sft` section; null: what each stage's configuration says"
     )
     stages: tuple[StageFile, ...] = Field(min_length=1)
 
@@ -180,6 +182,9 @@ def _tree(
         OmegaConf.update(tree, key, None)
     if seed is not None:
         tree["seed"] = seed
+        changed = [*written.settings, *written.overrides, *overrides]
+        if tree.get("sft") is not None or any(re.match(r"sft\b", key) for key in changed):
+            OmegaConf.update(tree, "sft.seed", seed)
     if written.kind == "sft":
         set_key(tree, "model", {"path": "sft"}, where)
     merged = OmegaConf.merge(tree, written.settings)
@@ -203,7 +208,13 @@ def _stage(
     where: str,
 ) -> Stage:
     plain = OmegaConf.to_container(tree, resolve=False)
-    inputs = tuple(dict.fromkeys(_references(plain)))
+    for text in _strings(plain):
+        if text.startswith("stage:"):
+            meant, slash, rest = text.removeprefix("stage:").partition("/")
+            raise ConfigError(
+                f"{where}: {text!r} is no reference to a stage; write ${{stage:{meant}}}{slash}{rest}"
+            )
+    inputs = tuple(dict.fromkeys(name for text in _strings(plain) for name in REFERENCE.findall(text)))
     results = {stage.name: stage for stage in earlier}
     for name in inputs:
         _check_reference(name, written.name, list(results), [s.name for s in file.stages], where)
@@ -244,6 +255,11 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
         raise ConfigError(
             f"{where}: `model.path` = {config.model.path}: an sft stage starts from `sft.model`; set that"
         )
+    if kind == "sample" and config.rewards.shuffle:
+        raise ConfigError(
+            f"{where}: `rewards.shuffle` = true: a control of training, and a sample stage does not train; "
+            "remove it"
+        )
     if kind == "grpo" and not config.checkpoint.export:
         raise ConfigError(
             f"{where}: `checkpoint.export` = false: the result of a grpo stage is its exported model; "
@@ -257,6 +273,11 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, Stage], whe
         return
     name, slash, file = value.removeprefix("stage:").partition("/")
     makes_model = earlier[name].kind != "sample"
+    if key.startswith(_SCORING):
+        raise ConfigError(
+            f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: a reward model is a classifier, which no "
+            "stage makes; expected a directory or a hub id"
+        )
     if model and (slash or not makes_model):
         raise ConfigError(
             f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: `{name}` is a {earlier[name].kind} stage; "
@@ -272,6 +293,7 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, Stage], whe
 def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
     """Every key that names a model (True) or data (False), with its value."""
     yield "model.path", config.model.path, True
+    yield from ((f"{_SCORING}.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
         yield from ((f"data.{name}.{i}.path", source.path, False) for i, source in enumerate(sources))
     if config.sft is not None:
@@ -279,12 +301,12 @@ def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
         yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))
 
 
-def _references(value: Any) -> Iterator[str]:
+def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
-        yield from REFERENCE.findall(value)
+        yield value
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _references(inner)
+            yield from _strings(inner)
 
 
 def _map_strings(value: Any, change: Callable[[str], str]) -> Any:

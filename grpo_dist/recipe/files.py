@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from grpo_dist.durable import publish
 
 
 def write_text(path: Path, text: str) -> None:
     """Atomic and durable: a reader finds the old file or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial.write_text(text, encoding="utf-8")
+    publish(partial, path)
 
 
 def move_aside(path: Path) -> Path:

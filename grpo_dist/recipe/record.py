@@ -7,6 +7,7 @@ file its contents, of an earlier stage the id of the record its result was finis
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_dist.cache import fingerprint
+from grpo_dist.config import Rewards
 from grpo_dist.recipe.config import Kind, Stage, paths
 from grpo_dist.recipe.files import write_text
+from grpo_dist.secrets import HIDDEN, masked
 
 FILE = "stage.json"
 
@@ -28,6 +31,9 @@ _UNUSED: dict[Kind, set[str]] = {
     "grpo": _PLACES | {"rejection"},
     "sample": _PLACES | _NO_TRAINING | {"evaluation"},
 }
+
+# Of `rejection`: what chooses among samples that are there, and is applied to all of them at the end.
+_CHOICE = {"min_reward", "keep_per_prompt", "prefer", "max_pass_rate"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,11 @@ def begin(stage: Stage, earlier: Mapping[str, Record]) -> Record:
 
 
 def settings(stage: Stage) -> dict[str, Any]:
-    """What decides the stage's result, references to other stages by their names."""
+    """What decides the stage's result, references to other stages by their names, *** for secrets."""
+    return masked(_settings(stage))
+
+
+def _settings(stage: Stage) -> dict[str, Any]:
     config = stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind])
     if stage.kind != "sft" and stage.config.model.path != "sft":
         config.pop("sft")
@@ -96,7 +106,30 @@ def inputs(stage: Stage, earlier: Mapping[str, Record]) -> dict[str, str | None]
             found[f"stage:{name}"] = earlier[name].id if name in earlier else None
         elif (local := Path(value).expanduser()).exists():
             found[value] = fingerprint(local)
+    for file in _code(stage.config.rewards):
+        found[str(file)] = fingerprint(file)
+    whole = _settings(stage)
+    if used != whole:  # a custom reward's `end_token` may pass for a secret, and decides
+        found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
     return found
+
+
+def _code(rewards: Rewards) -> Iterator[Path]:
+    """Source files of the user's reward functions that lie in `code_paths`; of a package, all of them."""
+    tops = {r.function.partition(":")[0].split(".")[0] for r in rewards.functions if ":" in r.function}
+    for directory in rewards.code_paths:
+        for top in sorted(tops):
+            package = Path(directory).expanduser() / top
+            yield from (file for file in [package.with_suffix(".py")] if file.is_file())
+            yield from sorted(package.rglob("*.py"))
+
+
+def sampled_with(record: Record) -> Record:
+    """``record`` without the settings that its samples do not depend on."""
+    if record.kind != "sample":
+        return record
+    rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
+    return replace(record, settings=record.settings | {"rejection": rejection})
 
 
 def differences(old: Record, new: Record) -> list[str]:

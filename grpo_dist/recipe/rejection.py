@@ -77,7 +77,7 @@ class Selection:
         report.scored += int(scored.sum())
         good = []
         for i, rollout in enumerate(group.rollouts):
-            reason = self._objection(group.prompt, rollout, float(group.rewards[i]))
+            reason = self._objection(group.prompt, rollout, scored=scored[i], passed=passed[i])
             if reason:
                 report.dropped[reason] += 1
             else:
@@ -94,11 +94,11 @@ class Selection:
         report.respelled += sum(self._is_respelled(group.rollouts[i]) for i in kept)
         return [self._record(group, i, pass_rate) for i in kept]
 
-    def _objection(self, prompt: Prompt, rollout: Rollout, reward: float) -> str:
+    def _objection(self, prompt: Prompt, rollout: Rollout, *, scored: bool, passed: bool) -> str:
         """Why this sample cannot be a demonstration; "" when it can."""
-        if np.isnan(reward):
+        if not scored:
             return "unscored"
-        if reward < self._settings.min_reward:
+        if not passed:
             return "below_min_reward"
         if rollout.finish_reason != "stop":
             return "truncated"  # the end of the answer would be taught where the model had none

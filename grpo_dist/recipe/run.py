@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.prepare import Say
+from grpo_dist.prepare import Say, check_writable
 from grpo_dist.recipe.check import check_stages
 from grpo_dist.recipe.config import Pipeline, Stage
 from grpo_dist.recipe.files import move_aside
-from grpo_dist.recipe.record import FILE, Record, begin, differences, read_record, write_record
+from grpo_dist.recipe.record import FILE, Record, begin, differences, read_record, sampled_with, write_record
 from grpo_dist.recipe.sampling import SFT_FILE
 from grpo_dist.recipe.stages import RUNS, known_measures
 from grpo_dist.recipe.table import print_table
@@ -35,15 +35,21 @@ def run_pipeline(
     is moved aside.
     """
     anew = _anew(pipeline, again_from)
-    with refusals():
-        done = complete_stages(pipeline, anew)
-    check_stages(pipeline, [stage.name for stage in pipeline.stages if stage.name not in done])
     if check_only:
+        done = _checked(pipeline, anew)
         _say_plan(pipeline, done, anew, say)
         return done
     with refusals():
-        pipeline.directory.mkdir(parents=True, exist_ok=True)
+        check_writable(pipeline.directory)
+    if fresh := not pipeline.directory.exists():
+        _checked(pipeline, anew)  # so that a refusal leaves nothing behind
+        with refusals():
+            pipeline.directory.mkdir(parents=True, exist_ok=True)
     with _alone(pipeline.directory):
+        with refusals():  # what another process has done meanwhile counts
+            done = complete_stages(pipeline, anew)
+        if not fresh:
+            check_stages(pipeline, _to_do(pipeline, done))
         for stage in anew:
             if stage.directory.exists():
                 say(f"stage {stage.name}: what was there is now {move_aside(stage.directory)}")
@@ -56,6 +62,18 @@ def run_pipeline(
             done[stage.name] = _run(stage, done, say)
     print_table(pipeline, done)
     return done
+
+
+def _checked(pipeline: Pipeline, anew: Sequence[Stage]) -> Done:
+    """Complete stages, after a look at what the others can use."""
+    with refusals():
+        done = complete_stages(pipeline, anew)
+    check_stages(pipeline, _to_do(pipeline, done))
+    return done
+
+
+def _to_do(pipeline: Pipeline, done: Done) -> list[str]:
+    return [stage.name for stage in pipeline.stages if stage.name not in done]
 
 
 def complete_stages(pipeline: Pipeline, anew: Sequence[Stage] = ()) -> Done:
@@ -114,9 +132,13 @@ def _check_free(stage: Stage) -> None:
 
 
 def _check_same(stage: Stage, record: Record, now: Record) -> None:
-    """A stage that has begun and left nothing yet may still change."""
-    if record.state == "started" and not _has_work(stage.directory):
-        return
+    """A stage that has begun and left nothing yet may still change; of one that has begun to sample, what
+    chooses among its samples may.
+    """
+    if record.state == "started":
+        if not _has_work(stage.directory):
+            return
+        record, now = sampled_with(record), sampled_with(now)
     changed = differences(record, now)
     if changed:
         state = "complete" if record.state == "complete" else "begun"
@@ -127,11 +149,12 @@ def _check_same(stage: Stage, record: Record, now: Record) -> None:
 
 
 def _check_there(stage: Stage) -> None:
-    result = stage.result / SFT_FILE if stage.kind == "sample" else stage.result / "config.json"
-    if not result.is_file():
+    wanted = [SFT_FILE] if stage.kind == "sample" else ["config.json", "*.safetensors"]
+    gone = next((name for name in wanted if not any(stage.result.glob(name))), None)
+    if gone:
         raise ValueError(
-            f"stage `{stage.name}` is complete, but {result} is gone; put it back, or do the stage and all "
-            f"later ones again with --from {stage.name}"
+            f"stage `{stage.name}` is complete, but {stage.result / gone} is gone; put it back, or do the "
+            f"stage and all later ones again with --from {stage.name}"
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
+from grpo_dist.durable import publish
 from grpo_dist.errors import refusals
 from grpo_dist.prepare import Say
 from grpo_dist.recipe.check import evaluates
@@ -51,7 +51,7 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
         partial.mkdir()
         with refusals():
             write_sft(settings, base_model(settings), partial, say)
-        os.rename(partial, stage.result)
+        publish(partial, stage.result)
     if not evaluates(stage.config):
         return Result(before)
     if not before and stage.config.evaluation.before:
@@ -63,15 +63,15 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
 
 
 def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
-    """The run's own evaluations, the exported model's where it made one."""
+    """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
     from grpo_dist.train import finished_steps, train
 
     if finished_steps(stage.directory) != stage.config.steps:
-        train(stage.config)
+        train(stage.config, identity=stage.symbolic)
     lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
     measured = [(line["step"], _measures(line)) for line in lines]
     first = next((found for step, found in measured if step == 0 and found), before)
-    last: Measures = next((found for step, found in reversed(measured) if step > 0 and found), {})
+    last: Measures = next((found for step, found in measured if step == stage.config.steps), {})
     return Result(first, last)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
@@ -25,7 +26,7 @@ class ChatServer:
 
     Args:
         api_key: None for a server that asks for none.
-        timeout_s: longest one try may wait for the server, seconds.
+        timeout_s: longest one try may take, seconds: until the reply begins, and until it has ended.
         max_retries: further tries after one that failed by connection, timeout or a status that may pass.
         requests_per_minute: None for no limit. Tries count, not questions.
         extra_body: further fields of every request, e.g. vLLM's ``structured_outputs``.
@@ -45,7 +46,7 @@ class ChatServer:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._model, self._max_tokens, self._retries = model, max_tokens, max_retries
-        self._extra, self._sleep = dict(extra_body or {}), sleep
+        self._extra, self._sleep, self._timeout_s = dict(extra_body or {}), sleep, timeout_s
         self._limit = RateLimit(requests_per_minute) if requests_per_minute else None
         # The client's own retries would not pass through the limit.
         self._client = openai.OpenAI(
@@ -75,18 +76,37 @@ class ChatServer:
         self._client.close()
 
     def _ask(self, messages: list[dict[str, str]]) -> str:
-        completion = self._client.chat.completions.create(
+        end = time.monotonic() + self._timeout_s
+        with self._client.chat.completions.with_streaming_response.create(
             model=self._model,
             messages=messages,  # type: ignore[arg-type]  # plain dicts are what is sent
             temperature=0.0,
             max_tokens=self._max_tokens,
             extra_body=self._extra or None,
-        )
-        choices = getattr(completion, "choices", None)
-        content = getattr(getattr(choices[0], "message", None), "content", None) if choices else None
-        if not isinstance(content, str):
-            raise ValueError("no choice with a text")
-        return content
+        ) as response:
+            body = b""
+            try:
+                for part in response.iter_bytes():
+                    body += part
+                    # The client's own timeout is of one read: a server that drips would never meet it.
+                    if time.monotonic() > end:
+                        raise TimeoutError(f"the reply has not ended after {self._timeout_s:g} s")
+            except Exception as error:  # those of the HTTP library, which openai has changed before
+                reason = f"{type(error).__name__}: {error}"
+                raise openai.APIConnectionError(message=reason, request=response.http_request) from error
+        return _text(body)
+
+
+def _text(body: bytes) -> str:
+    """The text of the first choice. Raises ValueError for what has none."""
+    reply = json.loads(body)
+    try:
+        content = reply["choices"][0]["message"]["content"]
+    except (TypeError, LookupError):  # not the lists and mappings that they should be
+        content = None
+    if not isinstance(content, str):
+        raise ValueError("no choice with a text")
+    return content
 
 
 def api_key(variable: str | None) -> str | None:
@@ -98,8 +118,8 @@ def api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise ValueError(
-            f"kwargs.api_key_env = {variable}: no such environment variable is set; export it, or leave "
-            "api_key_env out for a server without keys"
+            f"kwargs.api_key_env = {variable}: it is not set in the environment; export it (on every node of "
+            "a cluster that is joined), or leave api_key_env out for a server without keys"
         )
     return key
 

@@ -40,4 +40,6 @@ def _gated(term: Term, parts: Mapping[str, np.ndarray], terms: Mapping[str, Term
     if term.gate is None:
         return own
     gate = _gated(terms[term.gate], parts, terms)
-    return np.where(np.isnan(gate), np.nan, np.where(gate > term.gate_above, own, 0.0))
+    # Parts are float32 numbers: 0.6 as one is above 0.6, which it should not be.
+    opens = gate > float(np.float32(term.gate_above))
+    return np.where(np.isnan(gate), np.nan, np.where(opens, own, 0.0))

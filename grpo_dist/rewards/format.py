@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
 from grpo_dist.rewards.text import boxes
-
-_FORM = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<rest>.*)", re.DOTALL)
-_ANSWER = re.compile(r"\s*<answer>.*?\S.*?</answer>\s*", re.DOTALL)
 
 
 def think_answer_format(completion: str) -> float:
@@ -19,11 +14,14 @@ def think_answer_format(completion: str) -> float:
         \\boxed{4}                                0.0    no thought
         <think>2+2 \\boxed{4}                     0.0    never closed
     """
-    match = _FORM.fullmatch(completion)
-    if match is None or any(tag in match["thought"] + match["rest"] for tag in ("<think>", "</think>")):
+    before, _, opened = completion.partition("<think>")
+    thought, closed, rest = opened.partition("</think>")
+    if before.strip() or not closed or any(tag in thought + rest for tag in ("<think>", "</think>")):
         return 0.0
-    rest = match["rest"]
     tags = rest.count("<answer>") + rest.count("</answer>")
     if tags:
-        return 1.0 if tags == 2 and _ANSWER.fullmatch(rest) else 0.0
+        before, _, opened = rest.partition("<answer>")
+        answer, closed, after = opened.partition("</answer>")
+        alone = tags == 2 and closed and not before.strip() and not after.strip()
+        return 1.0 if alone and answer.strip() else 0.0
     return 1.0 if any(boxes(rest)) else 0.0

@@ -81,18 +81,26 @@ class Judge(Builtin):
         """One question, so that a judge that is not there ends no run at its first step."""
         VerdictCache(self.cache_path).close()
         server = self._connect(workers=1)
+        where = f"the judge {self.model} at kwargs.base_url = {self.base_url}"
         try:
-            server.reply(self.messages("4", "4"))
+            reply = server.reply(self.messages("4", "4"))
         except NoReply as error:
             raise ValueError(
-                f"the judge {self.model} at kwargs.base_url = {self.base_url} does not answer ({error}); "
-                "start it, or check base_url, model and api_key_env"
+                f"{where} does not answer ({error}); start it, or check base_url, model and api_key_env"
             ) from error
         finally:
             server.close()
+        try:
+            yes_or_no(reply)
+        except NoReply as error:
+            raise ValueError(
+                f"{where} answers {error}; raise kwargs.max_tokens = {self.max_tokens}, turn its thinking "
+                "off with kwargs.extra_body, or use another model"
+            ) from error
 
     def start(self, *, workers: int, note: Note) -> None:
-        self._server, self._cache, self._note = self._connect(workers), VerdictCache(self.cache_path), note
+        self._server, self._note = self._connect(workers), note
+        self._cache = VerdictCache(self.cache_path, note=note)
         self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="judge")
 
     def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
@@ -139,7 +147,7 @@ class Judge(Builtin):
 
     def _verdict(self, gold: str, answer: str) -> float:
         messages = self.messages(gold, answer)
-        question = [self.model, self.extra_body, self.max_tokens, messages]
+        question = [self.base_url, self.model, self.extra_body, self.max_tokens, messages]
         equal = self._cache.get(question)
         if equal is None:
             try:

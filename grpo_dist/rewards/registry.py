@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -21,8 +21,6 @@ from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, combine
 from grpo_dist.rewards.judge import Judge
 from grpo_dist.rewards.pool import Failure, GraderPool
-
-logger = logging.getLogger(__name__)
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
 
@@ -76,6 +74,17 @@ def model_terms(settings: Rewards) -> list[Term]:
     return [_term(model.name, model) for model in settings.models]
 
 
+def placed(settings: Rewards) -> Rewards:
+    """``settings`` with the judges' `cache_path` absolute: an actor may have another working directory."""
+    functions = tuple(
+        r.model_copy(update={"kwargs": r.kwargs | {"cache_path": str(Path(path).expanduser().absolute())}})
+        if r.function == "judge" and isinstance(path := r.kwargs.get("cache_path"), str)
+        else r
+        for r in settings.functions
+    )
+    return settings.model_copy(update={"functions": functions})
+
+
 def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
     """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their
     own, and asks a judge one question.
@@ -98,7 +107,7 @@ def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
 class Scorer:
     """Scores completions of one problem with every reward; several threads may call it at once.
 
-    ``failures``: how often each reward could not be given, by message; each message is logged once.
+    ``failures``: how often each reward could not be given, by message. `news` has each message once.
 
     Args:
         models: how the scores of reward models count, which come from elsewhere; see `score`.
@@ -114,6 +123,7 @@ class Scorer:
         self._pool, self._lock = pool, Lock()
         self._terms = [*(spec.term for spec in specs), *models]
         self.failures: dict[str, Counter[str]] = {}
+        self._news: list[str] = []
         names = [term.name for term in self._terms]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; give each `name` once")
@@ -139,6 +149,12 @@ class Scorer:
         parts = {term.name: np.array(values[term.name], dtype=np.float32) for term in self._terms}
         return Scores(combine(parts, self._terms), parts, verdicts.outcomes)
 
+    def news(self) -> tuple[str, ...]:
+        """What kept samples from being scored, or was noted otherwise, and was not given out before."""
+        with self._lock:
+            news, self._news = tuple(self._news), []
+        return news
+
     def close(self) -> None:
         for reward in self._builtin.values():
             reward.close()
@@ -158,8 +174,8 @@ class Scorer:
             if new and len(seen) >= _WARNINGS_PER_REWARD:
                 detail, new = "further messages", False
             seen[detail] += 1
-        if new:
-            logger.warning("reward %s: %s; such samples count as not scored", name, detail)
+            if new:
+                self._news.append(f"reward {name}: {detail}")
 
 
 def make(spec: RewardSpec) -> Builtin:
