@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_dist.batching import micro_batches
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
+from grpo_dist.durable import publish
 from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
@@ -358,4 +359,4 @@ def _write_model(
     tokenizer.save_pretrained(partial)
     if directory.exists():
         shutil.rmtree(directory)
-    os.rename(partial, directory)
+    publish(partial, directory)
