@@ -8,11 +8,13 @@ from typing import Protocol
 import numpy as np
 
 from grpo_dist.concurrency import deadline, gather
-from grpo_dist.config import Config
+from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation import summarise
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling
 from grpo_dist.workers import Rewards, Rollouts
+
+_STAGE = -1  # of request seeds: those of training steps count from 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ async def evaluate(
         prompts = eval_set.prompts[: config.evaluation.max_prompts]
         stage = f"evaluate: {eval_set.name} ({len(prompts)} prompts)"
         async with deadline(config.cluster.timeouts.sample_s, stage):
-            groups = await _sample(config, workers, prompts)
+            groups = await sample_groups(config, config.evaluation, workers, prompts, stage=_STAGE)
         sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {
@@ -69,8 +71,19 @@ def correctness(group: Group) -> np.ndarray:
     return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)
 
 
-async def _sample(config: Config, workers: Samplers, prompts: list[Prompt]) -> list[Group]:
-    settings = config.evaluation
+async def sample_groups(
+    config: Config,
+    settings: Evaluation | Rejection,
+    workers: Samplers,
+    prompts: list[Prompt],
+    *,
+    stage: int,
+) -> list[Group]:
+    """``settings.samples_per_prompt`` scored samples of each prompt, apart from any training step.
+
+    ``stage``: negative, so that seeds never meet those of a training step; the same stage draws with the same
+    seeds, which takes sampling noise out of the difference between two evaluations.
+    """
     sampling = Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -79,9 +92,8 @@ async def _sample(config: Config, workers: Samplers, prompts: list[Prompt]) -> l
     )
 
     async def one(prompt: Prompt) -> Group:
-        # Stage -1: the seeds of an evaluation never meet those of a training step, and every evaluation of a
-        # run draws with the same seeds, which takes sampling noise out of the difference between two of them.
-        seeds = [request_seed(config.seed, -1, prompt.uid, i) for i in range(settings.samples_per_prompt)]
+        count = settings.samples_per_prompt
+        seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(count)]
         rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
         return await workers.rewards.score(prompt, rollouts)
 

@@ -15,18 +15,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluate import Samplers
+from grpo_dist.evaluate import sample_groups
 from grpo_dist.prepare import Say, check_length, load_prompts, load_tokenizer, resolve_model
 from grpo_dist.recipe.files import write_text
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
-from grpo_dist.seeds import derived_seed, request_seed
-from grpo_dist.types import Group, Prompt, Sampling
+from grpo_dist.seeds import derived_seed
+from grpo_dist.types import Prompt
 
 SFT_FILE = "sft.jsonl"
 _STAGE = -2  # of request seeds: those of training steps count from 0, evaluations have -1
@@ -105,25 +105,6 @@ async def _sample_missing(
         for number in missing:
             stage = f"rejection sampling: chunk {number + 1} of {len(chunks)}"
             async with deadline(timeouts.sample_s, stage):
-                groups = await sample_groups(config, workers, chunks[number])
+                groups = await sample_groups(config, config.rejection, workers, chunks[number], stage=_STAGE)
             write_groups(_part(directory, number), groups)
             say(f"{stage}: {sum(len(g.rollouts) for g in groups)} samples of {len(groups)} prompts")
-
-
-async def sample_groups(config: Config, workers: Samplers, prompts: list[Prompt]) -> list[Group]:
-    """`rejection.samples_per_prompt` scored samples of each prompt, each with a seed of its own."""
-    settings = config.rejection
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
-    )
-
-    async def one(prompt: Prompt) -> Group:
-        count = settings.samples_per_prompt
-        seeds = [request_seed(config.seed, _STAGE, prompt.uid, i) for i in range(count)]
-        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
-        return await workers.rewards.score(prompt, rollouts)
-
-    return await gather(one(prompt) for prompt in prompts)
