@@ -147,6 +147,7 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
     """
     overrides = (
         "max_staleness=1",
+        "algorithm.advantage=remax",  # a greedy answer to every prompt besides
         "steps=3",
         "checkpoint.every=2",
         "checkpoint.export=true",
@@ -165,13 +166,14 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
     rows = pq.read_table(directory / "samples/step_000002.parquet").to_pylist()
     assert len(rows) == 16
     assert all(0 <= row["reward"] <= 1 and len(row["completion_ids"]) == len(row["logprobs"]) for row in rows)
+    assert all(0 <= row["baseline_reward"] <= 1 for row in rows)
     ahead = directory / "checkpoints/step_000002/ahead"
     assert sorted(p.name for p in ahead.iterdir()) == ["batch_000002.parquet"]
 
 
 EVERYTHING = (
     "steps=4", "checkpoint.every=2", "max_staleness=1", "policy.optimizer.schedule=constant",
-    "algorithm.advantage=remax", "algorithm.policy_loss=gspo", "algorithm.entropy_coef=0.01",
+    "algorithm.advantage=opo", "algorithm.policy_loss=gspo", "algorithm.entropy_coef=0.01",
     "algorithm.top_entropy_share=0.5", "algorithm.kl.estimator=k3+", "algorithm.kl.target=0.01",
     "batch.updates_per_step=2", "batch.epochs_per_batch=2", "dynamic_sampling.enabled=true",
     "dynamic_sampling.max_extra_prompts=2", "reference.refresh_every=1", "reference.refresh_mix=0.5",
