@@ -49,5 +49,10 @@ async def end(workers: Sequence[Any]) -> None:
     except TimeoutError:
         pass  # killed all the same
     finally:
-        for worker in workers:
-            ray.kill(worker)
+        kill(workers)
+
+
+def kill(workers: Sequence[Any]) -> None:
+    """End each worker as it is: one that holds nothing which has to be given back."""
+    for worker in workers:
+        ray.kill(worker)

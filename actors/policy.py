@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from actors.calls import results
+from actors.calls import kill, results
 from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.batching import shard
@@ -148,8 +148,7 @@ class PolicyGroup:
         await self._same("export", *arguments, stage=f"export to {directory}")
 
     async def shutdown(self) -> None:
-        for rank in self.ranks:
-            ray.kill(rank)
+        kill(self.ranks)
 
     async def _same(self, method: str, *arguments: Any, stage: str) -> None:
         await self._on_all(method, [arguments] * len(self.ranks), self._timeouts.save_s, stage)

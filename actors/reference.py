@@ -11,7 +11,7 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.calls import LeastBusy, results
+from actors.calls import LeastBusy, kill, results
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.batching import micro_batches, pad_rows
@@ -128,5 +128,4 @@ class ReferencePool:
         await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
 
     async def shutdown(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker)
+        kill(self.workers)

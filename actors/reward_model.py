@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from actors.calls import LeastBusy, results
+from actors.calls import LeastBusy, kill, results
 from grpo_dist.config import Model, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.types import Prompt, Rollout
@@ -57,5 +57,4 @@ class RewardModelPool:
         return await self._least_busy.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:
-        for worker in self._workers:
-            ray.kill(worker)
+        kill(self._workers)

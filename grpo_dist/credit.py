@@ -22,7 +22,7 @@ from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
-from grpo_dist.algorithms.process import process
+from grpo_dist.algorithms.process import process, sum_to_go
 from grpo_dist.types import Group, TrainBatch
 
 PROCESS = "process"  # the estimator that takes step rewards; its advantages belong to tokens from the start
@@ -142,4 +142,4 @@ def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
         torch.where(mask, batch.rollout_logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
     )
     kl = torch.where(mask, kl, 0.0)
-    return torch.where(mask, kl.flip(1).cumsum(1).flip(1), 0.0)
+    return torch.where(mask, sum_to_go(kl), 0.0)

@@ -35,9 +35,7 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
 
     ``train_first=False`` leaves a cold start undone: the model is then the one it would begin with.
     """
-    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
-    for model in config.rewards.models:
-        check_model(model)
+    check_scoring(config)
     deepspeed_config(
         config.policy, dtype=resolve_dtype(config.model.dtype)
     )  # refuses what is not the user's to set
@@ -47,8 +45,7 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     model_dir = resolve_model(config, say, train_first=train_first)
     check_length(config, model_dir)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    seen: dict[str, int] = {}
-    prompts = [p for rows in train_rows for p in load_prompts(config, *rows, tokenizer, say, seen)]
+    prompts = train_prompts(config, train_rows, tokenizer, say)
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -57,6 +54,14 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     return Prepared(model_dir, prompts, prepare_eval(config, eval_rows, tokenizer, prompts, say))
+
+
+def train_prompts(
+    config: Config, sources: list[tuple[DataSource, list[Row]]], tokenizer: Any, say: Say
+) -> list[Prompt]:
+    """Prompts of all ``sources`` in order, no two of one uid."""
+    seen: dict[str, int] = {}
+    return [p for source, rows in sources for p in load_prompts(config, source, rows, tokenizer, say, seen)]
 
 
 def prepare_eval(
@@ -128,6 +133,13 @@ def _download(hub_id: str, revision: str | None) -> Path:
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
             f"HF_TOKEN"
         ) from error
+
+
+def check_scoring(config: Config) -> None:
+    """Raises ValueError for a reward function or a reward model that cannot be used."""
+    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+    for model in config.rewards.models:
+        check_model(model)
 
 
 def check_backend(config: Config) -> None:

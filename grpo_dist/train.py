@@ -44,9 +44,9 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
     Raises UserError for input that cannot be used.
     """
-    identity = identity or config
     from actors.cluster import check_fits
 
+    identity = identity or config
     with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)

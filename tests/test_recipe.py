@@ -192,7 +192,7 @@ def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, 
 
 
 def test_the_user_s_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
-    monkeypatch.setattr("grpo_dist.recipe.check.check_model", lambda model: None)
+    monkeypatch.setattr("grpo_dist.prepare.check_model", lambda model: None)
     Path("code/pack").mkdir(parents=True)
     for name in ("code/mine.py", "code/pack/__init__.py", "code/pack/inner.py"):
         Path(name).write_text("def fine(completion, answer):\n    return 1.0\n")

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, clipped_surrogate, masked_inputs, ratio_stats
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
 
 
@@ -37,8 +37,7 @@ def policy_gradient(
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     unmoved, _ = masked_inputs(logprobs, logprobs, advantages, mask)
-    none = torch.zeros_like(mask)
-    return -unmoved.exp() * advantages, ratio_stats(log_ratio, mask, low=none, high=none)
+    return -unmoved.exp() * advantages, ratio_stats(log_ratio, mask)
 
 
 def ppo_clip(
@@ -71,14 +70,12 @@ def ppo_clip(
     # the backward pass. A token with A < 0 and no dual clip has no such bound; it keeps its gradient.
     unbounded = (advantages < 0) if dual_clip is None else torch.zeros_like(mask)
     ratio = torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
-    plain, clipped = -ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    losses = torch.maximum(plain, clipped)
-    capped = torch.zeros_like(mask)
+    losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    capped = None
     if dual_clip is not None:
         cap = -dual_clip * advantages
         capped = (advantages < 0) & (losses > cap)
         losses = torch.where(capped, cap, losses)
-    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high, capped=capped)
 
 
@@ -119,8 +116,7 @@ def sapo(
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
     gate = torch.sigmoid(tau * (log_ratio.clamp(max=LOG_LIMIT).exp() - 1)) * 4 / tau
-    none = torch.zeros_like(mask)
-    return -gate * advantages, ratio_stats(log_ratio, mask, low=none, high=none)
+    return -gate * advantages, ratio_stats(log_ratio, mask)
 
 
 def dppo_tv(

@@ -41,5 +41,9 @@ def process(
     normalised = grpo(step_rewards, group_ids[step_rows], std=std, eps=eps)
     at_ends = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
     at_ends.index_put_((step_rows, step_ends), normalised.double(), accumulate=True)
-    to_go = at_ends.flip(1).cumsum(1).flip(1)
-    return torch.where(mask, to_go, 0.0).to(step_rewards.dtype)
+    return torch.where(mask, sum_to_go(at_ends), 0.0).to(step_rewards.dtype)
+
+
+def sum_to_go(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Of each token: the sum of its own value and of all behind it. [1, 2, 4] -> [7, 6, 4]"""
+    return values.flip(1).cumsum(1).flip(1)

@@ -33,25 +33,41 @@ def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Fl
     return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
+def clipped_surrogate(
+    ratio: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    *,
+    clip_low: float | int,
+    clip_high: float | int,
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A); and where the lower and the upper bound
+    removed the gradient.
+    """
+    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    return losses, low, high
+
+
 @torch.no_grad()
 def ratio_stats(
     log_ratio: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
     *,
-    low: Bool[Tensor, "B T"],
-    high: Bool[Tensor, "B T"],
+    low: Bool[Tensor, "B T"] | None = None,
+    high: Bool[Tensor, "B T"] | None = None,
     capped: Bool[Tensor, "B T"] | None = None,
 ) -> Stats:
     """``ratio``, ``ratio_max``, ``clip_low``, ``clip_high``, ``dual_clip`` (tokens whose gradient a bound
-    removed or held) and ``approx_kl`` (k3 of old to new, nats).
+    removed or held; None: there is no such bound) and ``approx_kl`` (k3 of old to new, nats).
     """
+    none = torch.zeros_like(mask)
     zero = torch.zeros((), dtype=log_ratio.dtype, device=log_ratio.device)
     ratio = log_ratio.exp()
     return {
         "ratio": torch.where(mask, ratio, zero).sum(),
         "ratio_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
-        "clip_low": (mask & low).sum(),
-        "clip_high": (mask & high).sum(),
-        "dual_clip": torch.zeros_like(mask).sum() if capped is None else (mask & capped).sum(),
+        "clip_low": (mask & (none if low is None else low)).sum(),
+        "clip_high": (mask & (none if high is None else high)).sum(),
+        "dual_clip": (mask & (none if capped is None else capped)).sum(),
         "approx_kl": torch.where(mask, torch.expm1(log_ratio) - log_ratio, zero).sum(),
     }

@@ -8,7 +8,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, masked_inputs, ratio_stats, sequence_mean
+from grpo_dist.algorithms.ratios import (
+    LOG_LIMIT,
+    Stats,
+    clipped_surrogate,
+    masked_inputs,
+    ratio_stats,
+    sequence_mean,
+)
 
 
 def gspo(
@@ -29,8 +36,7 @@ def gspo(
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     mean = sequence_mean(log_ratio, mask).detach()
     ratio = (mean + log_ratio - log_ratio.detach()).clamp(max=LOG_LIMIT).exp()
-    losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    low, high = (advantages < 0) & (ratio < 1 - clip_low), (advantages > 0) & (ratio > 1 + clip_high)
+    losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high)
 
 

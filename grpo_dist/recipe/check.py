@@ -20,17 +20,16 @@ from grpo_dist.hardware import resolve_dtype
 from grpo_dist.prepare import (
     check_backend,
     check_length,
+    check_scoring,
     check_writable,
-    load_prompts,
     load_tokenizer,
     position_limit,
     prepare,
     prepare_eval,
     resolve_model,
+    train_prompts,
 )
 from grpo_dist.recipe.config import Pipeline, Stage
-from grpo_dist.rewards.models import check_model
-from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.sft import base_model
 
 
@@ -143,17 +142,14 @@ def _check_sample(stage: Stage, config: Config) -> None:
 
 
 def _check_sampling(config: Config) -> None:
-    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
-    for model in config.rewards.models:
-        check_model(model)
+    check_scoring(config)
     check_backend(config)
     check_length(config, Path(config.model.path))
 
 
 def _check_prompts(config: Config, sources: list[DataSource]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    for source, rows in read_all(sources):
-        load_prompts(config, source, rows, tokenizer, _quiet)
+    train_prompts(config, read_all(sources), tokenizer, _quiet)
 
 
 def _there(stage: Stage) -> list[DataSource]:

@@ -21,7 +21,7 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import sample_groups
-from grpo_dist.prepare import Say, check_length, load_prompts, load_tokenizer, resolve_model
+from grpo_dist.prepare import Say, check_length, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.recipe.files import write_text
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
@@ -67,12 +67,7 @@ def _reasons(report: dict[str, Any]) -> str:
 
 def _prompts(config: Config, tokenizer: Any, say: Say) -> list[Prompt]:
     """All prompts of `data.train`, or as many of them as `rejection.max_prompts` says, drawn by seed."""
-    seen: dict[str, int] = {}
-    found = [
-        prompt
-        for source, rows in read_all(config.data.train)
-        for prompt in load_prompts(config, source, rows, tokenizer, say, seen)
-    ]
+    found = train_prompts(config, read_all(config.data.train), tokenizer, say)
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
         return found

@@ -4,6 +4,7 @@ typed, with ranges, unknown ones refused. What it computes is a plain function e
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from pydantic import Field, PositiveInt, field_validator
@@ -19,7 +20,7 @@ from grpo_dist.rewards.repetition import repeated_share
 Note = Callable[[str], None]  # told why a sample could not be scored
 
 
-class Builtin(Section):
+class Builtin(Section, ABC):
     """A reward of the registry. One that talks to something outside also has a `start` and a `close`."""
 
     def check(self, *, max_new_tokens: int) -> None:
@@ -28,9 +29,9 @@ class Builtin(Section):
     def start(self, *, workers: int, note: Note) -> None:
         """Called in each of the run's ``workers`` reward workers, before the first `score`."""
 
+    @abstractmethod
     def score(self, answers: Answers, verdicts: Verdicts) -> Sequence[float]:
         """[G], NaN for what cannot be scored. Several threads may call it at once."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Gives back what `start` took."""
