@@ -85,7 +85,7 @@ class Cluster:
                 model_dir=str(model_dir),
                 algorithm=config.algorithm,
                 temperature=config.sampling.temperature,
-                micro_batch_tokens=config.batch.micro_batch_tokens,
+                token_budget=config.batch.micro_batch_tokens,
                 epochs=config.batch.epochs_per_batch,
                 total_updates=config.total_updates,
                 timeouts=config.cluster.timeouts,
@@ -169,7 +169,7 @@ class Cluster:
                 model=config.model,
                 model_dir=str(model_dir),
                 temperature=config.sampling.temperature,
-                chunk_tokens=config.policy.logprob_chunk_tokens,
+                chunk_mib=config.policy.logprob_chunk_mib,
                 options=self._options(demands["reference"]),
             )
         )

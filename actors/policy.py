@@ -13,11 +13,11 @@ import ray
 from actors.calls import kill, results
 from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
-from grpo_dist.batching import shard
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.hardware import DeviceType
 from grpo_dist.loss import LossSettings
+from grpo_dist.planning import shard
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
 from grpo_dist.weight_buckets import ParameterSpec
@@ -35,12 +35,12 @@ class PolicyWorker:
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
 
-    def start(self, place: Rank, policy: Policy, **settings: Any) -> str:
-        """Join the other ranks and load the model; returns the device type."""
+    def start(self, place: Rank, policy: Policy, **settings: Any) -> tuple[DeviceType, float]:
+        """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`."""
         # DeepSpeed compiles its CPU kernels at first use with the ninja of this very environment.
         os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         self._trainer = Trainer(place, policy, **settings)
-        return self._trainer.device.type
+        return self._trainer.device.type, self._trainer.attention_cost
 
     def update(self, shards: Sequence[TrainBatch]) -> dict[str, float]:
         return self._trainer.update(shards)
@@ -82,7 +82,7 @@ class PolicyGroup:
         model_dir: str,
         algorithm: Algorithm,
         temperature: float,
-        micro_batch_tokens: int,
+        token_budget: int | None,
         epochs: int,
         total_updates: int,
         timeouts: Timeouts,
@@ -96,7 +96,7 @@ class PolicyGroup:
             "model_dir": model_dir,
             "loss": loss_settings(algorithm),
             "temperature": temperature,
-            "micro_batch_tokens": micro_batch_tokens,
+            "token_budget": token_budget,
             "epochs": epochs,
             "total_updates": total_updates,
             "seed": seed,
@@ -105,24 +105,26 @@ class PolicyGroup:
         self.ranks = [
             actor.options(name=f"policy-{rank}", **options).remote() for rank in range(settings.num_workers)
         ]
-        self.device: DeviceType = "cpu"  # known once `ready`
+        self.device: DeviceType = "cpu"  # known once `ready`, as is the next
+        self._attention_cost = 0.0
 
     async def ready(self) -> None:
         """All ranks joined, model loaded."""
         host, port = await self.ranks[0].address.remote()
         size = len(self.ranks)
         places = [Rank(i, size, host, port, self._timeouts.update_s) for i in range(size)]
-        devices = await results(
+        started = await results(
             rank.start.remote(place, self._settings, **self._arguments)
             for rank, place in zip(self.ranks, places, strict=True)
         )
-        self.device = devices[0]
+        self.device, self._attention_cost = started[0]
 
     async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimiser update per batch. Each rank gets its own rows; the denominators are the whole
         batch's.
         """
-        shards = list(zip(*(shard(batch, len(self.ranks)) for batch in batches), strict=True))
+        ranks, square = len(self.ranks), self._attention_cost
+        shards = list(zip(*(shard(batch, ranks, square=square) for batch in batches), strict=True))
         results = await self._on_all(
             "update",
             [(list(own),) for own in shards],

@@ -14,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from actors.calls import LeastBusy, kill, results
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
-from grpo_dist.batching import micro_batches, pad_rows
+from grpo_dist.attention import choose_kernel
+from grpo_dist.batching import pad_rows
 from grpo_dist.config import Model, Reference
-from grpo_dist.hardware import device_type, resolve_dtype
+from grpo_dist.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
+from grpo_dist.layout import Layout, packed, padded
+from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
-from grpo_dist.types import Prompt, Rollout
+from grpo_dist.types import Prompt, Rollout, Rows
 from grpo_dist.weight_buckets import ParameterSpec
 
 
@@ -26,18 +29,23 @@ class ReferenceWorker:
     """One frozen copy of the model."""
 
     def __init__(
-        self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_tokens: int
+        self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_mib: int | None
     ) -> None:
         device = device_type()
         self._device = torch.device(device)
-        self._budget = settings.micro_batch_tokens
+        dtype = resolve_dtype(model.dtype, device)
+        self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
+        self._kernel = choose_kernel(model.attention, self._device, dtype) if model.packing else None
         causal_lm = load_causal_lm(
             model_dir,
-            dtype=resolve_dtype(model.dtype, device),
+            dtype=dtype,
             attention=model.attention,
             trust_remote_code=model.trust_remote_code,
+            packing=model.packing,
         )
-        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_tokens=chunk_tokens)
+        module = TokenLogprobs(
+            causal_lm, temperature=temperature, chunk_mib=logprob_chunk_mib(chunk_mib, device)
+        )
         self._module = module.to(self._device).eval().requires_grad_(False)
         self._transport: Transport | None = None
         self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights
@@ -84,12 +92,26 @@ class ReferenceWorker:
         start = len(prompt.token_ids)
         rows = [np.concatenate([prompt.token_ids, r.completion_ids]) for r in rollouts]
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
-        for chosen in micro_batches([len(row) for row in rows], self._budget):
-            tokens, mask = pad_rows([rows[i] for i in chosen], [start] * len(chosen))
-            values = self._module(tokens.to(self._device), mask.to(self._device))[0].cpu().numpy()
+        for chosen in self._plan([len(row) for row in rows], start):
+            layout = self._layout([rows[i] for i in chosen], start)
+            values = self._module(layout)[0].cpu().numpy()
             for i, row in zip(chosen, values, strict=True):
                 out[i] = row[start : len(rows[i])].copy()
         return out
+
+    def _plan(self, lengths: list[int], prompt: int) -> list[list[int]]:
+        if self._kernel is None:
+            return micro_batches(lengths, self._budget)
+        return packed_micro_batches(lengths, [0] * len(lengths), [prompt] * len(lengths), self._budget)
+
+    def _layout(self, rows: list[np.ndarray], prompt: int) -> Layout:
+        tokens, wanted = (t.to(self._device) for t in pad_rows(rows, [prompt] * len(rows)))
+        if self._kernel is None:
+            return padded(tokens, wanted)
+        count = len(rows)
+        lengths = torch.tensor([len(row) for row in rows])
+        group = torch.zeros(count, dtype=torch.long), torch.full((count,), prompt)
+        return packed(Rows(tokens, lengths, wanted, *group), self._kernel)
 
 
 class ReferencePool:
@@ -102,13 +124,13 @@ class ReferencePool:
         model: Model,
         model_dir: str,
         temperature: float,
-        chunk_tokens: int,
+        chunk_mib: int | None,
         options: dict[str, Any],
     ) -> None:
         actor = ray.remote(ReferenceWorker)
         self.workers = [
             actor.options(name=f"reference-{i}", **options).remote(
-                settings, model=model, model_dir=model_dir, temperature=temperature, chunk_tokens=chunk_tokens
+                settings, model=model, model_dir=model_dir, temperature=temperature, chunk_mib=chunk_mib
             )
             for i in range(settings.num_workers)
         ]

@@ -36,7 +36,8 @@ def make_batch(
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
     """
-    samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
+    members = [(index, i, r) for index, g in enumerate(groups) for i, r in enumerate(g.rollouts)]
+    samples = [(groups[index], i, r) for index, i, r in members]
     rows = [np.concatenate([g.prompt.token_ids, r.completion_ids]) for g, _, r in samples]
     starts, lengths = [len(g.prompt.token_ids) for g, _, _ in samples], [len(row) for row in rows]
     tokens, loss_mask = pad_rows(rows, starts)
@@ -61,6 +62,8 @@ def make_batch(
         ref_logprobs=None if reference is None else torch.from_numpy(reference),
         old_logprobs=None,
         max_tokens=max_new_tokens,
+        group_ids=torch.tensor([g for g, _, _ in members]),
+        prompt_lengths=torch.tensor(starts),
         **_denominators(loss_mask),
     )
 
@@ -91,38 +94,6 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
     size = len(batch) // num_updates
     parts = [batch.select(list(range(i * size, (i + 1) * size))) for i in range(num_updates)]
     return [replace(part, **_denominators(part.loss_mask)) for part in parts]
-
-
-def shard(batch: TrainBatch, ranks: int) -> list[TrainBatch]:
-    """Rows dealt to ranks, longest first, each to the rank with the fewest tokens so far; denominators stay
-    the whole's.
-
-    Deterministic. With fewer rows than ranks, some ranks get none.
-    """
-    lengths = batch.lengths.tolist()
-    rows: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        rank = min(range(ranks), key=lambda r: (load[r], len(rows[r]), r))
-        rows[rank].append(row)
-        load[rank] += lengths[row]
-    return [batch.select(sorted(own)) for own in rows]
-
-
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Row indices of each micro-batch, longest rows first, so that rows * longest <= ``token_budget``.
-
-        lengths [3, 9, 4, 8], budget 18 -> [[1, 3], [2, 0]]
-
-    A row above the budget goes alone. Deterministic; every row once.
-    """
-    parts: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= token_budget:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-    return parts
 
 
 def _denominators(mask: torch.Tensor) -> dict[str, Any]:

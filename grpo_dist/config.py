@@ -41,6 +41,11 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="trainer attention"
     )
+    packing: bool = Field(
+        True,
+        description="trainer and reference see rows end to end without padding, the prompt of a group once; "
+        "false: padded rows",
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
     max_length: PositiveInt | None = Field(
@@ -103,7 +108,9 @@ class Batch(Section):
         1, description="optimiser updates a step is split into; 1 is on-policy"
     )
     epochs_per_batch: PositiveInt = Field(1, description="times a step goes through its samples")
-    micro_batch_tokens: PositiveInt = Field(16384, description="padded tokens a rank holds in one forward")
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="tokens a rank holds in one forward; null: 16384 on a GPU, 4096 elsewhere"
+    )
 
 
 class DynamicSampling(Section):
@@ -315,7 +322,7 @@ class Rollout(Section):
 class Reference(Section):
     num_workers: PositiveInt = 1
     threads: Count = 0
-    micro_batch_tokens: PositiveInt = 16384
+    micro_batch_tokens: PositiveInt | None = Field(None, description="null: 16384 on a GPU, 4096 elsewhere")
     refresh_every: Count = Field(
         0, description="steps after which it takes on the policy (launched batches finish first); 0: never"
     )
@@ -340,7 +347,11 @@ class Policy(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
     optimizer: Optimizer = Optimizer()
-    logprob_chunk_tokens: PositiveInt = Field(2048, description="rows of logits that exist at once")
+    logprob_chunk_mib: PositiveInt | None = Field(
+        None,
+        description="size of a block of logits, of which two exist at once, MiB; null: 256 on a GPU, 32 "
+        "elsewhere",
+    )
     deepspeed: dict[str, Any] = Field(
         {}, description="merged into the DeepSpeed configuration (offload, buckets)"
     )

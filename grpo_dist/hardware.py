@@ -30,6 +30,16 @@ def resolve_dtype(
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
+def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
+    """Tokens of a micro-batch. On a CPU few: what fits its caches is faster than a larger one."""
+    return chosen or (16384 if device == "cuda" else 4096)
+
+
+def logprob_chunk_mib(chosen: int | None, device: DeviceType) -> int:
+    """Size of a block of logits, MiB."""
+    return chosen or (256 if device == "cuda" else 32)
+
+
 def collective_backend(
     name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None
 ) -> str:

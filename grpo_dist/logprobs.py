@@ -1,9 +1,8 @@
-"""Log-probs of given tokens from hidden states: the one place where logits are shifted, and where they exist
-at all.
+"""Log-probs of given tokens from hidden states: the one place where logits exist at all.
 
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
-hidden state at t - 1. Logits are made ``chunk_tokens`` rows at a time, in float32, and never kept: the
-backward pass makes them again. At most two blocks of [chunk_tokens, V] exist at once.
+hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
+and never kept: the backward pass makes them again. At most two blocks of [chunk_tokens, V] exist at once.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from grpo_dist.layout import padded
 
 
 def token_logprobs(
@@ -44,25 +45,39 @@ def token_logprobs(
     Raises:
         ValueError: ``temperature`` or ``chunk_tokens`` is not positive.
     """
+    layout = padded(tokens, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask)
+    values, entropies = selected_logprobs(
+        hidden.flatten(0, 1)[layout.sources],
+        lm_head_weight,
+        layout.targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        bias=bias,
+        with_entropy=with_entropy,
+    )
+    return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
+
+
+def selected_logprobs(
+    rows: Float[Tensor, "M D"],
+    lm_head_weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " M"],
+    *,
+    temperature: float | int,
+    chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+    """As `token_logprobs`, of hidden states and the tokens they predict."""
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(
             f"temperature = {temperature}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
             "at least one token a chunk"
         )
-    wanted = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
-    row, column = wanted[:, 1:].nonzero(as_tuple=True)
     values, entropies = _ChunkedLogprobs.apply(
-        hidden[row, column],
-        lm_head_weight,
-        bias,
-        tokens[row, column + 1],
-        float(temperature),
-        chunk_tokens,
-        with_entropy,
+        rows, lm_head_weight, bias, targets, float(temperature), chunk_tokens, with_entropy
     )
-    zeros = torch.zeros(tokens.shape, dtype=values.dtype, device=hidden.device)
-    logprobs = zeros.index_put((row, column + 1), values)
-    return logprobs, zeros.index_put((row, column + 1), entropies) if with_entropy else None
+    return values, entropies if with_entropy else None
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -7,11 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from grpo_dist.attention import NAME, packing_problem, register
 from grpo_dist.hardware import quiet_libraries
-from grpo_dist.logprobs import token_logprobs
+from grpo_dist.layout import Layout
+from grpo_dist.logprobs import selected_logprobs
 
 
 def load_causal_lm(
@@ -21,18 +23,20 @@ def load_causal_lm(
     attention: str,
     trust_remote_code: bool,
     gradient_checkpointing: bool = False,
+    packing: bool = False,
 ) -> Any:
     """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
-    weight.
+    weight, and with ``packing`` for models that cannot read packed rows.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
 
+    implementation = None if attention == "auto" else attention
+    if packing:
+        register()
+        implementation = NAME
     model = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=dtype,
-        attn_implementation=None if attention == "auto" else attention,
-        trust_remote_code=trust_remote_code,
+        model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
     )
     text_config = model.config.get_text_config()
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -43,31 +47,51 @@ def load_causal_lm(
                 "trainer's log-probs do not follow; use a model without it (Qwen, Llama, Mistral, OLMo and "
                 "their like)"
             )
+    if packing and (problem := packing_problem(model)):
+        raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-class TokenLogprobs(nn.Module):
-    """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits."""
+def attention_cost(model: Any) -> float:
+    """What a token costs more for each token before it, as a share of its cost alone.
 
-    def __init__(self, model: Any, *, temperature: float, chunk_tokens: int) -> None:
+    A token takes 2 FLOPs a parameter, and in each layer 2 H D to be compared with a token before it and 2 H D
+    to take up its value, of which causal attention does half on average.
+    """
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = config.num_hidden_layers * config.num_attention_heads * size
+    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    return pairs / parameters
+
+
+class TokenLogprobs(nn.Module):
+    """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
+
+    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB.
+    """
+
+    def __init__(self, model: Any, *, temperature: float, chunk_mib: int) -> None:
         super().__init__()
         # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
         self.model = model
-        self.head = _Head(model.get_output_embeddings(), temperature, chunk_tokens)
+        self.head = _Head(model.get_output_embeddings(), temperature, chunk_mib)
 
     def forward(
-        self, tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], with_entropy: bool = False
+        self, layout: Layout, with_entropy: bool = False
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-        """Log-probs in nats, float32, at the sampling temperature, 0 where ``mask`` is False; and entropies
-        if asked.
-
-        Rows are right-padded, so causal attention never looks at padding and no attention mask is needed.
+        """Log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout`` wants, 0 for
+        others; and entropies if asked.
         """
-        hidden = self.model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.head(hidden, tokens, mask, with_entropy)
+        where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
+        decoder = self.model.get_decoder()
+        hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
+        rows = hidden.flatten(0, 1).index_select(0, layout.sources)
+        values, entropies = self.head(rows, layout.targets, with_entropy)
+        return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
 
 
 class _Head(nn.Module):
@@ -75,22 +99,21 @@ class _Head(nn.Module):
     called.
     """
 
-    def __init__(self, lm_head: Any, temperature: float, chunk_tokens: int) -> None:
+    def __init__(self, lm_head: Any, temperature: float, chunk_mib: int) -> None:
         super().__init__()
         self.weight = lm_head.weight
         self.bias = getattr(lm_head, "bias", None)
-        self._temperature, self._chunk_tokens = temperature, chunk_tokens
+        self._temperature, self._chunk_bytes = temperature, chunk_mib * 2**20
 
     def forward(
-        self, hidden: Tensor, tokens: Tensor, mask: Tensor, with_entropy: bool
+        self, rows: Float[Tensor, "M D"], targets: Int[Tensor, " M"], with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        return token_logprobs(
-            hidden,
+        return selected_logprobs(
+            rows,
             self.weight,
-            tokens,
+            targets,
             temperature=self._temperature,
-            chunk_tokens=self._chunk_tokens,
+            chunk_tokens=max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
             bias=self.bias,
             with_entropy=with_entropy,
-            mask=mask,
         )

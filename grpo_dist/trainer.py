@@ -19,13 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_dist.batching import micro_batches
+from grpo_dist.attention import choose_kernel
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
 from grpo_dist.durable import publish
-from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
+from grpo_dist.hardware import (
+    collective_backend,
+    device_type,
+    logprob_chunk_mib,
+    micro_batch_tokens,
+    resolve_dtype,
+)
+from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
-from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
+from grpo_dist.planning import micro_batches, packed_micro_batches
+from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
 from grpo_dist.schedules import learning_rate
 from grpo_dist.types import TrainBatch
 from grpo_dist.weight_buckets import ParameterSpec, make_buckets
@@ -56,18 +64,19 @@ class Trainer:
         model_dir: str,
         loss: LossSettings,
         temperature: float,
-        micro_batch_tokens: int,
+        token_budget: int | None,
         epochs: int,
         total_updates: int,
         seed: int,
     ) -> None:
         self.place, self._policy, self._loss, self._epochs = place, policy, loss, epochs
-        self._micro_batch_tokens, self._total_updates = micro_batch_tokens, total_updates
-        self._updates = 0
+        self._total_updates, self._updates = total_updates, 0
         self._trust_remote_code = model.trust_remote_code
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         dtype = resolve_dtype(model.dtype, device)
+        self._token_budget = micro_batch_tokens(token_budget, device)
+        self._kernel = choose_kernel(model.attention, self.device, dtype) if model.packing else None
         settings = deepspeed_config(policy, dtype=dtype)
         torch.manual_seed(seed)
         _join(place)
@@ -79,8 +88,11 @@ class Trainer:
             attention=model.attention,
             trust_remote_code=model.trust_remote_code,
             gradient_checkpointing=model.gradient_checkpointing,
+            packing=model.packing,
         )
-        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_tokens=policy.logprob_chunk_tokens)
+        chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
+        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib)
+        self.attention_cost = attention_cost(causal_lm)
         self.engine = _initialize(module, policy, settings)
 
     def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
@@ -117,7 +129,7 @@ class Trainer:
         logprobs, entropies = (torch.zeros_like(batch.rollout_logprobs) for _ in range(2))
         for rows in self._plan(batch):
             part = self._part(batch, rows)
-            values, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
+            values, entropy = self.engine(self._layout(part), with_entropy=True)
             if rows:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
@@ -147,7 +159,7 @@ class Trainer:
         for i, rows in enumerate(plan):
             part = self._part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
-            logprobs, entropy = self.engine(part.tokens, part.loss_mask, with_entropy=True)
+            logprobs, entropy = self.engine(self._layout(part), with_entropy=True)
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that.
@@ -196,7 +208,13 @@ class Trainer:
 
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
         """Rows of each micro-batch, as many on every rank: under ZeRO-2 and 3 each one is a collective."""
-        plan = micro_batches(batch.lengths.tolist(), self._micro_batch_tokens)
+        if self._kernel is None:
+            plan = micro_batches(batch.lengths.tolist(), self._token_budget)
+        else:
+            rows = batch.rows
+            lengths, groups = rows.lengths.tolist(), rows.group_ids.tolist()
+            prompts = rows.prompt_lengths.tolist()
+            plan = packed_micro_batches(lengths, groups, prompts, self._token_budget)
         count = torch.tensor(len(plan), device=self.device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(count) - len(plan))]
@@ -208,6 +226,10 @@ class Trainer:
         part = batch.select(rows) if rows else _blank(batch)
         names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
         return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
+
+    def _layout(self, part: TrainBatch) -> Layout:
+        kernel = self._kernel
+        return padded(part.tokens, part.loss_mask) if kernel is None else packed(part.rows, kernel)
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's
@@ -313,11 +335,13 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
 
 def _blank(batch: TrainBatch) -> TrainBatch:
     """A row of two masked tokens that stands for no sample."""
-    names = [
-        f.name for f in fields(batch) if isinstance(getattr(batch, f.name), Tensor) and f.name != "lengths"
-    ]
-    rows: dict[str, Any] = {name: torch.zeros(1, 2, dtype=getattr(batch, name).dtype) for name in names}
-    return replace(batch, **rows, lengths=torch.tensor([2]))
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    rows: dict[str, Any] = {
+        name: torch.zeros(1, 2, dtype=value.dtype)
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.ndim == 2
+    }
+    return replace(batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None)
 
 
 def _over_ranks(stats: Stats) -> Stats:

@@ -77,6 +77,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Token rows, right-padded, of which the log-probs of some tokens are wanted. Rows of one group begin
+    with the same ``prompt_lengths`` tokens.
+    """
+
+    tokens: Int[Tensor, "B T"]  # int64
+    lengths: Int[Tensor, " B"]
+    wanted: Bool[Tensor, "B T"]
+    group_ids: Int[Tensor, " B"]
+    prompt_lengths: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainBatch:
     """Rows of one optimiser update, right-padded; every [B, T] tensor is indexed by the token it describes.
 
@@ -96,10 +109,21 @@ class TrainBatch:
     num_sequences: float
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
     policy_mask: Bool[Tensor, "B T"] | None = None  # tokens of the policy loss; None: all of loss_mask
+    # Rows of one group begin with the same ``prompt_lengths`` tokens; None: nothing is known to be shared.
+    group_ids: Int[Tensor, " B"] | None = None  # int64
+    prompt_lengths: Int[Tensor, " B"] | None = None  # int64
     kl_coef: float | None = None  # weight of the KL term in this update; None: that of the loss settings
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def rows(self) -> Rows:
+        """What the model is shown. Where groups are not known every row is one of its own."""
+        groups, prompts = self.group_ids, self.prompt_lengths
+        if groups is None or prompts is None:
+            groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
+        return Rows(self.tokens, self.lengths, self.loss_mask, groups, prompts)
 
     def select(self, rows: list[int]) -> TrainBatch:
         """These rows, cut to their own longest; the global denominators stay."""

@@ -20,6 +20,7 @@ from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import thread_environment
+from grpo_dist.layout import padded
 from grpo_dist.policy_model import TokenLogprobs
 from grpo_dist.types import Prompt, Sampling
 
@@ -65,7 +66,7 @@ class World:
         rollouts = RolloutPool(spec, options=OPTIONS)
         policy = PolicyGroup(
             Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
-            temperature=1.0, micro_batch_tokens=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
+            temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
             options=OPTIONS, worker=MovingWorker,
         )  # fmt: skip
         await asyncio.gather(rollouts.ready(), policy.ready())
@@ -114,7 +115,7 @@ def trainer_model(tiny_model):
 @torch.no_grad()
 def difference(model, prompt, rollouts, temperature=1.0):
     """Largest |engine - trainer| log-prob, nats, over the tokens of ``rollouts``."""
-    module = TokenLogprobs(model, temperature=temperature, chunk_tokens=64)
+    module = TokenLogprobs(model, temperature=temperature, chunk_mib=8)
     worst = 0.0
     for rollout in rollouts:
         ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))[
@@ -122,7 +123,7 @@ def difference(model, prompt, rollouts, temperature=1.0):
         ]
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, len(prompt.token_ids) :] = True
-        got = module(ids, mask)[0][0, len(prompt.token_ids) :].numpy()
+        got = module(padded(ids, mask))[0][0, len(prompt.token_ids) :].numpy()
         worst = max(worst, float(np.abs(got - rollout.logprobs).max()))
     return worst
 
@@ -216,7 +217,7 @@ def test_requests_in_flight_go_on_under_the_new_weights_and_say_so(world, traine
         mask[:, len(prompt.token_ids) :] = True
         for version, model in models.items():
             with torch.no_grad():
-                values = TokenLogprobs(model, temperature=1.0, chunk_tokens=64)(ids, mask)[0][0].numpy()
+                values = TokenLogprobs(model, temperature=1.0, chunk_mib=8)(padded(ids, mask))[0][0].numpy()
             here = rollout.policy_versions == version
             gap = np.abs(values[len(prompt.token_ids) :] - rollout.logprobs)
             assert gap[here].max() < 1e-5

@@ -11,10 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker, loss_settings
-from grpo_dist.batching import shard
 from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
 from grpo_dist.hardware import thread_environment
+from grpo_dist.layout import padded
 from grpo_dist.loss import batch_loss
+from grpo_dist.planning import shard
 from grpo_dist.policy_model import TokenLogprobs
 
 TEMPERATURE = 0.9
@@ -42,7 +43,7 @@ def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algor
         model_dir=str(model_dir),
         algorithm=algorithm,
         temperature=TEMPERATURE,
-        micro_batch_tokens=micro_batch_tokens,
+        token_budget=micro_batch_tokens,
         epochs=epochs,
         total_updates=10,
         timeouts=Timeouts(),
@@ -83,8 +84,8 @@ def batch():
 def reference(tiny_model, batch):
     """Gradient of the whole batch at once, in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
-    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_tokens=10_000)
-    logprobs, _ = module(batch.tokens, batch.loss_mask)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    logprobs, _ = module(padded(batch.tokens, batch.loss_mask))
     loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
@@ -221,8 +222,8 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(ray_cluster, tiny_
 def near_the_models(model_dir, batch):
     """What an engine a little off would have reported."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_tokens=64)(
-        batch.tokens, batch.loss_mask
+    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
     )
     noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)

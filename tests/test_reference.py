@@ -12,6 +12,7 @@ from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
 from grpo_dist.config import Algorithm, Model, Policy, Reference, Timeouts, WeightSync
 from grpo_dist.hardware import thread_environment
+from grpo_dist.layout import padded
 from grpo_dist.policy_model import TokenLogprobs
 from grpo_dist.types import Prompt, Rollout
 
@@ -36,13 +37,13 @@ class MovedWorker(PolicyWorker):
 
 @torch.no_grad()
 def expected(model):
-    module = TokenLogprobs(model, temperature=0.7, chunk_tokens=64)
+    module = TokenLogprobs(model, temperature=0.7, chunk_mib=8)
     out = []
     for rollout in ROLLOUTS:
         ids = torch.tensor(np.concatenate([PROMPT.token_ids, rollout.completion_ids]).astype(np.int64))[None]
         mask = torch.zeros_like(ids, dtype=torch.bool)
         mask[:, 3:] = True
-        out.append(module(ids, mask)[0][0, 3:].numpy())
+        out.append(module(padded(ids, mask))[0][0, 3:].numpy())
     return out
 
 
@@ -55,7 +56,7 @@ def start(ray_cluster, tiny_model):
     def start():
         return ReferencePool(
             Reference(micro_batch_tokens=16), model=Model(path="tiny"), model_dir=str(tiny_model),
-            temperature=0.7, chunk_tokens=64, options=OPTIONS,
+            temperature=0.7, chunk_mib=8, options=OPTIONS,
         )  # fmt: skip
 
     return start
@@ -65,7 +66,7 @@ def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(star
     async def session():
         policy = PolicyGroup(
             Policy(zero_stage=2), model=Model(path="tiny"), model_dir=str(tiny_model), algorithm=Algorithm(),
-            temperature=0.7, micro_batch_tokens=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
+            temperature=0.7, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
             options=OPTIONS, worker=MovedWorker,
         )  # fmt: skip
         pool = start()

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.batching import micro_batches
 from grpo_dist.config import RewardModel
 from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.planning import micro_batches
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 
 logger = logging.getLogger(__name__)

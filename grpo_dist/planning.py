@@ -1,0 +1,113 @@
+"""Who computes which rows: rows dealt to ranks by what they cost, and micro-batches filled to a token budget.
+
+No plan changes a gradient: denominators are those of the whole update. Samples of one group share their
+prompt where they are computed together (`layout`), so a plan weighs even loads against groups kept in one
+place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heapreplace
+from itertools import accumulate
+
+from grpo_dist.types import TrainBatch
+
+
+def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
+    """Rows dealt to ranks so that the busiest has as little as possible; denominators stay the whole's.
+
+    Of two ways the better: rows one by one, longest first, each to the rank with the least so far, which
+    evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic. With
+    fewer rows than ranks, some ranks get none.
+
+    Args:
+        square: what a token costs more for each token before it, as a share of its cost alone (attention).
+    """
+    rows = batch.rows
+    lengths, groups, prompts = rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist()
+    costs = [length + square * length**2 for length in lengths]
+    prompt_of = dict(zip(groups, prompts, strict=True))
+
+    def load(rows: list[int]) -> float:
+        members = Counter(groups[row] for row in rows)
+        return sum(costs[row] for row in rows) - sum(prompt_of[g] * (n - 1) for g, n in members.items())
+
+    plans = [_one_by_one(costs, ranks), _in_runs(costs, ranks)]
+    best = min(plans, key=lambda plan: max(map(load, plan)))
+    return [batch.select(sorted(own)) for own in best]
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """For padded rows: row indices of each micro-batch, longest rows first, so that rows * longest <=
+    ``token_budget``.
+
+        lengths [3, 9, 4, 8], budget 18 -> [[1, 3], [2, 0]]
+
+    A row above the budget goes alone. Deterministic; every row once.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        if parts and (len(parts[-1]) + 1) * lengths[parts[-1][0]] <= token_budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def packed_micro_batches(
+    lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], token_budget: int
+) -> list[list[int]]:
+    """For packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
+    about equally full. A prompt counts once in each micro-batch that holds samples of it.
+
+        lengths [5, 6, 4, 8], groups [0, 0, 1, 1], prompts of 3 tokens, budget 12 -> [[0, 1], [2, 3]]
+
+    A row above the budget goes alone. Deterministic; every row once.
+    """
+    parts = _filled(lengths, groups, prompts, token_budget)
+    low, high = 1, token_budget  # the least budget that needs no more of them
+    while parts and low < high:
+        middle = (low + high) // 2
+        if len(_filled(lengths, groups, prompts, middle)) <= len(parts):
+            high = middle
+        else:
+            low = middle + 1
+    return _filled(lengths, groups, prompts, high)
+
+
+def _filled(
+    lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], budget: int
+) -> list[list[int]]:
+    parts: list[list[int]] = []
+    tokens = 0
+    inside: set[int] = set()
+    for row in sorted(range(len(lengths)), key=groups.__getitem__):
+        added = lengths[row] - (prompts[row] if groups[row] in inside else 0)
+        if not parts or tokens + added > budget:
+            parts.append([])
+            tokens, added, inside = 0, lengths[row], set()
+        parts[-1].append(row)
+        tokens += added
+        inside.add(groups[row])
+    return parts
+
+
+def _one_by_one(costs: list[float], ranks: int) -> list[list[int]]:
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    least = [(0.0, 0, rank) for rank in range(ranks)]  # a heap of (cost so far, rows so far, rank)
+    for row in sorted(range(len(costs)), key=lambda r: (-costs[r], r)):
+        load, count, rank = least[0]
+        rows[rank].append(row)
+        heapreplace(least, (load + costs[row], count + 1, rank))
+    return rows
+
+
+def _in_runs(costs: list[float], ranks: int) -> list[list[int]]:
+    """A row goes to the rank in whose equal share of the whole cost its middle lies."""
+    rows: list[list[int]] = [[] for _ in range(ranks)]
+    total = sum(costs)
+    for row, (cost, end) in enumerate(zip(costs, accumulate(costs), strict=True)):
+        rows[min(int((end - cost / 2) / total * ranks), ranks - 1)].append(row)
+    return rows
