@@ -120,14 +120,15 @@ class PolicyGroup:
         self.device, self._attention_cost = started[0]
 
     async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One optimiser update per batch. Each rank gets its own rows; the denominators are the whole
-        batch's.
+        """One optimiser update per batch. Each rank, or each group of ranks that shares sequences, gets its
+        own rows; the denominators are the whole batch's.
         """
-        ranks, square = len(self.ranks), self._attention_cost
-        shards = list(zip(*(shard(batch, ranks, square=square) for batch in batches), strict=True))
+        replicas, square = self._settings.replicas, self._attention_cost
+        shards = list(zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True))
+        shared = self._settings.sequence_parallel
         results = await self._on_all(
             "update",
-            [(list(own),) for own in shards],
+            [(list(own),) for own in shards for _ in range(shared)],
             self._timeouts.update_s,
             f"{len(batches)} optimiser update(s)",
         )

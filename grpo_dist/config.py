@@ -345,6 +345,9 @@ class Optimizer(Section):
 class Policy(Section):
     num_workers: PositiveInt = Field(1, description="ZeRO ranks, one actor each")
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    sequence_parallel: PositiveInt = Field(
+        1, description="ranks that share each sequence (Ulysses), for long completions; 1: none do"
+    )
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
     optimizer: Optimizer = Optimizer()
     logprob_chunk_mib: PositiveInt | None = Field(
@@ -355,6 +358,11 @@ class Policy(Section):
     deepspeed: dict[str, Any] = Field(
         {}, description="merged into the DeepSpeed configuration (offload, buckets)"
     )
+
+    @property
+    def replicas(self) -> int:
+        """Ranks, or groups of ranks, that get rows of their own."""
+        return max(1, self.num_workers // self.sequence_parallel)
 
 
 class WeightSync(Section):
@@ -483,7 +491,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _batch_divides(self) -> Config:
-        b, ranks = self.batch, self.policy.num_workers
+        b, ranks = self.batch, self.policy.replicas
         if b.prompts_per_step % b.updates_per_step:
             raise ValueError(
                 f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
@@ -493,10 +501,12 @@ class Config(Section):
         samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
         if samples % ranks:
             per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
+            shared = self.policy.sequence_parallel
+            per_sequence = f" / `policy.sequence_parallel` = {shared}" if shared > 1 else ""
             raise ValueError(
                 f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
-                f"divisible by "
-                f"`policy.num_workers` = {ranks}; use {_divisors_near(samples, ranks)}"
+                f"divisible by `policy.num_workers` = {self.policy.num_workers}{per_sequence}; use "
+                f"{_divisors_near(samples, ranks)}{' times that' if per_sequence else ''}"
             )
         return self
 

@@ -36,7 +36,27 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _of_the_algorithm(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
+    yield from _of_the_ranks(config)
     yield from _without_effect(config)
+
+
+def _of_the_ranks(config: Config) -> Iterator[str]:
+    policy, model = config.policy, config.model
+    if policy.num_workers % policy.sequence_parallel:
+        yield (
+            f"`policy.num_workers` = {policy.num_workers} must be a multiple of `policy.sequence_parallel` = "
+            f"{policy.sequence_parallel}; raise the one or lower the other"
+        )
+    if policy.sequence_parallel > 1 and not model.packing:
+        yield (
+            f"`policy.sequence_parallel` = {policy.sequence_parallel} shares out packed rows, and "
+            "`model.packing` = false; remove the one or the other"
+        )
+    if model.packing and model.attention == "eager":
+        yield (
+            "`model.attention` = eager reads no packed rows; use `model.attention` = auto, or set "
+            "`model.packing` = false"
+        )
 
 
 def _of_the_updates(config: Config) -> Iterator[str]:

@@ -53,13 +53,16 @@ def padded(tokens: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Layout:
     return _layout(tokens, None, None, tokens, places, mask)
 
 
-def packed(rows: Rows, kernel: Kernel) -> Layout:
-    """The rows end to end, those of one group behind one prompt. Lies where ``rows.tokens`` lies."""
+def packed(rows: Rows, kernel: Kernel, *, multiple: int = 1) -> Layout:
+    """The rows end to end, those of one group behind one prompt. Lies where ``rows.tokens`` lies.
+
+    The stream is filled up to a ``multiple`` of tokens with some that no row reads.
+    """
     device, lengths = rows.tokens.device, rows.lengths.tolist()
     places = _places(lengths, rows.group_ids.tolist(), rows.prompt_lengths.tolist())
     columns = np.broadcast_to(np.arange(rows.tokens.shape[1]), places.shape)
     inside = columns < np.asarray(lengths)[:, None]
-    size = int(places[inside].max()) + 1
+    size = -(-(int(places[inside].max()) + 1) // multiple) * multiple
     stream, positions = np.zeros((2, 1, size), np.int64)
     stream[0, places[inside]] = rows.tokens.cpu().numpy()[inside]
     positions[0, places[inside]] = columns[inside]

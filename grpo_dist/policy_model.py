@@ -14,6 +14,7 @@ from grpo_dist.attention import NAME, packing_problem, register
 from grpo_dist.hardware import quiet_libraries
 from grpo_dist.layout import Layout
 from grpo_dist.logprobs import selected_logprobs
+from grpo_dist.sequence_parallel import SequenceGroup
 
 
 def load_causal_lm(
@@ -71,11 +72,15 @@ def attention_cost(model: Any) -> float:
 class TokenLogprobs(nn.Module):
     """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
 
-    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB.
+    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB. ``ranks``:
+    those that share the tokens of a layout; `forward` is then a collective of theirs.
     """
 
-    def __init__(self, model: Any, *, temperature: float, chunk_mib: int) -> None:
+    def __init__(
+        self, model: Any, *, temperature: float, chunk_mib: int, ranks: SequenceGroup | None = None
+    ) -> None:
         super().__init__()
+        self._ranks = ranks
         # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
         self.model = model
         self.head = _Head(model.get_output_embeddings(), temperature, chunk_mib)
@@ -86,12 +91,25 @@ class TokenLogprobs(nn.Module):
         """Log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout`` wants, 0 for
         others; and entropies if asked.
         """
+        part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
+        values, entropies = self._selected(part, with_entropy)
+
+        def whole(values: Tensor) -> Tensor:
+            if self._ranks is not None and own is not None:
+                values = self._ranks.together(values, own, len(layout.targets))
+            return layout.as_rows(values)
+
+        return whole(values), None if entropies is None else whole(entropies)
+
+    def _selected(
+        self, layout: Layout, with_entropy: bool
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+        """Log-probs and entropies of the wanted tokens."""
         where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
         rows = hidden.flatten(0, 1).index_select(0, layout.sources)
-        values, entropies = self.head(rows, layout.targets, with_entropy)
-        return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
+        return self.head(rows, layout.targets, with_entropy)
 
 
 class _Head(nn.Module):

@@ -35,6 +35,7 @@ from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_st
 from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
 from grpo_dist.schedules import learning_rate
+from grpo_dist.sequence_parallel import SequenceGroup, check_heads
 from grpo_dist.types import TrainBatch
 from grpo_dist.weight_buckets import ParameterSpec, make_buckets
 
@@ -90,8 +91,10 @@ class Trainer:
             gradient_checkpointing=model.gradient_checkpointing,
             packing=model.packing,
         )
+        check_heads(causal_lm, policy.sequence_parallel)
+        self._shared = SequenceGroup.join(policy.sequence_parallel) if policy.sequence_parallel > 1 else None
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
-        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib)
+        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib, ranks=self._shared)
         self.attention_cost = attention_cost(causal_lm)
         self.engine = _initialize(module, policy, settings)
 
@@ -146,7 +149,8 @@ class Trainer:
             return batch
         logprobs, entropies = self.logprobs(batch)
         if share < 1.0:
-            least = _least_of_top(entropies[batch.loss_mask], share, self.device)
+            own = batch.loss_mask if self._speaks else torch.zeros_like(batch.loss_mask)
+            least = _least_of_top(entropies[own], share, self.device)
             batch = replace(batch, policy_mask=batch.loss_mask & (entropies >= least))
         return batch if bypassed else replace(batch, old_logprobs=logprobs)
 
@@ -164,6 +168,8 @@ class Trainer:
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that.
             self.engine.backward(loss * self.place.world_size)
+            if not self._speaks:
+                part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
         return finish_stats(_over_ranks(stats))
 
@@ -229,7 +235,14 @@ class Trainer:
 
     def _layout(self, part: TrainBatch) -> Layout:
         kernel = self._kernel
-        return padded(part.tokens, part.loss_mask) if kernel is None else packed(part.rows, kernel)
+        if kernel is None:
+            return padded(part.tokens, part.loss_mask)
+        return packed(part.rows, kernel, multiple=self._policy.sequence_parallel)
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this rank's statistics count: ranks that share their rows all have the same."""
+        return self._shared is None or self._shared.index == 0
 
     def parameter_specs(self) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's

@@ -36,10 +36,18 @@ class OpenWorker(PolicyWorker):
         return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
 
 
-def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, **optimizer):
+def start(
+    model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, packing=True,
+    shared=1, **optimizer,
+):  # fmt: skip
     return PolicyGroup(
-        Policy(num_workers=ranks, zero_stage=stage, optimizer=Optimizer(**{"lr": 1e-3} | optimizer)),
-        model=Model(path="tiny"),
+        Policy(
+            num_workers=ranks,
+            zero_stage=stage,
+            sequence_parallel=shared,
+            optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
+        ),
+        model=Model(path="tiny", packing=packing),
         model_dir=str(model_dir),
         algorithm=algorithm,
         temperature=TEMPERATURE,
@@ -60,7 +68,9 @@ async def on_all(group, method, *arguments):
 async def gradients_of(model_dir, batch, **how):
     group = start(model_dir, **how)
     await group.ready()
-    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shard(batch, how["ranks"]), strict=True)]
+    shared = how.get("shared", 1)
+    own = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)]
     results = await asyncio.gather(*calls)
     weights = (await on_all(group, "weights"))[0]
     await group.shutdown()
@@ -92,24 +102,30 @@ def reference(tiny_model, batch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "micro_batch_tokens"),
+    ("ranks", "stage", "micro_batch_tokens", "how"),
     [
-        (1, 0, 10_000),
-        (1, 2, 40),
-        (2, 0, 40),
-        (2, 1, 10_000),
-        (2, 2, 40),
-        (2, 2, 10_000),
-        (2, 3, 40),
-        (2, 3, 10_000),
+        (1, 0, 10_000, {}),
+        (1, 2, 40, {}),
+        (1, 2, 40, {"packing": False}),
+        (2, 0, 40, {}),
+        (2, 1, 10_000, {}),
+        (2, 2, 40, {}),
+        (2, 2, 40, {"shared": 2}),
+        (2, 2, 10_000, {"packing": False}),
+        (2, 3, 40, {}),
+        (2, 3, 10_000, {"shared": 2}),
+        (4, 2, 40, {"shared": 2}),
+        (4, 0, 10_000, {"shared": 4}),
     ],
 )
 def test_gradient_is_that_of_the_whole_batch(
-    ray_cluster, tiny_model, batch, reference, ranks, stage, micro_batch_tokens
+    ray_cluster, tiny_model, batch, reference, ranks, stage, micro_batch_tokens, how
 ):
-    (gradients, metrics), _ = asyncio.run(
-        gradients_of(tiny_model, batch, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens)
-    )
+    """Over ranks, ZeRO stages, micro-batches, padded and packed rows, and ranks that share sequences (with as
+    many key heads as ranks, and with fewer).
+    """
+    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
     loss, expected = reference
     assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
     assert relative(flat(gradients), expected) < 1e-5
