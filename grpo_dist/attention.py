@@ -214,6 +214,7 @@ def packing_problem(model: Any) -> str | None:
     return None
 
 
+@torch.compiler.disable
 def _attention(
     module: Any,
     query: Float[Tensor, "1 H N D"],

@@ -348,6 +348,9 @@ class Policy(Section):
     sequence_parallel: PositiveInt = Field(
         1, description="ranks that share each sequence (Ulysses), for long completions; 1: none do"
     )
+    compile: bool = Field(
+        False, description="torch.compile of each layer, for long GPU runs: minutes of start; no ZeRO-3"
+    )
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
     optimizer: Optimizer = Optimizer()
     logprob_chunk_mib: PositiveInt | None = Field(

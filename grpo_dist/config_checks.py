@@ -52,6 +52,11 @@ def _of_the_ranks(config: Config) -> Iterator[str]:
             f"`policy.sequence_parallel` = {policy.sequence_parallel} shares out packed rows, and "
             "`model.packing` = false; remove the one or the other"
         )
+    if policy.compile and policy.zero_stage == 3:
+        yield (
+            "`policy.compile` = true with `policy.zero_stage` = 3, which gathers the weights of a layer in "
+            "the midst of what would be compiled; remove the one, or use stage 2"
+        )
     if model.packing and model.attention == "eager":
         yield (
             "`model.attention` = eager reads no packed rows; use `model.attention` = auto, or set "

@@ -56,6 +56,14 @@ def load_causal_lm(
     return model
 
 
+def compile_layers(model: Any) -> None:
+    """torch.compile each layer of ``model``'s decoder, for any number of tokens. Attention over packed rows
+    stays as it is: a graph on each side of it.
+    """
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True)
+
+
 def attention_cost(model: Any) -> float:
     """What a token costs more for each token before it, as a share of its cost alone.
 

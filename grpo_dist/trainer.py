@@ -33,7 +33,7 @@ from grpo_dist.hardware import (
 from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
 from grpo_dist.planning import micro_batches, packed_micro_batches
-from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
 from grpo_dist.schedules import learning_rate
 from grpo_dist.sequence_parallel import SequenceGroup, check_heads
 from grpo_dist.types import TrainBatch
@@ -91,6 +91,8 @@ class Trainer:
             gradient_checkpointing=model.gradient_checkpointing,
             packing=model.packing,
         )
+        if policy.compile:
+            compile_layers(causal_lm)
         check_heads(causal_lm, policy.sequence_parallel)
         self._shared = SequenceGroup.join(policy.sequence_parallel) if policy.sequence_parallel > 1 else None
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
