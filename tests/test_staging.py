@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 
 import fakes
 import pytest
+import samples_of_groups
 import torch
 
 from grpo_dist import staging
@@ -91,6 +93,14 @@ def test_staging_ahead_changes_no_number(monkeypatch, changes):
                 mine, theirs = getattr(a, name), getattr(b, name)
                 assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
             assert (a.num_tokens, a.num_sequences, a.kl_coef) == (b.num_tokens, b.num_sequences, b.kl_coef)
+
+
+def test_the_weight_known_late_reaches_every_update_of_a_rank():
+    from actors.policy import PolicyWorker
+
+    worker = PolicyWorker()
+    worker._trainer = SimpleNamespace(update=lambda shards: [shard.kl_coef for shard in shards])
+    assert worker.update([samples_of_groups.batch(), samples_of_groups.batch()], 0.3) == [0.3, 0.3]
 
 
 def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
