@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 
+from grpo_dist.admission import Admission
 from grpo_dist.concurrency import gather
 
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
@@ -28,15 +30,14 @@ class LeastBusy:
 
     def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers
-        self._outstanding = [0] * len(workers)
+        self._admission = Admission(len(workers), room=sys.maxsize)
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        index = min(range(len(self._workers)), key=self._outstanding.__getitem__)
-        self._outstanding[index] += 1
+        index = await self._admission.admit(1, 1)
         try:
             return await getattr(self._workers[index], method).remote(*arguments)
         finally:
-            self._outstanding[index] -= 1
+            self._admission.release(index, 1, 1)
 
 
 async def end(workers: Sequence[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ class PolicyWorker:
         self._trainer = Trainer(place, policy, **settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
-    def update(self, shards: Sequence[TrainBatch]) -> dict[str, float]:
-        return self._trainer.update(shards)
+    def update(self, shards: Sequence[TrainBatch], kl_coef: float | None) -> dict[str, float]:
+        """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings."""
+        return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards])
 
     def parameter_specs(self) -> list[ParameterSpec]:
         return self._trainer.parameter_specs()
@@ -119,20 +121,19 @@ class PolicyGroup:
         )
         self.device, self._attention_cost = started[0]
 
-    async def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """One optimiser update per batch. Each rank, or each group of ranks that shares sequences, gets its
-        own rows; the denominators are the whole batch's.
+    def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
+        """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that
+        share sequences. The denominators are the whole batch's.
         """
         replicas, square = self._settings.replicas, self._attention_cost
-        shards = list(zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True))
-        shared = self._settings.sequence_parallel
-        results = await self._on_all(
-            "update",
-            [(list(own),) for own in shards for _ in range(shared)],
-            self._timeouts.update_s,
-            f"{len(batches)} optimiser update(s)",
-        )
-        return results[0]
+        shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
+        staged = [ray.put(list(own)) for own in shards]
+        return [own for own in staged for _ in range(self._settings.sequence_parallel)]
+
+    async def update(self, staged: Sequence[Any], *, kl_coef: float | None = None) -> dict[str, float]:
+        """One optimiser update per batch that `stage` was given. ``kl_coef``: see `PolicyWorker.update`."""
+        arguments = [(own, kl_coef) for own in staged]
+        return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
 
     async def send_weights(self, bucket_bytes: int, *, group: str) -> int:
         """Runs while the others of the transfer group receive; the caller holds the deadline. Returns the

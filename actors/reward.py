@@ -86,8 +86,9 @@ class RewardPool:
         max_new_tokens: int,
         models: Sequence[RewardModelPool] = (),
         options: dict[str, Any],
+        worker: type = RewardWorker,
     ) -> None:
-        actor, settings = ray.remote(RewardWorker), placed(settings)
+        actor, settings = ray.remote(worker), placed(settings)
         in_hand = 2 * settings.processes_per_worker
         self._workers = [
             actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(

@@ -18,6 +18,7 @@ import numpy as np
 import ray
 
 from actors.calls import end, results
+from grpo_dist.admission import Admission
 from grpo_dist.config import Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
@@ -198,17 +199,15 @@ class RolloutPool:
     are full.
     """
 
-    def __init__(self, spec: EngineSpec, *, options: dict[str, Any]) -> None:
-        actor, settings = ray.remote(RolloutWorker), spec.rollout
+    def __init__(self, spec: EngineSpec, *, options: dict[str, Any], worker: type = RolloutWorker) -> None:
+        actor, settings = ray.remote(worker), spec.rollout
         self.tensor_parallel_size = settings.tensor_parallel_size
         self.workers = [
             actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options).remote(spec)
             for i in range(settings.num_workers)
         ]
-        self._room = _IN_HAND * settings.max_num_seqs
-        self._sequences = [0] * settings.num_workers
-        self._tokens = [0] * settings.num_workers
-        self._freed = asyncio.Condition()
+        self._samplers = [worker.sample.options(num_returns=2) for worker in self.workers]
+        self._admission = Admission(settings.num_workers, _IN_HAND * settings.max_num_seqs)
 
     async def ready(self) -> None:
         await results(worker.start.remote() for worker in self.workers)
@@ -218,33 +217,13 @@ class RolloutPool:
         fetched here.
         """
         tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
-        index = await self._admit(len(seeds), tokens)
+        index = await self._admission.admit(len(seeds), tokens)
         try:
-            finished, rollouts = (
-                self.workers[index].sample.options(num_returns=2).remote(prompt, list(seeds), sampling)
-            )
+            finished, rollouts = self._samplers[index].remote(prompt, list(seeds), sampling)
             await finished
             return rollouts
         finally:
-            await self._release(index, len(seeds), tokens)
-
-    async def _admit(self, sequences: int, tokens: int) -> int:
-        def free() -> list[int]:
-            # An idle engine takes any group, even one larger than its room.
-            return [i for i, n in enumerate(self._sequences) if n == 0 or n + sequences <= self._room]
-
-        async with self._freed:
-            await self._freed.wait_for(free)
-            index = min(free(), key=self._tokens.__getitem__)
-            self._sequences[index] += sequences
-            self._tokens[index] += tokens
-            return index
-
-    async def _release(self, index: int, sequences: int, tokens: int) -> None:
-        async with self._freed:
-            self._sequences[index] -= sequences
-            self._tokens[index] -= tokens
-            self._freed.notify(sequences)
+            self._admission.release(index, len(seeds), tokens)
 
     async def shutdown(self) -> None:
         await end(self.workers)

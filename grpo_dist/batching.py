@@ -36,36 +36,53 @@ def make_batch(
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
     """
-    members = [(index, i, r) for index, g in enumerate(groups) for i, r in enumerate(g.rollouts)]
-    samples = [(groups[index], i, r) for index, i, r in members]
-    rows = [np.concatenate([g.prompt.token_ids, r.completion_ids]) for g, _, r in samples]
-    starts, lengths = [len(g.prompt.token_ids) for g, _, _ in samples], [len(row) for row in rows]
-    tokens, loss_mask = pad_rows(rows, starts)
-    advantage, rollout = (np.zeros(tokens.shape, np.float32) for _ in range(2))
+    samples = [r for g in groups for r in g.rollouts]
+    sizes = [len(g.rollouts) for g in groups]
+    starts = np.repeat([len(g.prompt.token_ids) for g in groups], sizes)
+    lengths = starts + np.fromiter((len(r.completion_ids) for r in samples), np.int64, len(samples))
+    # Allocated and filled by numpy: torch pays for every fresh page, and a call for each row.
+    tokens = np.zeros((len(samples), int(lengths.max())), np.int64)
+    for group, first in zip(groups, np.cumsum([0, *sizes]).tolist(), strict=False):
+        tokens[first : first + len(group.rollouts), : len(group.prompt.token_ids)] = group.prompt.token_ids
+    _fill(tokens, starts, lengths, [r.completion_ids for r in samples])
+    trained = ~np.isnan(np.concatenate([g.rewards for g in groups]))
+    if mask_truncated:
+        trained &= np.array([r.finish_reason != "length" for r in samples])
+    column = np.arange(tokens.shape[1])
+    loss_mask = (column >= starts[:, None]) & (column < np.where(trained, lengths, 0)[:, None])
+    advantage = np.where(loss_mask, np.concatenate(list(advantages))[:, None], np.float32(0))
+    rollout = np.zeros(tokens.shape, np.float32)
+    _fill(rollout, starts, lengths, [r.logprobs for r in samples], trained)
     reference = None if ref_logprobs is None else np.zeros(tokens.shape, np.float32)
-    flat = np.concatenate(list(advantages))
-    for row, (group, i, sample) in enumerate(samples):
-        start, end = starts[row], lengths[row]
-        if np.isnan(group.rewards[i]) or (mask_truncated and sample.finish_reason == "length"):
-            loss_mask[row] = False
-            continue
-        advantage[row, start:end] = flat[row]
-        rollout[row, start:end] = sample.logprobs
-        if reference is not None and ref_logprobs is not None:
-            reference[row, start:end] = ref_logprobs[row]
+    if reference is not None and ref_logprobs is not None:
+        _fill(reference, starts, lengths, ref_logprobs, trained)
     return TrainBatch(
-        tokens=tokens,
-        lengths=torch.tensor(lengths),
-        loss_mask=loss_mask,
+        tokens=torch.from_numpy(tokens),
+        lengths=torch.from_numpy(lengths),
+        loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantage),
         rollout_logprobs=torch.from_numpy(rollout),
         ref_logprobs=None if reference is None else torch.from_numpy(reference),
         old_logprobs=None,
         max_tokens=max_new_tokens,
-        group_ids=torch.tensor([g for g, _, _ in members]),
-        prompt_lengths=torch.tensor(starts),
-        **_denominators(loss_mask),
+        group_ids=torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
+        prompt_lengths=torch.from_numpy(starts),
+        **_denominators(torch.from_numpy(loss_mask)),
     )
+
+
+def _fill(
+    out: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    values: Sequence[np.ndarray],
+    wanted: np.ndarray | None = None,
+) -> None:
+    """``values[i]`` to ``out[i]`` from ``starts[i]`` to ``ends[i]``, of the rows ``wanted``."""
+    rows = range(len(values)) if wanted is None else np.flatnonzero(wanted).tolist()
+    begin, end = starts.tolist(), ends.tolist()
+    for i in rows:
+        out[i, begin[i] : end[i]] = values[i]
 
 
 def pad_rows(
@@ -97,4 +114,5 @@ def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> li
 
 
 def _denominators(mask: torch.Tensor) -> dict[str, Any]:
-    return {"num_tokens": float(mask.sum()), "num_sequences": float(mask.any(dim=1).sum())}
+    trained = mask.numpy()  # counts booleans a hundred times faster
+    return {"num_tokens": float(trained.sum()), "num_sequences": float(trained.any(axis=1).sum())}

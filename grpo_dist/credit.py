@@ -107,7 +107,7 @@ def _baselines(group: Group) -> Tensor:
 
 
 def _group_ids(groups: Sequence[Group]) -> Tensor:
-    return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(g.rewards) for g in groups]))
+    return torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g.rewards) for g in groups]))
 
 
 def _process(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> Tensor:

@@ -7,6 +7,7 @@ training on k):
     rewards    |    score each group as it ends   |
     reference  |    log-probs of the same groups  |
     policy     | update on batch k ...... | send  | update on batch k+1 ...
+    staging    |       | make batch k+1 ready |    |
     driver       launch, wait for batch k   sync    log, evaluate, checkpoint
 
 The workers come as an argument, so this very loop runs in unit tests on fakes. Nothing here knows about Ray.
@@ -22,7 +23,7 @@ from grpo_dist.evaluate import EvalSet, evaluate
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline
 from grpo_dist.progress import Progress
-from grpo_dist.step_batches import make_batches
+from grpo_dist.staging import Staging
 from grpo_dist.types import Group, Prompt
 from grpo_dist.workers import Workers
 
@@ -32,6 +33,7 @@ class Recorder(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def samples(self, name: str, groups: list[Group]) -> None: ...
+    def flush(self) -> None: ...
 
 
 class Checkpointer(Protocol):
@@ -58,6 +60,7 @@ async def run(
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
+    staging = Staging(config, workers.policy)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
     if start == 0 and config.evaluation.before:
@@ -67,9 +70,11 @@ async def run(
         pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
         with watch("sample"):
             batch = await pipeline.next()
+        with watch("stage"):
+            staged = await staging.take(step, batch, kl_coef=kl_coef)
+        staging.begin(step + 1, pipeline.oldest)
         with watch("update"):
-            updates = make_batches(config, batch.scored, step, kl_coef=kl_coef)
-            metrics = await workers.policy.update(updates)
+            metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef)
         with watch("drain"):
             await pipeline.settle()
         with watch("sync"):
@@ -82,7 +87,7 @@ async def run(
         metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
         metrics |= throughput_metrics(sampled, watch.stop())
         metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
-        metrics["train/rows"] = float(sum(map(len, updates)))
+        metrics["train/rows"] = float(staged.rows)
         if kl.target is not None:
             kl_coef = next_kl_coef(kl_coef, metrics["ref/kl"], target=kl.target, gain=kl.gain)
         recorder.samples(f"step_{step + 1:06d}", sampled)
@@ -90,6 +95,7 @@ async def run(
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
         if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps:
+            recorder.flush()
             await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef))
 
 

@@ -77,6 +77,11 @@ class Pipeline:
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
+    @property
+    def oldest(self) -> asyncio.Task[ScoredBatch] | None:
+        """The launched batch that `next` waits for; None: nothing is launched."""
+        return self._launched[0][1] if self._launched else None
+
     async def next(self) -> ScoredBatch:
         """The oldest launched batch, in prompt order, once every group of it is finished."""
         batch, task = self._launched.popleft()
@@ -163,6 +168,8 @@ class Pipeline:
     async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Reward and reference at the same time."""
         rollouts = await self._sample(prompt, batch)
+        if self._workers.reference is None:
+            return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
         group, ref_logprobs = await gather(
             [self._graded(prompt, rollouts, batch), self._reference(prompt, rollouts)]
         )

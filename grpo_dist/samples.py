@@ -7,8 +7,9 @@ bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from grpo_dist.durable import publish
 from grpo_dist.types import Group, Prompt, Rollout
 
 _PART = "reward/"
+_REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "policy_versions.list.element"]
 _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
@@ -25,7 +27,8 @@ def write_groups(path: Path, groups: list[Group]) -> None:
     """Write atomically: a reader never sees half a file, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(_table(groups), partial, compression="zstd")
+    # A dictionary of log-probs or token ids is as long as they are, and costs more than all the rest.
+    pq.write_table(_table(groups), partial, compression="zstd", compression_level=1, use_dictionary=_REPEATED)
     publish(partial, path)
 
 
@@ -50,29 +53,46 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
 
 
 def _table(groups: list[Group]) -> pa.Table:
-    samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
+    rollouts = [r for g in groups for r in g.rollouts]
+    owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+
+    def of_group(values: Iterable[Any], kind: pa.DataType) -> pa.Array:
+        return pa.array(values, kind).take(pa.array(owner))
+
     columns = {
-        "uid": pa.array([g.prompt.uid for g, _, _ in samples], pa.string()),
-        "source": pa.array([g.prompt.source for g, _, _ in samples], pa.string()),
-        "problem": pa.array([g.prompt.text for g, _, _ in samples], pa.string()),
-        "answer": pa.array([g.prompt.answer for g, _, _ in samples], pa.string()),
-        "sample": pa.array([r.sample for _, _, r in samples], pa.int32()),
-        "completion": pa.array([r.text for _, _, r in samples], pa.string()),
-        "reward": pa.array([g.rewards[i] for g, i, _ in samples], pa.float32()),
-        "outcome": pa.array([g.outcomes[i] for g, i, _ in samples], pa.string()),
-        "finish_reason": pa.array([r.finish_reason for _, _, r in samples], pa.string()),
-        "completion_ids": pa.array([r.completion_ids for _, _, r in samples], _INTS),
-        "logprobs": pa.array([r.logprobs for _, _, r in samples], _FLOATS),
-        "policy_versions": pa.array([r.policy_versions for _, _, r in samples], _INTS),
-        "score_s": pa.array([g.score_s for g, _, _ in samples], pa.float64()),
-        "baseline_reward": pa.array([g.baseline_reward for g, _, _ in samples], pa.float64()),
+        "uid": of_group((g.prompt.uid for g in groups), pa.string()),
+        "source": of_group((g.prompt.source for g in groups), pa.string()),
+        "problem": of_group((g.prompt.text for g in groups), pa.string()),
+        "answer": of_group((g.prompt.answer for g in groups), pa.string()),
+        "sample": pa.array([r.sample for r in rollouts], pa.int32()),
+        "completion": pa.array([r.text for r in rollouts], pa.string()),
+        "reward": _joined([g.rewards for g in groups], pa.float32()),
+        "outcome": pa.array([o for g in groups for o in g.outcomes], pa.string()),
+        "finish_reason": pa.array([r.finish_reason for r in rollouts], pa.string()),
+        "completion_ids": _lists([r.completion_ids for r in rollouts], _INTS),
+        "logprobs": _lists([r.logprobs for r in rollouts], _FLOATS),
+        "policy_versions": _lists([r.policy_versions for r in rollouts], _INTS),
+        "score_s": of_group((g.score_s for g in groups), pa.float64()),
+        "baseline_reward": of_group((g.baseline_reward for g in groups), pa.float64()),
     }
     if any(g.step_rewards is not None for g in groups):
-        columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i, _ in samples], _FLOATS)
-        columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i, _ in samples], _INTS)
+        samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
+        columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
+        columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
     for name in groups[0].reward_parts if groups else ():
-        columns[_PART + name] = pa.array([g.reward_parts[name][i] for g, i, _ in samples], pa.float32())
+        columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())
     return pa.table(columns)
+
+
+def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """One column of ``arrays`` after each other, without a Python object for each number."""
+    return pa.array(np.concatenate(arrays) if arrays else [], kind)
+
+
+def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
+    """One list for each of ``arrays``."""
+    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), _joined(arrays, kind.value_type))
 
 
 def _group(prompt: Prompt, rows: list[dict]) -> Group:

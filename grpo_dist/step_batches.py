@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import numpy as np
 
 from grpo_dist.batching import make_batch, split_updates
 from grpo_dist.config import Config
@@ -22,7 +23,8 @@ def make_batches(
 ) -> list[TrainBatch]:
     """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
 
-    ``kl_coef``: weight of the KL term now; it changes during a run when `algorithm.kl.target` is set.
+    ``kl_coef``: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
+    during a run when `algorithm.kl.target` is set. Its weight in the loss is handed to the update itself.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -35,7 +37,7 @@ def make_batches(
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
     )
-    batch = replace(token_advantages(batch, groups, settings), kl_coef=kl_coef)
+    batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
     return [_without_idle_rows(config, update) for update in updates]
 
@@ -73,5 +75,5 @@ def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
     ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
     if other_terms or ranked or not algorithm.skip_idle_rows:
         return batch
-    busy = (batch.advantages != 0).any(dim=1).nonzero()[:, 0].tolist()
-    return batch.select(busy) if busy else batch
+    busy = np.flatnonzero(batch.advantages.numpy().any(axis=1)).tolist()
+    return batch.select(busy) if 0 < len(busy) < len(batch) else batch

@@ -12,11 +12,14 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from grpo_dist.background import Background
 from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
 from grpo_dist.types import Group
+
+_TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
 
 
 class Sink(Protocol):
@@ -29,6 +32,7 @@ class Tracker:
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
+        self._writer = Background("samples", pending=_TABLES_PENDING)
         self._sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl", keep_through=start)]
         self.wandb_id: str | None = None
         if config.tracking.console:
@@ -45,15 +49,29 @@ class Tracker:
             sink.log(step, metrics)
 
     def samples(self, name: str, groups: list[Group]) -> None:
+        """Written beside the loop. Raises what went wrong with an earlier table."""
         if self._samples_dir is not None:
-            write_groups(self._samples_dir / f"{name}.parquet", groups)
+            path = self._samples_dir / f"{name}.parquet"
+            self._writer.submit(lambda: write_groups(path, groups))
+
+    def flush(self) -> None:
+        """Every table is on disk when this returns; raises what went wrong with one."""
+        self._writer.flush()
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        for sink in self._sinks:
-            sink.close(failed=kind is not None)
+        failed = kind is not None
+        try:
+            self._writer.close()
+        except Exception:
+            if not failed:  # otherwise the run already ends with an error of its own
+                failed = True
+                raise
+        finally:
+            for sink in self._sinks:
+                sink.close(failed=failed)
 
 
 class NoSamples:

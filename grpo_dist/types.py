@@ -8,14 +8,15 @@ Shape letters: P prompt tokens, C completion tokens, G samples per prompt, B row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+
+if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,40 @@ class Group:
     step_rewards: tuple[np.ndarray, ...] | None = None
     step_ends: tuple[np.ndarray, ...] | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes the samples travel as one array: dozens of small ones cost more than bytes do."""
+        others = tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("prompt", "rollouts"))
+        return _group, (self.prompt, pack_rollouts(self.rollouts), others)
+
+
+def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
+    """What `unpack_rollouts` makes the same rollouts of. All numbers of all samples are one int32 array, each
+    sample's token ids, versions and the bits of its log-probs after each other.
+    """
+    lengths = [len(r.completion_ids) for r in rollouts]
+    parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
+    flat = np.concatenate([part for own in parts for part in own]) if parts else np.empty(0, np.int32)
+    assert len(flat) == 3 * sum(lengths), "ids, versions and log-probs of a sample differ in length"
+    rest = [(r.prompt_uid, r.sample, r.finish_reason, r.text) for r in rollouts]
+    return flat, lengths, rest
+
+
+def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, ...]]) -> tuple[Rollout, ...]:
+    """Rollouts whose arrays are views of ``flat``."""
+    logprobs = flat.view(np.float32)
+    rollouts, start = [], 0
+    for length, (uid, sample, reason, text) in zip(lengths, rest, strict=True):
+        ids, versions, end = start + length, start + 2 * length, start + 3 * length
+        rollouts.append(
+            Rollout(uid, sample, flat[start:ids], logprobs[versions:end], reason, text, flat[ids:versions])
+        )
+        start = end
+    return tuple(rollouts)
+
+
+def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> Group:
+    return Group(prompt, unpack_rollouts(*packed), *others)
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -120,6 +155,8 @@ class TrainBatch:
     @property
     def rows(self) -> Rows:
         """What the model is shown. Where groups are not known every row is one of its own."""
+        import torch
+
         groups, prompts = self.group_ids, self.prompt_lengths
         if groups is None or prompts is None:
             groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
@@ -127,14 +164,32 @@ class TrainBatch:
 
     def select(self, rows: list[int]) -> TrainBatch:
         """These rows, cut to their own longest; the global denominators stay."""
-        index = torch.as_tensor(rows, dtype=torch.long)
-        width = int(self.lengths[index].max()) if rows else 1
+        import torch
+
+        index = np.array(rows, dtype=np.int64)
+        width = int(self.lengths.numpy()[index].max()) if rows else 1
         taken: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                taken[f.name] = value[index] if value.ndim == 1 else value[index, :width]
+            if isinstance(value, torch.Tensor):  # numpy takes rows several times faster
+                array = value.numpy()
+                taken[f.name] = torch.from_numpy(array[index] if array.ndim == 1 else array[index, :width])
         return replace(self, **taken)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Between processes tensors travel as numpy arrays, which Ray does not copy on the way."""
+        import torch
+
+        values = [getattr(self, f.name) for f in fields(self)]
+        return _train_batch, tuple(v.numpy() if isinstance(v, torch.Tensor) else v for v in values)
+
+
+def _train_batch(*values: Any) -> TrainBatch:
+    import torch
+
+    # Ray's arrays are read-only and lie in memory that others share; a tensor is neither.
+    own: list[Any] = [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in values]
+    return TrainBatch(*own)
 
 
 def has_signal(rewards: np.ndarray) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 
 import numpy as np
@@ -72,9 +73,12 @@ class World:
     async def logprobs(self, prompt, rollouts):
         return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
 
-    async def update(self, batches):
+    def stage(self, batches):
+        return batches
+
+    async def update(self, batches, *, kl_coef):
         self.events.append(f"update at version {self.version}")
-        self.updates.append(batches)
+        self.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
         return {"loss/policy": 0.0}
 
     async def load(self, directory):
@@ -94,6 +98,9 @@ class World:
 
     def samples(self, name, groups):
         self.events.append(f"samples {name}")
+
+    def flush(self):
+        """The events are there already."""
 
     async def save(self, step, workers, progress):
         self.saved[step] = progress

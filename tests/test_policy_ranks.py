@@ -154,9 +154,9 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_mo
     async def uninterrupted():
         group = start(tiny_model, **how)
         await group.ready()
-        await group.update([first])
+        await group.update(group.stage([first]))
         await group.save(tmp_path / "policy")
-        metrics = await group.update([second])
+        metrics = await group.update(group.stage([second]))
         weights = (await on_all(group, "weights"))[0]
         await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
         await group.shutdown()
@@ -166,7 +166,7 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_mo
         group = start(tiny_model, **how)
         await group.ready()
         await group.load(tmp_path / "policy")
-        metrics = await group.update([second])
+        metrics = await group.update(group.stage([second]))
         weights = (await on_all(group, "weights"))[0]
         await group.shutdown()
         return metrics, weights
@@ -253,7 +253,7 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
     async def step(**how):
         group = start(tiny_model, algorithm=algorithm, epochs=2, **how)
         await group.ready()
-        metrics = await group.update([small, small])
+        metrics = await group.update(group.stage([small, small]))
         await group.shutdown()
         return metrics
 

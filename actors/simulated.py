@@ -1,0 +1,118 @@
+"""Actors that stand where the real ones do and answer at once, behind the real handles: what is left is the
+driver, Ray and the way of the records.
+
+This module imports neither torch nor an engine, so that 64 rollout processes fit a small machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_dist.bench.records import made_group, made_rollouts
+from grpo_dist.config import Config, Rewards
+from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.types import Group, Prompt, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from grpo_dist.workers import Workers
+
+_MADE = 16  # different groups that a rollout worker answers with, in turn
+
+
+@dataclass(frozen=True)
+class SimulatedSpec:
+    """In the place of an `EngineSpec`."""
+
+    rollout: RolloutSettings
+    samples_per_prompt: int
+
+
+class SimulatedRollout:
+    def __init__(self, spec: SimulatedSpec) -> None:
+        rng = np.random.default_rng(0)
+        self._made = [made_rollouts("made", spec.samples_per_prompt, rng) for _ in range(_MADE)]
+
+    async def start(self) -> None:
+        """Returns once the process is up."""
+
+    async def sample(
+        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
+    ) -> tuple[bool, tuple[Rollout, ...]]:
+        return True, self._made[seeds[0] % _MADE]
+
+    async def close(self) -> None:
+        """It holds nothing."""
+
+
+class SimulatedReward:
+    def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
+        """Settings of the real one."""
+
+    def ready(self) -> None:
+        """Returns once the process is up."""
+
+    def score(
+        self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, Any]
+    ) -> tuple[Group, tuple[str, ...]]:
+        return made_group(prompt, tuple(rollouts)), ()
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class SimulatedRank:
+    def update(self, shards: Sequence[Any], kl_coef: float | None) -> dict[str, float]:
+        return {"loss/policy": float(len(shards))}
+
+
+class NoSync:
+    async def push(self, version: int) -> dict[str, float]:
+        return {}
+
+
+@contextmanager
+def private_ray() -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@asynccontextmanager
+async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
+    """The real handles of `rollout.num_workers`, `rewards.num_workers` and `policy.num_workers` simulated
+    actors.
+    """
+    from actors.policy import PolicyGroup
+    from actors.reward import RewardPool
+    from actors.rollout import RolloutPool
+    from grpo_dist.workers import Workers
+
+    options: dict[str, Any] = {"num_cpus": 0}
+    spec: Any = SimulatedSpec(config.rollout, config.batch.samples_per_prompt)
+    rollouts = RolloutPool(spec, options=options, worker=SimulatedRollout)
+    rewards = RewardPool(
+        config.rewards, max_new_tokens=config.sampling.max_new_tokens, options=options, worker=SimulatedReward
+    )
+    rank: Any = SimulatedRank
+    policy = PolicyGroup(
+        config.policy, model=config.model, model_dir="", algorithm=config.algorithm, temperature=1.0,
+        token_budget=1, epochs=1, total_updates=1, timeouts=config.cluster.timeouts, seed=0,
+        options=options, worker=rank,
+    )  # fmt: skip
+    try:
+        await rollouts.ready()
+        await rewards.ready()
+        no_sync: Any = NoSync()
+        yield Workers(rollouts, rewards, None, policy, no_sync)
+    finally:
+        for handle in (rollouts, rewards, policy):
+            await handle.shutdown()

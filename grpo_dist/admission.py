@@ -1,0 +1,83 @@
+"""Which of several workers takes the next group, and who waits while all are full.
+
+    admit(4 sequences) -> worker 1     the one with the fewest outstanding tokens that has room
+    admit(4 sequences) -> waits        first come, first served
+    release(1, 4)      -> the first who waits takes worker 1
+
+A decision costs O(log workers), and a release wakes only those who have room now: with a thousand groups
+waiting for 64 engines the driver does not look at all of them each time a group is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Load:
+    """What a worker has in hand. ``stamp`` counts its changes: an older entry of the heap says nothing."""
+
+    sequences: int = 0
+    tokens: int = 0
+    stamp: int = 0
+
+
+class Admission:
+    """``room``: sequences a worker may have in hand; an idle worker takes any group, even a larger one."""
+
+    def __init__(self, workers: int, room: int) -> None:
+        self._room = room
+        self._loads = [_Load() for _ in range(workers)]
+        # (tokens, worker, stamp) of workers that may have room. One that had none for a group leaves, until
+        # something of it is released.
+        self._open = [(0, i, 0) for i in range(workers)]
+        self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
+
+    async def admit(self, sequences: int, tokens: int) -> int:
+        """The worker that takes the group, whose load it is from now on until `release`."""
+        index = None if self._waiting else self._take(sequences, tokens)
+        if index is not None:
+            return index
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequences, tokens, place))
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if place.done() and not place.cancelled():  # admitted and cancelled in the same moment
+                self.release(place.result(), sequences, tokens)
+            raise
+
+    def release(self, index: int, sequences: int, tokens: int) -> None:
+        """So much of worker ``index`` is finished; those who waited for it longest go on."""
+        self._change(index, -sequences, -tokens)
+        while self._waiting:
+            wanted, cost, place = self._waiting[0]
+            if not place.done():  # a cancelled one only leaves the queue
+                taken = self._take(wanted, cost)
+                if taken is None:
+                    return
+                place.set_result(taken)
+            self._waiting.popleft()
+
+    def _take(self, sequences: int, tokens: int) -> int | None:
+        while self._open:
+            _, index, stamp = self._open[0]
+            load = self._loads[index]
+            if stamp == load.stamp and (load.sequences == 0 or load.sequences + sequences <= self._room):
+                self._change(index, sequences, tokens)
+                return index
+            heapq.heappop(self._open)
+        return None
+
+    def _change(self, index: int, sequences: int, tokens: int) -> None:
+        load = self._loads[index]
+        load.sequences += sequences
+        load.tokens += tokens
+        load.stamp += 1
+        if len(self._open) > 4 * len(self._loads):
+            self._open = [entry for entry in self._open if entry[2] == self._loads[entry[1]].stamp]
+            heapq.heapify(self._open)
+        heapq.heappush(self._open, (load.tokens, index, load.stamp))

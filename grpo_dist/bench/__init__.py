@@ -1,0 +1,1 @@
+"""The throughput benchmark of the loop and of its parts."""

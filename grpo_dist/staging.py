@@ -1,0 +1,72 @@
+"""Batches made ready for the optimiser, the next one while it works on this one.
+
+policy      | update on batch k ................. | update on batch k+1 ...
+rollouts    | batch k+1 ........ finished |       |
+staging                                   | stage |    advantages, padding, rows dealt to ranks and put
+                                                       where the ranks fetch them
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.pipeline import ScoredBatch
+from grpo_dist.step_batches import make_batches
+from grpo_dist.workers import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A step's optimiser updates where the policy takes them from, and what they were made of."""
+
+    updates: Any  # what `Policy.stage` returned
+    rows: int  # of all updates together
+    source: ScoredBatch
+    kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
+
+
+class Staging:
+    """Stages a batch when it is asked for, or ahead of that with `begin`. The numbers are the same."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        self._config, self._policy = config, policy
+        self._ahead: asyncio.Task[Staged | None] | None = None
+
+    def begin(self, step: int, sampling: asyncio.Task[ScoredBatch] | None) -> None:
+        """Stage the batch of ``step`` beside what runs now, as soon as ``sampling`` is done.
+
+        Not where it would be in vain: what its numbers depend on is about to change.
+        """
+        algorithm = self._config.algorithm
+        steered = algorithm.add_token_level_kl and algorithm.kl.target is not None
+        every = self._config.reference.refresh_every if self._config.needs_reference else 0
+        if sampling is not None and not steered and not (every and step % every == 0):
+            self._ahead = asyncio.create_task(self._follow(step, sampling), name=f"stage {step}")
+
+    async def take(self, step: int, batch: ScoredBatch, *, kl_coef: float) -> Staged:
+        """``batch`` ready for the update of ``step`` under this weight of the KL term."""
+        ahead, self._ahead = self._ahead, None
+        staged = await ahead if ahead is not None else None
+        if staged is not None and staged.source is batch and staged.kl_coef == self._inside(kl_coef):
+            return staged
+        return await asyncio.to_thread(self._stage, step, batch, kl_coef)
+
+    async def _follow(self, step: int, sampling: asyncio.Task[ScoredBatch]) -> Staged | None:
+        """None where sampling failed: whoever waits for the batch itself learns why."""
+        await asyncio.wait([sampling])
+        if sampling.cancelled() or sampling.exception() is not None:
+            return None
+        return await asyncio.to_thread(self._stage, step, sampling.result(), self._config.algorithm.kl.coef)
+
+    def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
+        """In a thread of its own: the loop goes on admitting and receiving groups."""
+        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef)
+        rows = sum(map(len, updates))
+        return Staged(self._policy.stage(updates), rows, batch, self._inside(kl_coef))
+
+    def _inside(self, kl_coef: float) -> float | None:
+        """The weight as far as it is part of what is staged; otherwise an update takes it along."""
+        return kl_coef if self._config.algorithm.add_token_level_kl else None

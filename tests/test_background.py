@@ -1,0 +1,77 @@
+"""Work beside the loop: in order, bounded, and never failing unseen."""
+
+import threading
+
+import fakes
+import pytest
+
+from grpo_dist import tracking
+from grpo_dist.background import Background
+from grpo_dist.tracking import Tracker
+
+
+def test_work_is_done_in_order_and_all_of_it_by_the_time_of_a_flush():
+    done = []
+    background = Background("test", pending=2)
+    for i in range(20):
+        background.submit(lambda i=i: done.append(i))
+    background.flush()
+    assert done == list(range(20))
+    background.submit(lambda: done.append("last"))
+    background.close()
+    assert done[-1] == "last"
+
+
+def test_who_hands_in_more_than_may_wait_is_held_up():
+    gate, background = threading.Event(), Background("test", pending=2)
+    for _ in range(3):  # one is being done, two wait
+        background.submit(gate.wait)
+    held_up = threading.Thread(target=background.submit, args=(lambda: None,))
+    held_up.start()
+    held_up.join(0.2)
+    assert held_up.is_alive()
+    gate.set()
+    held_up.join(5)
+    assert not held_up.is_alive()
+    background.close()
+
+
+def test_a_failure_is_raised_by_the_next_call_and_what_came_after_it_is_not_done():
+    done, background = [], Background("test", pending=4)
+
+    def fail():
+        raise OSError("disk full")
+
+    gate = threading.Event()
+    for work in (gate.wait, fail, lambda: done.append("after")):
+        background.submit(work)
+    gate.set()
+    for call in (background.flush, lambda: background.submit(fail), background.close):
+        with pytest.raises(OSError, match="disk full"):
+            call()
+    assert done == []
+
+
+def quiet(**settings):
+    return fakes.config(tracking={"console": False, "tensorboard": False} | settings)
+
+
+def test_samples_are_on_disk_after_a_flush_and_at_the_end(tmp_path):
+    with Tracker(quiet(), tmp_path) as tracker:
+        tracker.samples("step_000001", [])
+        tracker.flush()
+        assert (tmp_path / "samples/step_000001.parquet").exists()
+        tracker.samples("step_000002", [])
+    assert (tmp_path / "samples/step_000002.parquet").exists()
+
+
+def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    def full(path, groups):
+        raise OSError(f"{path.name}: disk full")
+
+    monkeypatch.setattr(tracking, "write_groups", full)
+    with pytest.raises(OSError, match=r"step_000001\.parquet: disk full"), Tracker(quiet(), tmp_path) as run:
+        run.samples("step_000001", [])
+    with pytest.raises(RuntimeError, match="its own"), Tracker(quiet(), tmp_path) as run:
+        run.samples("step_000001", [])
+        raise RuntimeError("its own")
