@@ -20,13 +20,15 @@ from grpo_dist.hardware import DeviceType
 from grpo_dist.loss import LossSettings
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
+from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
 
-class PolicyWorker:
+class PolicyWorker(Metered):
     """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
 
@@ -42,6 +44,7 @@ class PolicyWorker:
         self._trainer = Trainer(place, policy, **settings)
         return self._trainer.device.type
 
+    @metered("update")
     def update(self, shards: Sequence[TrainBatch]) -> dict[str, float]:
         return self._trainer.update(shards)
 
@@ -55,6 +58,7 @@ class PolicyWorker:
             backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
         )
 
+    @metered("sync")
     def send_weights(self, bucket_bytes: int, group: str) -> int:
         """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
         sent.

@@ -19,15 +19,17 @@ from grpo_dist.config import Model, Reference
 from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.types import Prompt, Rollout
+from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
 
-class ReferenceWorker:
+class ReferenceWorker(Metered):
     """One frozen copy of the model."""
 
     def __init__(
         self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_tokens: int
     ) -> None:
+        super().__init__()
         device = device_type()
         self._device = torch.device(device)
         self._budget = settings.micro_batch_tokens
@@ -78,6 +80,7 @@ class ReferenceWorker:
                 self._average[name] = saved[name]
             parameter.copy_(saved[name])
 
+    @metered("logprobs")
     @torch.no_grad()
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """float32 [C] for each rollout, nats, at the sampling temperature."""
