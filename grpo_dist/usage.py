@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -156,14 +157,33 @@ def peak_memory() -> int:
 
 
 def peak_gpu_memory() -> int:
-    """Most bytes that torch has held on this process's GPU; where another process of the worker computes,
-    what is in use on the device. 0 without a GPU.
+    """Most bytes that torch has held on this process's GPU. Where another process of the worker computes, as
+    an engine's does, what is in use now on its GPUs, by whomever. 0 without a GPU.
     """
     if not torch.cuda.is_available():
         return 0
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved()
-    return torch.cuda.device_memory_used()
+    return device_bytes_in_use(os.environ.get("CUDA_VISIBLE_DEVICES") or "0")
+
+
+def device_bytes_in_use(visible: str) -> int:
+    """Of the GPUs in ``visible``, as CUDA_VISIBLE_DEVICES names them, by number or by UUID. Asks the driver:
+    asking CUDA would put a context of hundreds of megabytes onto the device.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in visible.split(",")
+        ]
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _high_water(pid: int) -> int:

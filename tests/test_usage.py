@@ -1,12 +1,23 @@
 """What workers say of themselves: busy seconds, spans, counts, memory."""
 
 import asyncio
+import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.usage import Meter, Metered, Span, Usage, metered, peak_memory, usage_metrics
+from grpo_dist.usage import (
+    Meter,
+    Metered,
+    Span,
+    Usage,
+    device_bytes_in_use,
+    metered,
+    peak_memory,
+    usage_metrics,
+)
 
 
 class Clock:
@@ -94,6 +105,36 @@ def test_peak_memory_is_of_the_largest_moment():
     del block
     assert peak_memory() >= before + (32 << 20) or before > 200 << 20  # a peak that was higher before stays
     assert peak_memory() >= before
+
+
+class Nvml:
+    """Stands for the driver's library: device i has (i + 1) GB in use."""
+
+    def __init__(self):
+        self.open = 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return {"GPU-b": 1}[uuid]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=(handle + 1) * 10**9)
+
+
+def test_memory_of_an_engine_is_that_of_its_devices(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert device_bytes_in_use("2") == 3e9
+    assert device_bytes_in_use("0,GPU-b") == 3e9
+    assert nvml.open == 0
 
 
 def test_metrics_are_means_over_the_workers_of_a_role_and_sums_of_counts():
