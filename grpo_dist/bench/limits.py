@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def generation_limit(config: Config, model_dir: Path, steps: Sequence[StepRecord
     ]
     gpus = config.rollout.tensor_parallel_size
     seconds = run_jobs("grpo_dist.bench.limit_generation", jobs, threads=threads, gpus=gpus)
-    return sum(r.length for batch in batches for r in batch) / _fastest(seconds)
+    return sum(r.length for batch in batches for r in batch) / fastest(seconds)
 
 
 def training_limit(
@@ -74,7 +75,7 @@ def training_limit(
     seconds = [f["seconds"] for f in found]
     micro = sorted({f["micro_batch"] for f in found})
     best = f"micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
-    return rows * row * ranks / _fastest([[s] for s in seconds]), sum(f["matmul"] for f in found), best
+    return rows * row * ranks / fastest([[s] for s in seconds]), sum(f["matmul"] for f in found), best
 
 
 def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
@@ -88,10 +89,10 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
     common = {"num_bytes": num_bytes, "world_size": processes, "port": port, "backend": backend}
     jobs = [{"rank": rank, "repeats": 4 * REPEATS, **common} for rank in range(processes)]
     seconds = run_jobs("grpo_dist.bench.limit_sync", jobs, threads=1, gpus=1)
-    return num_bytes / _fastest([[s] for s in seconds])
+    return num_bytes / fastest([[s] for s in seconds])
 
 
-def _fastest(seconds: list[list[list[float]]]) -> float:
+def fastest(seconds: list[list[list[float]]]) -> float:
     """Seconds for all batches, given those of [process][batch][repeat]: of a repeat the slowest process
     counts, of a batch the fastest repeat.
     """
@@ -109,23 +110,33 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
         for i, job in enumerate(jobs):
             (directory / f"{i}.job").write_bytes(pickle.dumps((module, i, len(jobs), job)))
             log = stack.enter_context((directory / f"{i}.log").open("wb"))
-            devices = ",".join(str(d) for d in range(i * gpus, (i + 1) * gpus))
-            on_gpu = {"CUDA_VISIBLE_DEVICES": devices} if device_type() == "cuda" else {}
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "grpo_dist.bench.child", name, str(i)],
-                    env=os.environ | thread_environment(threads) | on_gpu,
+                    env=os.environ | thread_environment(threads) | devices_of(i, gpus),
                     stdout=log,
                     stderr=log,
+                    start_new_session=True,  # so that an engine's own processes end with it
                 )
             )
         try:
             _wait(processes, module, directory)
         finally:
             for process in processes:
-                process.kill()
+                with suppress(ProcessLookupError):  # it and all that it started have ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return [pickle.loads((directory / f"{i}.result").read_bytes()) for i in range(len(jobs))]
+
+
+def devices_of(process: int, each: int) -> dict[str, str]:
+    """Environment in which ``process`` sees its own ``each`` of the GPUs that this one sees; {} without
+    GPUs.
+    """
+    if device_type() == "cpu":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[process * each : (process + 1) * each])}
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:
