@@ -79,12 +79,13 @@ class Meter:
 
     def read(self) -> Usage:
         """What came together since the last call; a stage that is still busy counts up to now."""
+        peaks = peak_memory(), peak_gpu_memory()
         with self._lock:
             now = time.time()
             for stage in (s for s, calls in self._inside.items() if calls):
                 self._note(stage, now)
                 self._since[stage] = now
-            usage = Usage(self._busy, tuple(self._spans), self._counts, peak_memory(), peak_gpu_memory())
+            usage = Usage(self._busy, tuple(self._spans), self._counts, *peaks)
             self._busy, self._counts = {}, {}
             self._spans.clear()
         return usage

@@ -158,24 +158,29 @@ def test_rows_that_are_left_out_of_training_are_no_work_done():
     assert not [key for key in found if key.startswith(("limit/", "of_limit/"))]
 
 
-class NoUsage:
+class OneSecond:
+    """Workers that say they were busy for a second."""
+
     def __init__(self):
         self.latest = {}
 
     async def read(self):
-        return {}
+        return {"time/rollout_sample_busy_s": 1.0}
 
 
 def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
-    settings = as_benchmark(config(max_staleness=1, bench={"warmup_steps": 2, "steps": 3}))
+    bench, all_rows = {"warmup_steps": 2, "steps": 3}, {"skip_idle_rows": False}
+    settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
     assert settings.steps == 2 + 3 + 1  # the last samples nothing ahead
-    world, usage = World(), NoUsage()
+    world, usage = World(), OneSecond()
     recorder = BenchRecorder(settings, usage, lambda step, metrics: None)
     workers = replace(world.workers(), usage=usage)
     asyncio.run(driver.run(settings, workers, prompts(32), [], recorder, NoCheckpoints()))
     steps = timed(settings, recorder.steps)
     assert [s.step for s in steps] == [3, 4, 5]
     assert all(a.end == b.begin for a, b in pairwise(steps))
+    assert all(s.metrics["time/rollout_sample_busy_s"] == 1.0 for s in steps)
+    assert all(s.metrics["train/tokens"] == sum(r.tokens for r in s.requests) for s in steps)
     asked = {seed for _, seeds, _ in world.sampled for seed in seeds}
     drawn = [request.seed for s in recorder.steps for request in s.requests]
     assert len(drawn) == len(set(drawn)) == 6 * 4 * 2 and set(drawn) == asked
