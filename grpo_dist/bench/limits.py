@@ -28,6 +28,7 @@ from grpo_dist.config import Config
 from grpo_dist.hardware import device_type, resolve_dtype, thread_environment
 
 REPEATS = 3  # of every measurement; the fastest counts
+SYNC_REPEATS = 12  # it is short
 _STEPS = 2  # timed steps whose requests are generated again
 _DEADLINE_S = 1800.0
 
@@ -87,7 +88,7 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
         backend = "nccl" if torch.cuda.device_count() >= processes else "copy"
     processes = 1 if backend == "copy" else processes
     common = {"num_bytes": num_bytes, "world_size": processes, "port": port, "backend": backend}
-    jobs = [{"rank": rank, "repeats": 4 * REPEATS, **common} for rank in range(processes)]
+    jobs = [{"rank": rank, "repeats": SYNC_REPEATS, **common} for rank in range(processes)]
     seconds = run_jobs("grpo_dist.bench.limit_sync", jobs, threads=1, gpus=1)
     return num_bytes / fastest([[s] for s in seconds])
 

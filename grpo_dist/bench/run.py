@@ -17,7 +17,7 @@ from grpo_dist import driver
 from grpo_dist.bench.figures import Limits, figures
 from grpo_dist.bench.flops import Shape, card_peak
 from grpo_dist.bench.lengths import ForcedLengths
-from grpo_dist.bench.limits import REPEATS, generation_limit, sync_limit, training_limit
+from grpo_dist.bench.limits import REPEATS, SYNC_REPEATS, generation_limit, sync_limit, training_limit
 from grpo_dist.bench.machine import machine_facts
 from grpo_dist.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.bench.result import ActorMemory, Bar, Result
@@ -125,7 +125,7 @@ def _limits(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> tup
     sent = int(steps[-1].metrics["sync/bytes"])
     sync = sync_limit(config, sent, port=free_port("127.0.0.1"))
     settings = {
-        "repeats": f"the fastest of {REPEATS}",
+        "repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}",
         "generation": "vllm.LLM.generate, all requests of a step at once",
         "training": f"transformers and torch AdamW without padding, {micro}",
         "sync": "one broadcast of all bytes",
