@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short pipeline test evidence lint clean
+.PHONY: setup demo demo-short pipeline bench test evidence lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -23,6 +23,11 @@ demo-short: $(READY)
 # The stages of DeepSeek-R1 on the demo's problems; goes on where it was interrupted.
 pipeline: $(READY)
 	$(BIN)/grpo-dist pipeline configs/pipelines/r1_demo.yaml $(ARGS)
+
+# How fast the loop is on this machine, and how near to what it can do: make bench BENCH=configs/bench/gpu_0.5b.yaml
+BENCH ?= configs/bench/cpu_13m.yaml
+bench: $(READY)
+	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)

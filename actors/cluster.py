@@ -25,6 +25,7 @@ from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import EngineSpec, RolloutPool
+from actors.usage import ActorUsage
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
@@ -44,13 +45,18 @@ def check_fits(config: Config, *, training: bool = True) -> None:
     anything is started.
     """
     if _address(config) == "local" and not ray.is_initialized():
-        has = Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
+        has = _local_resources(config)
     else:
         owns = _connect(config)
         has = _resources()
         if owns:
             ray.shutdown()
     placement(config, has, training=training)
+
+
+def local_demands(config: Config) -> dict[str, Demand]:
+    """What every role of a training run would take of this machine alone."""
+    return placement(config, _local_resources(config), training=True)
 
 
 class Cluster:
@@ -105,7 +111,19 @@ class Cluster:
             policy,
             sync,
             await self._reference_sync(policy, reference),
+            self._usage(samplers, reference, policy),
         )
+
+    def _usage(self, samplers: Samplers, reference: ReferencePool | None, policy: PolicyGroup) -> ActorUsage:
+        rewards = samplers.rewards
+        roles = {
+            "rollout": samplers.rollouts.workers,
+            "reward": rewards.workers,
+            "reward_model": [worker for model in rewards.models for worker in model.workers],
+            "reference": reference.workers if reference else [],
+            "policy": policy.ranks,
+        }
+        return ActorUsage(roles, timeout_s=self._config.cluster.timeouts.sync_s)
 
     async def _reference_sync(
         self, policy: PolicyGroup, reference: ReferencePool | None
@@ -194,6 +212,10 @@ class Cluster:
 
 def _address(config: Config) -> str:
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def _local_resources(config: Config) -> Resources:
+    return Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
 
 
 def _resources() -> Resources:

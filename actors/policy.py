@@ -21,13 +21,15 @@ from grpo_dist.loss import LossSettings
 from grpo_dist.planning import shard
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
+from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
 
-class PolicyWorker:
+class PolicyWorker(Metered):
     """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
 
@@ -43,6 +45,7 @@ class PolicyWorker:
         self._trainer = Trainer(place, policy, **settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
+    @metered("update")
     def update(self, shards: Sequence[TrainBatch], kl_coef: float | None) -> dict[str, float]:
         """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings."""
         return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards])
@@ -57,6 +60,7 @@ class PolicyWorker:
             backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
         )
 
+    @metered("sync")
     def send_weights(self, bucket_bytes: int, group: str) -> int:
         """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
         sent.

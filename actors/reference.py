@@ -22,15 +22,17 @@ from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.types import Prompt, Rollout, Rows
+from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
 
-class ReferenceWorker:
+class ReferenceWorker(Metered):
     """One frozen copy of the model."""
 
     def __init__(
         self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_mib: int | None
     ) -> None:
+        super().__init__()
         device = device_type()
         self._device = torch.device(device)
         dtype = resolve_dtype(model.dtype, device)
@@ -86,6 +88,7 @@ class ReferenceWorker:
                 self._average[name] = saved[name]
             parameter.copy_(saved[name])
 
+    @metered("logprobs")
     @torch.no_grad()
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
         """float32 [C] for each rollout, nats, at the sampling temperature."""

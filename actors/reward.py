@@ -22,14 +22,16 @@ from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
 from grpo_dist.types import Group, Prompt, Rollout
+from grpo_dist.usage import Metered, metered
 
 logger = logging.getLogger(__name__)
 
 
-class RewardWorker:
+class RewardWorker(Metered):
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
     def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
+        super().__init__()
         self._max_new_tokens = max_new_tokens
         self._pool = GraderPool(
             settings.processes_per_worker,
@@ -44,6 +46,7 @@ class RewardWorker:
     def ready(self) -> None:
         """Returns once the grader processes are up."""
 
+    @metered("score")
     def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, ModelScores]
     ) -> tuple[Group, tuple[str, ...]]:
@@ -90,25 +93,25 @@ class RewardPool:
     ) -> None:
         actor, settings = ray.remote(worker), placed(settings)
         in_hand = 2 * settings.processes_per_worker
-        self._workers = [
+        self.workers = [
             actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(
                 settings, max_new_tokens=max_new_tokens
             )
             for i in range(settings.num_workers)
         ]
-        self._least_busy = LeastBusy(self._workers)
-        self._models = list(models)
+        self._least_busy = LeastBusy(self.workers)
+        self.models = list(models)
         self._told: set[str] = set()
 
     async def ready(self) -> None:
         await gather(
-            [results(worker.ready.remote() for worker in self._workers), *(m.ready() for m in self._models)]
+            [results(worker.ready.remote() for worker in self.workers), *(m.ready() for m in self.models)]
         )
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
-        scores = await gather(model.score(prompt, rollouts) for model in self._models)
-        modelled = {model.name: own for model, own in zip(self._models, scores, strict=True)}
+        scores = await gather(model.score(prompt, rollouts) for model in self.models)
+        modelled = {model.name: own for model, own in zip(self.models, scores, strict=True)}
         group, news = await self._least_busy.call("score", prompt, rollouts, modelled)
         for reason in news:
             if reason not in self._told:
@@ -117,4 +120,4 @@ class RewardPool:
         return group
 
     async def shutdown(self) -> None:
-        await gather([end(self._workers), *(model.shutdown() for model in self._models)])
+        await gather([end(self.workers), *(model.shutdown() for model in self.models)])

@@ -11,12 +11,14 @@ from actors.calls import LeastBusy, kill, results
 from grpo_dist.config import Model, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.types import Prompt, Rollout
+from grpo_dist.usage import Metered, metered
 
 
-class RewardModelWorker:
+class RewardModelWorker(Metered):
     """One copy of a reward model, and the policy's tokenizer, to say at which token a step ends."""
 
     def __init__(self, settings: RewardModel, *, policy: Model, policy_dir: str) -> None:
+        super().__init__()
         from transformers import AutoTokenizer
 
         self._classifier = Classifier(settings)
@@ -27,6 +29,7 @@ class RewardModelWorker:
     def ready(self) -> None:
         """Returns once the model is loaded."""
 
+    @metered("score")
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> ModelScores:
         return self._classifier.score(
             prompt.text, [r.text for r in rollouts], [r.completion_ids for r in rollouts], self._tokenizer
@@ -41,20 +44,20 @@ class RewardModelPool:
     ) -> None:
         actor = ray.remote(RewardModelWorker)
         self.name = settings.name
-        self._workers = [
+        self.workers = [
             actor.options(name=f"reward-model-{settings.name}-{i}", **options).remote(
                 settings, policy=policy, policy_dir=policy_dir
             )
             for i in range(settings.num_workers)
         ]
-        self._least_busy = LeastBusy(self._workers)
+        self._least_busy = LeastBusy(self.workers)
 
     async def ready(self) -> None:
-        await results(worker.ready.remote() for worker in self._workers)
+        await results(worker.ready.remote() for worker in self.workers)
 
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
         return await self._least_busy.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:
-        kill(self._workers)
+        kill(self.workers)

@@ -24,6 +24,7 @@ from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
 from grpo_dist.types import Prompt, Rollout, Sampling
+from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
 # Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
@@ -44,10 +45,11 @@ class EngineSpec:
     seed: int
 
 
-class RolloutWorker:
+class RolloutWorker(Metered):
     """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        super().__init__()
         self._spec = spec
         self._version = 0
         self._requests = 0
@@ -64,18 +66,25 @@ class RolloutWorker:
         self._engine = _make_engine(self._spec)
         await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=min(2, self._spec.max_length - 1)))
 
+    @metered("sample")
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
     ) -> tuple[bool, tuple[Rollout, ...]]:
         """``len(seeds)`` completions of ``prompt``, the i-th drawn with ``seeds[i]`` alone."""
         token_ids = prompt.token_ids.tolist()
-        outputs = await asyncio.gather(*(self._generate(token_ids, seed, sampling) for seed in seeds))
+        lengths = sampling.lengths or (None,) * len(seeds)
+        outputs = await asyncio.gather(
+            *(self._generate(token_ids, seed, sampling, n) for seed, n in zip(seeds, lengths, strict=True))
+        )
+        self.meter.count("tokens", sum(len(ids) for ids, *_ in outputs))
         return True, tuple(self._rollout(prompt.uid, i, *output) for i, output in enumerate(outputs))
 
     async def _generate(
-        self, token_ids: list[int], seed: int, sampling: Sampling
+        self, token_ids: list[int], seed: int, sampling: Sampling, length: int | None = None
     ) -> tuple[list[int], list[float], list[int], str]:
-        """Token ids, log-probs, the policy version that produced each, and the finish reason."""
+        """Token ids, log-probs, the policy version that produced each, and the finish reason. ``length``: so
+        many tokens, whatever they are.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -85,7 +94,8 @@ class RolloutWorker:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=sampling.max_new_tokens,
+            max_tokens=length or sampling.max_new_tokens,
+            ignore_eos=length is not None,
             seed=seed,
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,
@@ -128,6 +138,7 @@ class RolloutWorker:
 
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
+    @metered("sync")
     async def begin_update(self) -> None:
         """Stop generating. ``drain``: once running requests are done. ``keep``: now; they go on under the new
         weights.
@@ -140,12 +151,14 @@ class RolloutWorker:
         )
         await self._engine.start_weight_update()
 
+    @metered("sync")
     async def receive_weights(self, specs: Sequence[ParameterSpec]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         parameters = [list(asdict(spec).values()) for spec in specs]
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"parameters": parameters}))
 
+    @metered("sync")
     async def finish_update(self, version: int) -> int:
         """Serve again, from now on under ``version``; returns the version the engine itself reports."""
         await self._engine.finish_weight_update(weight_version=str(version))

@@ -1,5 +1,5 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check CONFIG [key=value ...]`` and ``grpo-dist pipeline
-FILE``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|eval|check|bench CONFIG [key=value ...]`` and ``grpo-dist
+pipeline FILE``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _guarded(partial(args.command, **options), args.config, [*args.overrides, *rest])
 
 
-def _guarded(command: Callable[[str, list[str]], None], config: str, overrides: list[str]) -> int:
+def _guarded(command: Callable[[Any, list[str]], None], config: str | None, overrides: list[str]) -> int:
     try:
         command(config, overrides)
     except UserError as error:
@@ -102,6 +102,24 @@ def _eval(path: str, overrides: list[str]) -> None:
     evaluate_model(config)
 
 
+def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
+    if (path is None) == (compare is None) or (compare and overrides):
+        raise UserError("bench: give either a configuration to measure, or --compare A.json B.json alone")
+    if compare:
+        from pathlib import Path
+
+        from grpo_dist.bench.compare import compare as compare_results
+
+        compare_results(Path(compare[0]), Path(compare[1]))
+        return
+    from grpo_dist.config_files import load_config
+
+    config = load_config(str(path), overrides)
+    from grpo_dist.bench.run import bench
+
+    bench(config)
+
+
 def _check(path: str, overrides: list[str]) -> None:
     from grpo_dist.config_files import dump_config, load_config
 
@@ -160,9 +178,23 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
         )
         sub.set_defaults(command=command)
+    _add_bench(commands)
     _add_recipes(commands)
     parser.set_defaults(command=None)
     return parser
+
+
+def _add_bench(commands: Any) -> None:
+    text = "measure the throughput of the whole loop and how near each stage is to what the machine can do"
+    sub = commands.add_parser("bench", help=text, description=text)
+    sub.add_argument("config", nargs="?", help="YAML file, e.g. configs/bench/cpu_13m.yaml")
+    sub.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. bench.steps=10 bench.lengths.kind=natural"
+    )
+    sub.add_argument(
+        "--compare", nargs=2, metavar=("A.json", "B.json"), help="print the ratios of two results instead"
+    )
+    sub.set_defaults(command=_bench)
 
 
 def _add_recipes(commands: Any) -> None:

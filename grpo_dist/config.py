@@ -33,7 +33,10 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    path: str = Field(description="local directory, hub id, or `demo:<name>` for a model this project makes")
+    path: str = Field(
+        description="local directory, hub id, `demo:<name>` for a model this project makes, or "
+        "`random:<config.json>` for random weights of that shape"
+    )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
@@ -435,6 +438,37 @@ class Timeouts(Section):
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
 
 
+class Lengths(Section):
+    """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
+
+    kind: Literal["natural", "fixed", "lognormal"] = Field(
+        "natural", description="natural: where the model ends; else so long, whatever it says"
+    )
+    tokens: PositiveInt | None = Field(None, description="of fixed; null: sampling.max_new_tokens")
+    mean: PositiveFloat | None = Field(None, description="of lognormal, before it is cut off")
+    sigma: PositiveFloat | None = Field(None, description="of lognormal: deviation of the log; null: 1")
+
+    @model_validator(mode="after")
+    def _settings_of_its_kind(self) -> Lengths:
+        own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma")}.get(self.kind, ())
+        for name in sorted({"tokens", "mean", "sigma"} - set(own)):
+            if getattr(self, name) is not None:
+                value = getattr(self, name)
+                raise ValueError(f"{name} = {value} is no setting of kind {self.kind}; remove it")
+        if self.kind == "lognormal" and self.mean is None:
+            raise ValueError("kind lognormal needs a mean, e.g. mean: 32")
+        return self
+
+
+class Bench(Section):
+    """What `grpo-dist bench` does with a configuration; nothing else reads it."""
+
+    warmup_steps: PositiveInt = Field(2, description="steps before the clock starts")
+    steps: PositiveInt = Field(5, description="timed steps")
+    lengths: Lengths = Lengths()
+    limits: bool = Field(True, description="measure what the machine could do at best, too")
+
+
 class Cluster(Section):
     address: str | None = Field(
         None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
@@ -468,6 +502,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
     cluster: Cluster = Cluster()
+    bench: Bench = Bench()
     sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")
     rejection: Rejection = Field(
         default_factory=lambda: Rejection(), description="how `grpo-dist sample` draws and keeps samples"
@@ -520,6 +555,16 @@ class Config(Section):
             raise ValueError(
                 f"`model.max_length` = {self.model.max_length} is below `data.max_prompt_tokens` + the "
                 f"longest completion = {needed}; raise the one or lower the others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bench_lengths_fit(self) -> Config:
+        tokens = self.bench.lengths.tokens or 0
+        if tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
+                f"{self.sampling.max_new_tokens}; lower the one or raise the other"
             )
         return self
 

@@ -78,16 +78,18 @@ async def run(
         with watch("drain"):
             await pipeline.settle()
         with watch("sync"):
-            await workers.sync.push(version=step + 1)
+            metrics |= await workers.sync.push(version=step + 1)
         if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
             with watch("reference"):
                 await workers.reference_sync.refresh()
                 await pipeline.renew_reference()
+        if workers.usage:
+            metrics |= await workers.usage.read()
         sampled = batch.sampled.sampled
         metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
         metrics |= throughput_metrics(sampled, watch.stop())
         metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
-        metrics["train/rows"] = float(staged.rows)
+        metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
         if kl.target is not None:
             kl_coef = next_kl_coef(kl_coef, metrics["ref/kl"], target=kl.target, gain=kl.gain)
         recorder.samples(f"step_{step + 1:06d}", sampled)

@@ -1,5 +1,5 @@
-"""Metrics of one step, computed beside their data. Names carry the unit; what depends on the clock starts
-with `time/` or `throughput/`, so that two runs can be compared without it."""
+"""Metrics of one step, computed beside their data. Names carry the unit; what depends on the clock or the
+machine starts with `time/`, `throughput/` or `memory/`, so that two runs can be compared without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stopwatch:
     """Seconds per named phase of a step: ``with watch("update"): ...``"""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
         self._phases: dict[str, float] = {}
 
     @contextmanager
@@ -32,7 +32,8 @@ class Stopwatch:
 
     def stop(self) -> dict[str, float]:
         times = {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
-        return times | {"time/step_s": time.perf_counter() - self._start}
+        cpu = {"time/driver_cpu_s": time.process_time() - self._cpu_start}
+        return times | cpu | {"time/step_s": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -> dict[str, float]:

@@ -90,8 +90,10 @@ def prepare_eval(
 
 
 def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path:
-    """Directory of the model: made here (`demo:`), trained here (`sft`), local, or fetched from the hub."""
-    from grpo_dist.demo.model import cached_model
+    """Directory of the model: made here (`demo:`, `random:`), trained here (`sft`), local, or fetched from
+    the hub.
+    """
+    from grpo_dist.demo.model import cached_model, random_model
     from grpo_dist.sft import base_model, run_sft
 
     quiet_libraries()
@@ -101,6 +103,8 @@ def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path
         return run_sft(config.sft, say) if train_first else base_model(config.sft)
     if path.startswith("demo:"):
         return cached_model(path.removeprefix("demo:"), seed=config.seed)
+    if path.startswith("random:"):
+        return random_model(Path(path.removeprefix("random:")).expanduser(), seed=config.seed)
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():

@@ -24,6 +24,7 @@ class Staged:
 
     updates: Any  # what `Policy.stage` returned
     rows: int  # of all updates together
+    tokens: int  # of these rows, prompts with each sample
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
 
@@ -65,7 +66,8 @@ class Staging:
         """In a thread of its own: the loop goes on admitting and receiving groups."""
         updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef)
         rows = sum(map(len, updates))
-        return Staged(self._policy.stage(updates), rows, batch, self._inside(kl_coef))
+        tokens = sum(int(update.lengths.sum()) for update in updates)
+        return Staged(self._policy.stage(updates), rows, tokens, batch, self._inside(kl_coef))
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""

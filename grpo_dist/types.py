@@ -34,13 +34,15 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
-    distribution.
+    distribution. ``lengths`` has one entry per sample: exactly so many tokens, EOS like any other; None:
+    completions end by themselves.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 512
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
+from grpo_dist.usage import Usage
 
 # The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple
 # itself in tests.
@@ -51,9 +52,17 @@ class WeightSync(Protocol):
     async def push(self, version: int) -> dict[str, float]: ...
 
 
+class WorkerUsage(Protocol):
+    latest: dict[str, Usage]  # by worker, e.g. "rollout-0": what `read` found last
+
+    async def read(self) -> dict[str, float]: ...
+
+
 @dataclass(frozen=True)
 class Workers:
-    """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen."""
+    """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen,
+    ``usage`` when nobody counts what the workers do.
+    """
 
     rollouts: Rollouts
     rewards: Rewards
@@ -61,3 +70,4 @@ class Workers:
     policy: Policy
     sync: WeightSync
     reference_sync: ReferenceSync | None = None
+    usage: WorkerUsage | None = None

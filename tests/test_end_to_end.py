@@ -39,7 +39,7 @@ evaluation: {after: false, samples_per_prompt: 2, k: [1, 2]}
 checkpoint: {export: false, every: 3}
 algorithm: {kl: {coef: 0.05}}
 """
-CLOCK = ("time/", "throughput/")
+CLOCK = ("time/", "throughput/", "memory/")
 
 
 def run(directory, *overrides, check=True, kill_after=None):

@@ -12,7 +12,7 @@ from grpo_dist.config_files import load_config
 from grpo_dist.recipe.config import load_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])
 
 IMPORT_ALL = """
 import pkgutil, sys
@@ -81,9 +81,9 @@ def test_commands_in_the_readme_exist(command):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert words[1] in targets
         return
-    assert words[1] in ("train", "sft", "sample", "pipeline", "eval", "check")
-    if words[1] == "pipeline":
-        return  # its file is the reader's own
+    assert words[1] in ("train", "sft", "sample", "pipeline", "eval", "check", "bench")
+    if words[1] == "pipeline" or "--compare" in words:
+        return  # its files are the reader's own
     path = words[2] if words[2].startswith("configs/") else "configs/demo.yaml"
     load_config(ROOT / path, [w for w in words[3:] if "=" in w])
 

@@ -1,1 +1,1 @@
-"""The throughput benchmark of the loop and of its parts."""
+"""The throughput benchmark of the whole loop: how fast it is, and how near to what the machine can do."""

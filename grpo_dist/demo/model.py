@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,50 @@ def cached_model(name: str, *, seed: int) -> Path:
         )
     decides = {"version": _VERSION, "name": name, "seed": seed}
     return cached(f"model-{name}", decides, lambda directory: _make(name, seed, directory))
+
+
+def random_model(file: Path, *, seed: int) -> Path:
+    """Directory of a model of the shape in ``file``, a Hugging Face config.json: random weights of its dtype,
+    and the tokenizer of characters, which has fewer entries than most vocabularies. Raises ValueError for a
+    file that is none.
+    """
+    shape = _read_shape(file)
+    decides = {"version": _VERSION, "shape": shape, "seed": seed}
+    return cached(f"model-{file.stem}", decides, lambda directory: _write_random(shape, seed, directory))
+
+
+def _read_shape(file: Path) -> dict[str, Any]:
+    what = f"model.path = random:{file}"
+    if not file.is_file():
+        raise ValueError(f"{what}: no such file; expected a Hugging Face config.json")
+    try:
+        shape = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{what}: not JSON: {error}") from error
+    least = len(character_tokenizer(ascii_only=True))
+    if not isinstance(shape, dict) or "model_type" not in shape or "vocab_size" not in shape:
+        raise ValueError(f"{what}: expected an object with model_type, vocab_size and the sizes of that type")
+    if shape["vocab_size"] < least:
+        raise ValueError(f"{what}: vocab_size = {shape['vocab_size']}; the tokenizer needs at least {least}")
+    return shape
+
+
+def _write_random(shape: dict[str, Any], seed: int, directory: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = character_tokenizer()
+    if len(tokenizer) > shape["vocab_size"]:
+        tokenizer = character_tokenizer(ascii_only=True)
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    special["pad_token_id"] = tokenizer.pad_token_id
+    settings = {name: value for name, value in shape.items() if name != "model_type"} | special
+    config = AutoConfig.for_model(shape["model_type"], **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=shape.get("dtype", "float32"))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def write_word_model(texts: Sequence[str], directory: Path, *, seed: int) -> None:

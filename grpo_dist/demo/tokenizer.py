@@ -20,12 +20,14 @@ _TEMPLATE = (
 )
 
 
-def character_tokenizer() -> Any:
-    """One token per byte, which is per character in ASCII, and per mark above: 267 tokens.
+def character_tokenizer(*, ascii_only: bool = False) -> Any:
+    """One token per byte, which is per character in ASCII, and per mark above: 267 tokens. With
+    ``ascii_only`` 107: other characters are lost.
 
     Turns are ``<|user|>2+2=<|assistant|>4<|end|>``.
     """
-    return _tokenizer(_bytes(), [], _MARKS)
+    letters = [letter for letter in _alphabet() if not ascii_only or letter.isascii() or letter in "ĠĊ"]
+    return _tokenizer({token: i for i, token in enumerate([*_SPECIALS, *letters])}, [], _MARKS)
 
 
 def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
@@ -59,10 +61,6 @@ def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], whole:
     tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIALS])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in whole])
     return tokenizer
-
-
-def _bytes() -> dict[str, int]:
-    return {token: i for i, token in enumerate([*_SPECIALS, *_alphabet()])}
 
 
 def _alphabet() -> list[str]:

@@ -51,6 +51,15 @@ class Format(Builtin):
         return [think_answer_format(completion) for completion in answers.completions]
 
 
+class Parity(Builtin):
+    """0, 1, 0, 1 ... over the samples of a group, whatever they say: every group has a signal. For
+    benchmarks.
+    """
+
+    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+        return [float(i % 2) for i in range(len(answers.completions))]
+
+
 class Exact(Builtin):
     """1 where the final answer is the gold's text, else 0."""
 

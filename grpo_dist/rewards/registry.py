@@ -35,6 +35,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "cosine_length": builtin.CosineLength,
     "relative_length": builtin.RelativeLength,
     "judge": Judge,
+    "parity": builtin.Parity,
 }
 
 

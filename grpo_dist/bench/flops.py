@@ -1,0 +1,75 @@
+"""Floating-point operations of a dense decoder, as model FLOPs utilisation counts them: those the result
+needs, nothing that is computed again or for padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Dense half-precision operations per second of a card, from its data sheet.
+_CARDS = {
+    "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "B100": 1750e12,
+    "H20": 148e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12, "RTX 3090": 71e12, "V100": 125e12, "T4": 65e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a decoder decides its operations: gated MLPs, grouped-query attention, no experts."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model_dir: Path) -> Shape:
+        """Of a Hugging Face model directory."""
+        c = json.loads((model_dir / "config.json").read_text())
+        c = c.get("text_config", c)
+        heads = c["num_attention_heads"]
+        return cls(
+            hidden=c["hidden_size"],
+            layers=c["num_hidden_layers"],
+            heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads,
+            head_dim=c.get("head_dim") or c["hidden_size"] // heads,
+            intermediate=c["intermediate_size"],
+            vocabulary=c["vocab_size"],
+        )
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights that multiply every token in one layer."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.intermediate
+
+
+def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:
+    """Of a forward and a backward pass over ``rows``: (tokens, tokens whose log-prob is trained) of each.
+
+    A weight costs 2 operations a token forward and 4 backward. Causal attention of T tokens multiplies
+    T (T + 1) / 2 pairs twice (scores, values) for each head.
+    """
+    total = 0.0
+    for tokens, trained in rows:
+        weights = shape.layers * shape.layer_weights * tokens + shape.hidden * shape.vocabulary * trained
+        pairs = tokens * (tokens + 1) / 2
+        attention = 2 * shape.layers * shape.heads * shape.head_dim * pairs
+        total += 6.0 * (weights + attention)
+    return total
+
+
+def card_peak(name: str) -> float | None:
+    """Data sheet's operations per second of the card called ``name``, e.g. "NVIDIA H100 80GB HBM3"; None: not
+    known.
+    """
+    known = [card for card in _CARDS if card.lower() in name.lower()]
+    return _CARDS[max(known, key=len)] if known else None

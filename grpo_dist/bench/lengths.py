@@ -1,0 +1,42 @@
+"""Completion lengths that do not depend on what a model says, so that random weights can show any skew."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from grpo_dist.config import Lengths
+from grpo_dist.types import Prompt, Sampling
+from grpo_dist.workers import Rollouts, RolloutsRef
+
+
+def length_of(seed: int, lengths: Lengths, *, cap: int) -> int | None:
+    """Tokens of the request with this ``seed``, 1 to ``cap``; None: where the model ends.
+
+    A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)).
+    """
+    if lengths.kind == "natural":
+        return None
+    if lengths.kind == "fixed":
+        return lengths.tokens or cap
+    assert lengths.mean is not None  # the configuration was checked
+    sigma = lengths.sigma or 1.0
+    drawn = random.Random(f"length {seed}").lognormvariate(math.log(lengths.mean) - sigma**2 / 2, sigma)
+    return min(max(round(drawn), 1), cap)
+
+
+class ForcedLengths:
+    """``rollouts`` whose requests each have the length that follows from their seed, in whatever order they
+    are made.
+    """
+
+    def __init__(self, rollouts: Rollouts, lengths: Lengths) -> None:
+        self._rollouts, self._lengths = rollouts, lengths
+
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
+        drawn: list[Any] = [length_of(seed, self._lengths, cap=sampling.max_new_tokens) for seed in seeds]
+        forced = sampling if None in drawn else replace(sampling, lengths=tuple(drawn))
+        return await self._rollouts.sample(prompt, seeds=seeds, sampling=forced)

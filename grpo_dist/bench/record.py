@@ -1,0 +1,84 @@
+"""What a benchmark keeps of every step that the loop logs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from grpo_dist.config import Config
+from grpo_dist.progress import Progress
+from grpo_dist.seeds import request_seed
+from grpo_dist.types import Group
+from grpo_dist.usage import Usage
+from grpo_dist.workers import Workers, WorkerUsage
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample of a step: what was asked and how long the answer was."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step from the end of the one before, its log included, to its own; seconds of `time.time`."""
+
+    step: int
+    begin: float
+    end: float
+    metrics: dict[str, float]
+    usage: dict[str, Usage]
+    requests: tuple[Request, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class BenchRecorder:
+    """A recorder of the driver's loop; begins to count when it is made."""
+
+    def __init__(
+        self, config: Config, usage: WorkerUsage, say: Callable[[int, dict[str, float]], None]
+    ) -> None:
+        self._seed, self._usage, self._say = config.seed, usage, say
+        self._last, self._requests = time.time(), tuple[Request, ...]()
+        self.steps: list[StepRecord] = []
+
+    def flush(self) -> None:
+        """Nothing is written on the way."""
+
+    def samples(self, name: str, groups: list[Group]) -> None:
+        batch = len(self.steps)
+        self._requests = tuple(
+            Request(
+                tuple(group.prompt.token_ids.tolist()),
+                request_seed(self._seed, batch, group.prompt.uid, rollout.sample),
+                len(rollout.completion_ids),
+            )
+            for group in groups
+            for rollout in group.rollouts
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = time.time()
+        self.steps.append(
+            StepRecord(step, self._last, now, metrics, dict(self._usage.latest), self._requests)
+        )
+        self._last = now
+        self._say(step, metrics)
+
+
+class NoCheckpoints:
+    """A checkpointer that keeps nothing."""
+
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
+        """A benchmark leaves no model."""

@@ -1,0 +1,85 @@
+"""The record of one benchmark: `bench.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.durable import publish
+from grpo_dist.errors import UserError
+
+SCHEMA = 1  # raise it when a figure changes its meaning
+
+
+@dataclass(frozen=True, slots=True)
+class ActorMemory:
+    """Most bytes one actor's processes have held, over the whole run."""
+
+    name: str
+    peak_bytes: int
+    peak_gpu_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """``actor`` did ``stage``, seconds from the begin of the step drawn."""
+
+    actor: str
+    stage: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
+    step. ``timeline``: of the median step.
+    """
+
+    name: str
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    workload: dict[str, float]
+    figures: dict[str, float]
+    limit_settings: dict[str, str]
+    actors: list[ActorMemory]
+    steps: list[dict[str, float]]
+    timeline: list[Bar]
+    timeline_s: float
+
+    def write(self, path: Path) -> None:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
+        publish(partial, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Raises UserError for a file that is no benchmark's, or of another schema."""
+        try:
+            plain = json.loads(path.read_text())
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); expected the bench.json of a run"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON ({error}); expected the bench.json of a run") from error
+        found = plain.pop("schema", None) if isinstance(plain, dict) else None
+        if found != SCHEMA:
+            what = "no `schema`" if found is None else f"`schema` = {found}"
+            raise UserError(
+                f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
+            )
+        actors = [ActorMemory(**actor) for actor in plain.pop("actors")]
+        return cls(actors=actors, timeline=[Bar(**bar) for bar in plain.pop("timeline")], **plain)
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinities as null: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

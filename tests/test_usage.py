@@ -1,0 +1,154 @@
+"""What workers say of themselves: busy seconds, spans, counts, memory."""
+
+import asyncio
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_dist.usage import (
+    Meter,
+    Metered,
+    Span,
+    Usage,
+    device_bytes_in_use,
+    metered,
+    peak_memory,
+    usage_metrics,
+)
+
+
+class Clock:
+    """Stands for `time.time`: moves when told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("grpo_dist.usage.time.time", lambda: self.now)
+
+
+def test_overlapping_calls_of_a_stage_are_busy_once(monkeypatch):
+    clock, meter = Clock(monkeypatch), Meter()
+    with meter("sample"):
+        clock.now += 1
+        with meter("sample"):
+            clock.now += 2
+        clock.now += 1
+    clock.now += 5
+    with meter("sample"), meter("sync"):
+        clock.now += 3
+    usage = meter.read()
+    assert usage.busy_s == {"sample": 7.0, "sync": 3.0}
+    assert sorted(usage.spans, key=lambda s: (s.begin, s.stage)) == [
+        Span("sample", 100.0, 104.0), Span("sample", 109.0, 112.0), Span("sync", 109.0, 112.0)
+    ]  # fmt: skip
+
+
+def test_a_stage_that_still_runs_is_split_at_the_reading(monkeypatch):
+    clock, meter = Clock(monkeypatch), Meter()
+    with meter("sample"):
+        clock.now += 2
+        assert meter.read().busy_s == {"sample": 2.0}
+        clock.now += 3
+    assert meter.read().spans == (Span("sample", 102.0, 105.0),)
+    assert meter.read().busy_s == {}
+
+
+class Worker(Metered):
+    @metered("slow")
+    async def slow(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        self.meter.count("calls", 1)
+        return seconds
+
+    @metered("blocking")
+    def blocking(self) -> str:
+        time.sleep(0.02)
+        return "done"
+
+
+def test_coroutines_and_threads_of_one_worker_are_counted():
+    async def at_once():
+        return await asyncio.gather(*(worker.slow(0.05) for _ in range(10)))
+
+    worker = Worker()
+    assert asyncio.run(at_once()) == [0.05] * 10
+    threads = [threading.Thread(target=worker.blocking) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    usage = worker.usage()
+    assert 0.05 <= usage.busy_s["slow"] < 0.5  # ten at once, not one after the other
+    assert usage.busy_s["blocking"] >= 0.02
+    assert usage.counts == {"calls": 10.0}
+    assert asyncio.iscoroutinefunction(worker.slow)  # Ray runs an actor's coroutines on its event loop
+
+
+def test_a_failed_call_ends_its_span():
+    class Fails(Metered):
+        @metered("work")
+        def work(self):
+            raise ValueError("no")
+
+    worker = Fails()
+    with pytest.raises(ValueError, match="no"):
+        worker.work()
+    assert len(worker.usage().spans) == 1 and worker.usage().spans == ()
+
+
+def test_peak_memory_is_of_the_largest_moment():
+    before = peak_memory()
+    block = bytearray(64 << 20)
+    block[::4096] = b"x" * len(block[::4096])
+    del block
+    assert peak_memory() >= before + (32 << 20) or before > 200 << 20  # a peak that was higher before stays
+    assert peak_memory() >= before
+
+
+class Nvml:
+    """Stands for the driver's library: device i has (i + 1) GB in use."""
+
+    def __init__(self):
+        self.open = 0
+
+    def nvmlInit(self):
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        return {"GPU-b": 1}[uuid]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return SimpleNamespace(used=(handle + 1) * 10**9)
+
+
+def test_memory_of_an_engine_is_that_of_its_devices(monkeypatch):
+    nvml = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert device_bytes_in_use("2") == 3e9
+    assert device_bytes_in_use("0,GPU-b") == 3e9
+    assert nvml.open == 0
+
+
+def test_metrics_are_means_over_the_workers_of_a_role_and_sums_of_counts():
+    usage = {
+        "rollout-0": Usage({"sample": 3.0}, counts={"tokens": 10.0}, peak_bytes=2**30),
+        "rollout-1": Usage({"sample": 1.0, "sync": 1.0}, counts={"tokens": 5.0}, peak_bytes=2**31),
+        "reward_model-0": Usage({"score": 1.0}, peak_bytes=2**30, peak_gpu_bytes=2**32),
+    }
+    assert usage_metrics(usage) == {
+        "time/rollout_sample_busy_s": 2.0,
+        "time/rollout_sync_busy_s": 0.5,
+        "throughput/rollout_tokens": 15.0,
+        "memory/rollout_gib": 2.0,
+        "time/reward_model_score_busy_s": 1.0,
+        "memory/reward_model_gib": 1.0,
+        "memory/reward_model_gpu_gib": 4.0,
+    }
