@@ -21,10 +21,19 @@ from torch import Tensor
 
 from grpo_dist.batching import micro_batches
 from grpo_dist.config import Model, Policy
-from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
+from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.durable import publish
 from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
+from grpo_dist.lora import (
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    base_parameters,
+    empty_model,
+    write_adapter,
+)
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
+from grpo_dist.offload import check_offload, offloads_optimizer, size_buffers
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.schedules import learning_rate
 from grpo_dist.types import TrainBatch
@@ -68,7 +77,11 @@ class Trainer:
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         dtype = resolve_dtype(model.dtype, device)
+        check_offload(policy)
         settings = deepspeed_config(policy, dtype=dtype)
+        if policy.offload.parameters == "nvme":
+            empty = empty_model(model_dir, trust_remote_code=model.trust_remote_code)
+            size_buffers(settings, max(-(-p.numel() // place.world_size) for p in empty.parameters()))
         torch.manual_seed(seed)
         _join(place)
         # transformers loads straight into ZeRO-3's partitions while this object is alive.
@@ -80,6 +93,8 @@ class Trainer:
             trust_remote_code=model.trust_remote_code,
             gradient_checkpointing=model.gradient_checkpointing,
         )
+        if policy.lora is not None:
+            add_adapters(causal_lm, policy.lora, seed=seed)
         module = TokenLogprobs(causal_lm, temperature=temperature, chunk_tokens=policy.logprob_chunk_tokens)
         self.engine = _initialize(module, policy, settings)
 
@@ -156,12 +171,13 @@ class Trainer:
         return finish_stats(_over_ranks(stats))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Full float32 gradients by parameter name, between `accumulate` and `step`. Collective."""
+        """Full float32 gradients by name of the trained parameters, between `accumulate` and `step`.
+        Collective.
+        """
         from deepspeed.utils import safe_get_full_grad
 
-        return {
-            name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in self._named_parameters()
-        }
+        trained = self._named_parameters(adapters_only=self._policy.lora is not None)
+        return {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in trained}
 
     def step(self) -> dict[str, float]:
         """Clip, move the weights, clear the gradients. Collective."""
@@ -209,32 +225,47 @@ class Trainer:
         names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
         return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
 
-    def parameter_specs(self) -> list[ParameterSpec]:
+    def parameter_specs(self, *, adapters_only: bool = False) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's
         name.
         """
         return [
-            ParameterSpec.of(name, p, getattr(p, "ds_shape", None)) for name, p in self._named_parameters()
+            ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
+            for name, p in self._named_parameters(adapters_only)
         ]
 
-    def iter_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full parameters, bucket by bucket, valid until the next is asked for. Collective under ZeRO-3."""
-        parameters = dict(self._named_parameters())
-        for bucket in make_buckets(self.parameter_specs(), bucket_bytes):
+    def iter_weights(
+        self, bucket_bytes: int, *, adapters_only: bool = False
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full parameters, bucket by bucket, valid until the next is asked for: those of a checkpoint, with
+        low-rank adapters merged into copies of them, or the adapters alone. Collective under ZeRO-3.
+        """
+        parameters = dict(self._named_parameters(adapters_only))
+        low_rank = {} if adapters_only else adapters(self._named_parameters(adapters_only=True))
+        scale = self._policy.lora.scale if self._policy.lora else 0.0
+        for bucket in make_buckets(self.parameter_specs(adapters_only=adapters_only), bucket_bytes):
             held = [parameters[spec.name] for spec in bucket]
-            with self._gathered(held):
-                yield [(spec.name, p.data) for spec, p in zip(bucket, held, strict=True)]
+            own = {spec.name: low_rank[spec.name] for spec in bucket if spec.name in low_rank}
+            with self._gathered([*held, *(t for adapter in own.values() for t in (adapter.a, adapter.b))]):
+                yield [
+                    (spec.name, own[spec.name].merged_into(p.data, scale) if spec.name in own else p.data)
+                    for spec, p in zip(bucket, held, strict=True)
+                ]
 
     def save(self, directory: Path) -> None:
-        """DeepSpeed's sharded state of model, optimiser and counters. Collective."""
+        """DeepSpeed's sharded state of what is trained, its optimiser and counters. Collective."""
         state = {"updates": self._updates, "rng": torch.get_rng_state()}
-        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state=state)
+        frozen = self._policy.lora is not None  # all but the adapters, and that is in the model's directory
+        self.engine.save_checkpoint(
+            str(directory), tag=_TAG, client_state=state, exclude_frozen_parameters=frozen
+        )
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
         path, state = None, {}
         if (directory / _TAG).is_dir():
-            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG)
+            whole = self._policy.lora is None
+            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=whole)
         if path is None:
             raise ValueError(
                 f"{directory}: no policy state for {self.place.world_size} rank(s) at ZeRO stage "
@@ -244,25 +275,32 @@ class Trainer:
         torch.set_rng_state(state["rng"])
 
     def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
-        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0.
-        Collective.
+        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0; trained
+        low-rank adapters are merged into it, and beside it in `adapter` as peft reads them. Collective.
         """
-        whole: dict[str, Tensor] = {}
-        for bucket in self.iter_weights(bucket_bytes):
-            if self.place.rank == 0:
-                whole |= {name: tensor.detach().cpu().clone() for name, tensor in bucket}
+        whole = self._on_first_rank(self.iter_weights(bucket_bytes))
+        low_rank = self._on_first_rank(self.iter_weights(bucket_bytes, adapters_only=True))
         if self.place.rank == 0:
-            _write_model(self.engine.module.model, whole, directory, tokenizer_dir, self._trust_remote_code)
+            _write_model(
+                self.engine.module.model, whole, low_rank, directory, tokenizer_dir, self._trust_remote_code
+            )
         dist.barrier()
+
+    def _on_first_rank(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+        """Everything in ``buckets`` in this host's memory; nothing on other ranks, which only gather."""
+        keeps = self.place.rank == 0
+        return {name: t.detach().cpu().clone() for bucket in buckets for name, t in bucket if keeps}
 
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """(name as in the checkpoint, parameter), each parameter once."""
-        return list(self.engine.module.model.named_parameters())
+    def _named_parameters(self, adapters_only: bool = False) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name as in the checkpoint, parameter), each parameter once; or the low-rank adapters, which no
+        checkpoint has.
+        """
+        return (adapter_parameters if adapters_only else base_parameters)(self.engine.module.model)
 
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+    def _gathered(self, parameters: list[Tensor]) -> Any:
         if self._policy.zero_stage < 3:
             return nullcontext()
         import deepspeed
@@ -347,7 +385,12 @@ def _least_of_top(own: Tensor, share: float, device: torch.device) -> float:
 
 
 def _write_model(
-    model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str, trust_remote_code: bool
+    model: Any,
+    weights: dict[str, Tensor],
+    low_rank: dict[str, Tensor],
+    directory: Path,
+    tokenizer_dir: str,
+    trust_remote_code: bool,
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -357,6 +400,8 @@ def _write_model(
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
+    if low_rank:
+        write_adapter(model, low_rank, partial / "adapter", base_model=tokenizer_dir)
     if directory.exists():
         shutil.rmtree(directory)
     publish(partial, directory)
