@@ -361,7 +361,9 @@ class Offload(Section):
         "none", description="optimiser state; its update then runs on the CPU. nvme needs zero_stage 3"
     )
     parameters: Literal["none", "cpu", "nvme"] = Field("none", description="weights; needs zero_stage 3")
-    nvme_path: str | None = Field(None, description="directory on a local NVMe disk of every policy node")
+    nvme_path: str | None = Field(
+        None, description="directory of this run alone, on a local NVMe disk of every policy node"
+    )
 
 
 class Policy(Section):

@@ -9,6 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_dist.config import Policy
 
 _KEYS = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
@@ -37,10 +39,12 @@ def offload_config(policy: Policy) -> dict[str, Any]:
     return section
 
 
-def offloads_optimizer(policy: Policy) -> bool:
-    """Whether the optimiser runs on the CPU, by our setting or by the user's own DeepSpeed section."""
+def optimizer_device(policy: Policy) -> str:
+    """none, cpu or nvme: where the optimiser's state is, by our setting or by the user's own DeepSpeed
+    section.
+    """
     theirs = policy.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
-    return policy.offload.optimizer != "none" or theirs.get("device", "none") != "none"
+    return theirs.get("device", "none") if policy.offload.optimizer == "none" else policy.offload.optimizer
 
 
 def size_buffers(settings: dict[str, Any], largest: int) -> None:
@@ -54,9 +58,28 @@ def size_buffers(settings: dict[str, Any], largest: int) -> None:
         section.setdefault("buffer_size", largest)
 
 
+def create_moments(optimizer: Any) -> None:
+    """Give a new ZeRO-3 optimiser on NVMe the moments it would make at its first step, before a checkpoint is
+    loaded: DeepSpeed reads back the files of what it knows to be on disk, and else would start from none.
+    """
+    timers: set[str] = set()
+    for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
+        optimizer._prepare_sub_group(number, timers)
+        state = optimizer.optimizer.state[weights]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(weights), exp_avg_sq=torch.zeros_like(weights))
+        optimizer._release_sub_group(number, timers)
+
+
+def set_steps(optimizer: Any, steps: int) -> None:
+    """Adam's count of steps, on which its bias correction depends, and which is in none of these files."""
+    for state in optimizer.optimizer.state.values():
+        state["step"] = steps
+
+
 def check_offload(policy: Policy) -> None:
     """Raises ValueError when this machine lacks what offloading needs, before anything is started."""
-    if offloads_optimizer(policy):
+    if optimizer_device(policy) != "none":
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(compiler) is None:
             raise ValueError(

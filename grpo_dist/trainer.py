@@ -33,7 +33,7 @@ from grpo_dist.lora import (
     write_adapter,
 )
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
-from grpo_dist.offload import check_offload, offloads_optimizer, size_buffers
+from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.schedules import learning_rate
 from grpo_dist.types import TrainBatch
@@ -263,6 +263,9 @@ class Trainer:
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
         path, state = None, {}
+        on_disk = optimizer_device(self._policy) == "nvme"
+        if on_disk:
+            create_moments(self.engine.optimizer)
         if (directory / _TAG).is_dir():
             whole = self._policy.lora is None
             path, state = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=whole)
@@ -272,6 +275,8 @@ class Trainer:
                 f"{self._policy.zero_stage}; resume with the numbers the checkpoint's config.yaml names"
             )
         self._updates = state["updates"]
+        if on_disk:
+            set_steps(self.engine.optimizer, self._updates)
         torch.set_rng_state(state["rng"])
 
     def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
@@ -336,7 +341,7 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
     o = policy.optimizer
     arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if offloads_optimizer(policy):
+    if optimizer_device(policy) != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
