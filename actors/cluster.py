@@ -31,6 +31,7 @@ from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.hardware import available_cpus, device_type, thread_environment
+from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
 
 
@@ -41,10 +42,12 @@ class Samplers:
 
 
 def check_fits(config: Config, *, training: bool = True) -> None:
-    """Raises UserError when a training run, or an evaluation, takes more than the cluster has, before
+    """Raises ValueError when a training run, or an evaluation, takes more than the cluster has, before
     anything is started.
     """
     if _address(config) == "local" and not ray.is_initialized():
+        if training:
+            check_offload(config.policy)  # of another cluster, every rank looks at its own machine
         has = _local_resources(config)
     else:
         owns = _connect(config)

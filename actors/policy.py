@@ -50,8 +50,8 @@ class PolicyWorker(Metered):
         """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings."""
         return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards])
 
-    def parameter_specs(self) -> list[ParameterSpec]:
-        return self._trainer.parameter_specs()
+    def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
+        return self._trainer.parameter_specs(adapters_only=adapters_only)
 
     def open_transfer(
         self, *, group: str, backend: str, host: str, port: int, world_size: int, timeout_s: float
@@ -61,11 +61,12 @@ class PolicyWorker(Metered):
         )
 
     @metered("sync")
-    def send_weights(self, bucket_bytes: int, group: str) -> int:
+    def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool = False) -> int:
         """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
         sent.
         """
-        return send(self._transports.get(group), self._trainer.iter_weights(bucket_bytes))
+        weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
+        return send(self._transports.get(group), weights)
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -139,11 +140,18 @@ class PolicyGroup:
         arguments = [(own, kl_coef) for own in staged]
         return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
 
-    async def send_weights(self, bucket_bytes: int, *, group: str) -> int:
+    @property
+    def adapter_scale(self) -> float | None:
+        """What engines multiply the adapters they are sent by; None where whole weights are sent."""
+        lora = self._settings.lora
+        return lora.scale if lora is not None and lora.sync == "adapter" else None
+
+    async def send_weights(self, bucket_bytes: int, *, group: str, adapters_only: bool = False) -> int:
         """Runs while the others of the transfer group receive; the caller holds the deadline. Returns the
         bytes sent.
         """
-        return (await results(rank.send_weights.remote(bucket_bytes, group) for rank in self.ranks))[0]
+        sending = (rank.send_weights.remote(bucket_bytes, group, adapters_only) for rank in self.ranks)
+        return (await results(sending))[0]
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")

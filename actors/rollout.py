@@ -152,11 +152,15 @@ class RolloutWorker(Metered):
         await self._engine.start_weight_update()
 
     @metered("sync")
-    async def receive_weights(self, specs: Sequence[ParameterSpec]) -> None:
+    async def receive_weights(
+        self, specs: Sequence[ParameterSpec], adapter_scale: float | None = None
+    ) -> None:
+        """``adapter_scale``: what comes are low-rank adapters, which count so many times."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         parameters = [list(asdict(spec).values()) for spec in specs]
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"parameters": parameters}))
+        info = {"parameters": parameters, "adapter_scale": adapter_scale}
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:

@@ -54,7 +54,7 @@ class WeightSync:
                     )
                 )
             await results(joining)
-            specs = await policy.ranks[0].parameter_specs.remote()
+            specs = await policy.ranks[0].parameter_specs.remote(policy.adapter_scale is not None)
         return cls(policy, rollouts, specs, bucket_bytes, timeout_s)
 
     async def push(self, version: int) -> dict[str, float]:
@@ -66,10 +66,14 @@ class WeightSync:
         async with deadline(self._timeout_s, f"weight sync: engines stop for version {version}"):
             await results(worker.begin_update.remote() for worker in self._rollouts.workers)
         async with deadline(self._timeout_s, f"weight sync: version {version} travels"):
+            scale = self._policy.adapter_scale
             receiving = [
-                result(worker.receive_weights.remote(self._specs)) for worker in self._rollouts.workers
+                result(worker.receive_weights.remote(self._specs, scale)) for worker in self._rollouts.workers
             ]
-            sent, *_ = await gather([self._policy.send_weights(self._bucket_bytes, group=GROUP), *receiving])
+            sending = self._policy.send_weights(
+                self._bucket_bytes, group=GROUP, adapters_only=scale is not None
+            )
+            sent, *_ = await gather([sending, *receiving])
         async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
             reported = await results(
                 worker.finish_update.remote(version) for worker in self._rollouts.workers

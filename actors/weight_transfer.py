@@ -6,20 +6,24 @@ loaded through vLLM's own layerwise reload.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
+from grpo_dist.lora import adapters, merged_weights
 from grpo_dist.weight_buckets import ParameterSpec
 
 
@@ -37,9 +41,12 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Every parameter of the round, in the order sent: (name, dtype, shape)."""
+    """Every parameter of the round, in the order sent: (name, dtype, shape). ``adapter_scale``: they are
+    low-rank adapters, whose product counts so many times.
+    """
 
     parameters: list[list[Any]]
+    adapter_scale: float | None = None
 
     def specs(self) -> list[ParameterSpec]:
         return [ParameterSpec(name, dtype, tuple(shape)) for name, dtype, shape in self.parameters]
@@ -72,8 +79,23 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         transport = self._transport
         if transport is None:
             raise RuntimeError("weight sync: init_weight_transfer_engine has not been called on this engine")
-        for bucket in receive(transport, update_info.specs(), self._bucket_bytes):
+        buckets = receive(transport, update_info.specs(), self._bucket_bytes)
+        if update_info.adapter_scale is not None:
+            self._load_adapters(buckets, update_info.adapter_scale)
+            return
+        for bucket in buckets:
             self.model.load_weights(bucket)
+
+    def _load_adapters(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], scale: float) -> None:
+        """Read the checkpoint this engine was started from again, with the adapters merged in on the way.
+
+        Not vLLM's own adapters: those cost time at every decoded token, this costs once a sync. Nothing is
+        held between two syncs; the operating system keeps the files in its cache.
+        """
+        low_rank = adapters(pair for bucket in buckets for pair in bucket)  # checked before any is loaded
+        loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
+        checkpoint = loader.get_all_weights(self.model_config, self.model)
+        self.model.load_weights(merged_weights(checkpoint, low_rank, scale, self.model_config.dtype))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -335,7 +335,7 @@ class Reference(Section):
 
 
 class Optimizer(Section):
-    lr: PositiveFloat = 1e-6
+    lr: PositiveFloat = Field(1e-6, description="with policy.lora about ten times as much, e.g. 1e-5")
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegative = 0.0
@@ -343,6 +343,37 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0
     min_lr_ratio: Fraction = Field(0.0, description="final learning rate as a share of lr")
+
+
+class LoRA(Section):
+    """Low-rank adapters: they alone are trained."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = Field(32.0, description="the adapters' product counts alpha / rank times")
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        "all-linear", description="linear layers, e.g. [q_proj, v_proj]; all-linear: all but the LM head"
+    )
+    sync: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="what travels to the engines. merged: whole weights; adapter: the adapters alone, which "
+        "each engine merges into the checkpoint it was started from",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class Offload(Section):
+    """Where the trainer's state lies while it is not computed with."""
+
+    optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="optimiser state; its update then runs on the CPU. nvme needs zero_stage 3"
+    )
+    parameters: Literal["none", "cpu", "nvme"] = Field("none", description="weights; needs zero_stage 3")
+    nvme_path: str | None = Field(
+        None, description="directory of this run alone, on a local NVMe disk of every policy node"
+    )
 
 
 class Policy(Section):
@@ -356,13 +387,15 @@ class Policy(Section):
     )
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
     optimizer: Optimizer = Optimizer()
+    lora: LoRA | None = Field(None, description="train low-rank adapters; null: all weights")
+    offload: Offload = Offload()
     logprob_chunk_mib: PositiveInt | None = Field(
         None,
         description="size of a block of logits, of which two exist at once, MiB; null: 256 on a GPU, 32 "
         "elsewhere",
     )
     deepspeed: dict[str, Any] = Field(
-        {}, description="merged into the DeepSpeed configuration (offload, buckets)"
+        {}, description="merged into the DeepSpeed configuration (buckets, details of offload)"
     )
 
     @property

@@ -37,6 +37,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
     yield from _of_the_ranks(config)
+    yield from _of_the_offload(config)
     yield from _without_effect(config)
 
 
@@ -111,6 +112,28 @@ def _of_the_samples(config: Config) -> Iterator[str]:
         )
 
 
+def _of_the_offload(config: Config) -> Iterator[str]:
+    offload, stage = config.policy.offload, config.policy.zero_stage
+    if offload.optimizer != "none" and stage == 0:
+        yield (
+            f"`policy.offload.optimizer` = {offload.optimizer} needs ZeRO, and `policy.zero_stage` = 0 is "
+            "without; set it to 1, 2 or 3"
+        )
+    elif offload.optimizer == "nvme" and stage != 3:
+        yield (
+            f"`policy.offload.optimizer` = nvme needs `policy.zero_stage` = 3, not {stage}; set that, or use "
+            "cpu"
+        )
+    if offload.parameters != "none" and stage != 3:
+        yield (
+            f"`policy.offload.parameters` = {offload.parameters} needs `policy.zero_stage` = 3, not {stage}, "
+            "which keeps whole parameters on every rank; set that, or set it to none"
+        )
+    on_disk = "nvme" in (offload.optimizer, offload.parameters)
+    if on_disk and offload.nvme_path is None:
+        yield "`policy.offload` = nvme needs `policy.offload.nvme_path`, a directory on a local NVMe disk"
+
+
 def _without_effect(config: Config) -> Iterator[str]:
     """A value that differs from its default where nothing reads it."""
     a, dynamic = config.algorithm, config.dynamic_sampling
@@ -119,6 +142,12 @@ def _without_effect(config: Config) -> Iterator[str]:
         ("algorithm.reward_scale", not a.reward_scale and a.reward_norm == "none", "algorithm.reward_norm"),
         ("algorithm.pass_k", a.pass_k != 4 and a.advantage != "pass_at_k", "algorithm.advantage=pass_at_k"),
         ("algorithm.kl.gain", a.kl.gain != 0.1 and a.kl.target is None, "algorithm.kl.target"),
+        (
+            "policy.offload.nvme_path",
+            config.policy.offload.nvme_path is not None
+            and "nvme" not in (config.policy.offload.optimizer, config.policy.offload.parameters),
+            "policy.offload.optimizer=nvme or policy.offload.parameters=nvme",
+        ),
         (
             "reference.refresh_mix",
             config.reference.refresh_mix != 1.0 and not config.reference.refresh_every,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from grpo_dist.config import Policy
+from grpo_dist.offload import offload_config
 
 # Decided by the trainer itself: a user's value would change the gradient or be ignored without a word.
 _OURS = {
@@ -45,7 +46,8 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
             "stage": policy.zero_stage,
             "contiguous_gradients": True,
             "overlap_comm": False,
-        },
+        }
+        | offload_config(policy),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
@@ -59,11 +61,6 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
         base["bf16"] = {"enabled": True}
         base["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(base, policy.deepspeed)
-
-
-def offloads_optimizer(policy: Policy) -> bool:
-    offload = policy.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
-    return offload.get("device", "none") != "none"
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

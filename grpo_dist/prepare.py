@@ -15,6 +15,7 @@ from grpo_dist.data.readers import Row, read_all, source_name
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluate import EvalSet
 from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
+from grpo_dist.lora import check_targets
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
@@ -44,6 +45,8 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
     model_dir = resolve_model(config, say, train_first=train_first)
     check_length(config, model_dir)
+    if config.policy.lora is not None:
+        check_targets(model_dir, config.policy.lora, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     prompts = train_prompts(config, train_rows, tokenizer, say)
     needed = config.batch.prompts_per_step

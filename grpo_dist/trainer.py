@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_dist.attention import choose_kernel
 from grpo_dist.config import Model, Policy
-from grpo_dist.deepspeed_config import deepspeed_config, offloads_optimizer
+from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.durable import publish
 from grpo_dist.hardware import (
     collective_backend,
@@ -31,7 +31,16 @@ from grpo_dist.hardware import (
     resolve_dtype,
 )
 from grpo_dist.layout import Layout, packed, padded
+from grpo_dist.lora import (
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    base_parameters,
+    empty_model,
+    write_adapter,
+)
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
+from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
 from grpo_dist.schedules import learning_rate
@@ -76,9 +85,13 @@ class Trainer:
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         dtype = resolve_dtype(model.dtype, device)
+        check_offload(policy)
         self._token_budget = micro_batch_tokens(token_budget, device)
         self._kernel = choose_kernel(model.attention, self.device, dtype) if model.packing else None
         settings = deepspeed_config(policy, dtype=dtype)
+        if policy.offload.parameters == "nvme":
+            empty = empty_model(model_dir, trust_remote_code=model.trust_remote_code)
+            size_buffers(settings, max(-(-p.numel() // place.world_size) for p in empty.parameters()))
         torch.manual_seed(seed)
         _join(place)
         # transformers loads straight into ZeRO-3's partitions while this object is alive.
@@ -91,6 +104,8 @@ class Trainer:
             gradient_checkpointing=model.gradient_checkpointing,
             packing=model.packing,
         )
+        if policy.lora is not None:
+            add_adapters(causal_lm, policy.lora, seed=seed)
         if policy.compile:
             compile_layers(causal_lm)
         check_heads(causal_lm, policy.sequence_parallel)
@@ -176,12 +191,13 @@ class Trainer:
         return finish_stats(_over_ranks(stats))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Full float32 gradients by parameter name, between `accumulate` and `step`. Collective."""
+        """Full float32 gradients by name of the trained parameters, between `accumulate` and `step`.
+        Collective.
+        """
         from deepspeed.utils import safe_get_full_grad
 
-        return {
-            name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in self._named_parameters()
-        }
+        trained = self._named_parameters(adapters_only=self._policy.lora is not None)
+        return {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in trained}
 
     def step(self) -> dict[str, float]:
         """Clip, move the weights, clear the gradients. Collective."""
@@ -246,60 +262,87 @@ class Trainer:
         """Whether this rank's statistics count: ranks that share their rows all have the same."""
         return self._shared is None or self._shared.index == 0
 
-    def parameter_specs(self) -> list[ParameterSpec]:
+    def parameter_specs(self, *, adapters_only: bool = False) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's
         name.
         """
         return [
-            ParameterSpec.of(name, p, getattr(p, "ds_shape", None)) for name, p in self._named_parameters()
+            ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
+            for name, p in self._named_parameters(adapters_only)
         ]
 
-    def iter_weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full parameters, bucket by bucket, valid until the next is asked for. Collective under ZeRO-3."""
-        parameters = dict(self._named_parameters())
-        for bucket in make_buckets(self.parameter_specs(), bucket_bytes):
+    def iter_weights(
+        self, bucket_bytes: int, *, adapters_only: bool = False
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full parameters, bucket by bucket, valid until the next is asked for: those of a checkpoint, with
+        low-rank adapters merged into copies of them, or the adapters alone. Collective under ZeRO-3.
+        """
+        parameters = dict(self._named_parameters(adapters_only))
+        low_rank = {} if adapters_only else adapters(self._named_parameters(adapters_only=True))
+        scale = self._policy.lora.scale if self._policy.lora else 0.0
+        for bucket in make_buckets(self.parameter_specs(adapters_only=adapters_only), bucket_bytes):
             held = [parameters[spec.name] for spec in bucket]
-            with self._gathered(held):
-                yield [(spec.name, p.data) for spec, p in zip(bucket, held, strict=True)]
+            own = {spec.name: low_rank[spec.name] for spec in bucket if spec.name in low_rank}
+            with self._gathered([*held, *(t for adapter in own.values() for t in (adapter.a, adapter.b))]):
+                yield [
+                    (spec.name, own[spec.name].merged_into(p.data, scale) if spec.name in own else p.data)
+                    for spec, p in zip(bucket, held, strict=True)
+                ]
 
     def save(self, directory: Path) -> None:
-        """DeepSpeed's sharded state of model, optimiser and counters. Collective."""
+        """DeepSpeed's sharded state of what is trained, its optimiser and counters. Collective."""
         state = {"updates": self._updates, "rng": torch.get_rng_state()}
-        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state=state)
+        frozen = self._policy.lora is not None  # all but the adapters, and that is in the model's directory
+        self.engine.save_checkpoint(
+            str(directory), tag=_TAG, client_state=state, exclude_frozen_parameters=frozen
+        )
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
         path, state = None, {}
+        on_disk = optimizer_device(self._policy) == "nvme"
+        if on_disk:
+            create_moments(self.engine.optimizer)
         if (directory / _TAG).is_dir():
-            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG)
+            whole = self._policy.lora is None
+            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=whole)
         if path is None:
             raise ValueError(
                 f"{directory}: no policy state for {self.place.world_size} rank(s) at ZeRO stage "
                 f"{self._policy.zero_stage}; resume with the numbers the checkpoint's config.yaml names"
             )
         self._updates = state["updates"]
+        if on_disk:
+            set_steps(self.engine.optimizer, self._updates)
         torch.set_rng_state(state["rng"])
 
     def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
-        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0.
-        Collective.
+        """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0; trained
+        low-rank adapters are merged into it, and beside it in `adapter` as peft reads them. Collective.
         """
-        whole: dict[str, Tensor] = {}
-        for bucket in self.iter_weights(bucket_bytes):
-            if self.place.rank == 0:
-                whole |= {name: tensor.detach().cpu().clone() for name, tensor in bucket}
+        whole = self._on_first_rank(self.iter_weights(bucket_bytes))
+        low_rank = self._on_first_rank(self.iter_weights(bucket_bytes, adapters_only=True))
         if self.place.rank == 0:
-            _write_model(self.engine.module.model, whole, directory, tokenizer_dir, self._trust_remote_code)
+            _write_model(
+                self.engine.module.model, whole, low_rank, directory, tokenizer_dir, self._trust_remote_code
+            )
         dist.barrier()
+
+    def _on_first_rank(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+        """Everything in ``buckets`` in this host's memory; nothing on other ranks, which only gather."""
+        keeps = self.place.rank == 0
+        return {name: t.detach().cpu().clone() for bucket in buckets for name, t in bucket if keeps}
 
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """(name as in the checkpoint, parameter), each parameter once."""
-        return list(self.engine.module.model.named_parameters())
+    def _named_parameters(self, adapters_only: bool = False) -> list[tuple[str, torch.nn.Parameter]]:
+        """(name as in the checkpoint, parameter), each parameter once; or the low-rank adapters, which no
+        checkpoint has.
+        """
+        return (adapter_parameters if adapters_only else base_parameters)(self.engine.module.model)
 
-    def _gathered(self, parameters: list[torch.nn.Parameter]) -> Any:
+    def _gathered(self, parameters: list[Tensor]) -> Any:
         if self._policy.zero_stage < 3:
             return nullcontext()
         import deepspeed
@@ -335,7 +378,7 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
     o = policy.optimizer
     arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
     parameters = [p for p in module.parameters() if p.requires_grad]
-    if offloads_optimizer(policy):
+    if optimizer_device(policy) != "none":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
@@ -386,7 +429,12 @@ def _least_of_top(own: Tensor, share: float, device: torch.device) -> float:
 
 
 def _write_model(
-    model: Any, weights: dict[str, Tensor], directory: Path, tokenizer_dir: str, trust_remote_code: bool
+    model: Any,
+    weights: dict[str, Tensor],
+    low_rank: dict[str, Tensor],
+    directory: Path,
+    tokenizer_dir: str,
+    trust_remote_code: bool,
 ) -> None:
     from transformers import AutoTokenizer
 
@@ -396,6 +444,8 @@ def _write_model(
     model.config.use_cache = False
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
     tokenizer.save_pretrained(partial)
+    if low_rank:
+        write_adapter(model, low_rank, partial / "adapter", base_model=tokenizer_dir)
     if directory.exists():
         shutil.rmtree(directory)
     publish(partial, directory)

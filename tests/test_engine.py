@@ -54,20 +54,20 @@ class MovingWorker(PolicyWorker):
 class World:
     """The engine, the rank and their sync, on an event loop of their own."""
 
-    def __init__(self, model_dir):
+    def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
         self.loop = asyncio.new_event_loop()
-        self.rollouts, self.policy, self.sync = self.run(self._start(model_dir))
+        self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker))
         self.version = 0
 
-    async def _start(self, model_dir):
+    async def _start(self, model_dir, policy_settings, worker):
         model = Model(path="tiny")
         settings, sync = RolloutSettings(kv_cache_gib=0.25), SyncSettings(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
         rollouts = RolloutPool(spec, options=OPTIONS)
         policy = PolicyGroup(
-            Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
+            policy_settings, model=model, model_dir=str(model_dir), algorithm=Algorithm(),
             temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
-            options=OPTIONS, worker=MovingWorker,
+            options=OPTIONS, worker=worker,
         )  # fmt: skip
         await asyncio.gather(rollouts.ready(), policy.ready())
         return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=60)

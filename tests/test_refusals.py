@@ -54,6 +54,43 @@ def refusal(capsys, *overrides, command="train"):
         (["batch.prompts_per_step=64"], ["20 prompts", "`batch.prompts_per_step` = 64", "at most 20"]),
         (["policy.num_workers=3"], ["`policy.num_workers` = 3", "use 2 or 4"]),
         (["sampling.max_new_tokens=4096"], ["max_position_embeddings = 1024", "lower one"]),
+        (
+            ["policy.lora.target_modules=[q_proj,w_proj]"],
+            ["`policy.lora.target_modules` = w_proj", "no such layer", "down_proj, gate_proj"],
+        ),
+        (
+            ["policy.lora.target_modules=[lm_head]"],
+            ["`policy.lora.target_modules` = lm_head", "LM head stay as they are", "q_proj"],
+        ),
+        (["policy.lora.target_modules=linear"], ["policy.lora.target_modules", "all-linear"]),
+        (
+            ["policy.offload.optimizer=cpu", "policy.zero_stage=0"],
+            ["`policy.offload.optimizer` = cpu", "`policy.zero_stage` = 0", "1, 2 or 3"],
+        ),
+        (
+            ["policy.offload={optimizer: nvme, nvme_path: .}"],
+            ["`policy.offload.optimizer` = nvme", "`policy.zero_stage` = 3, not 2", "use cpu"],
+        ),
+        (
+            ["policy.offload.parameters=cpu"],
+            ["`policy.offload.parameters` = cpu", "`policy.zero_stage` = 3, not 2"],
+        ),
+        (
+            ["policy.offload.parameters=nvme", "policy.zero_stage=3"],
+            ["nvme needs `policy.offload.nvme_path`"],
+        ),
+        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` does nothing without"]),
+        (
+            ["policy.offload={parameters: nvme, nvme_path: /no/such/disk}", "policy.zero_stage=3"],
+            ["`policy.offload.nvme_path` = /no/such/disk", "expected a directory"],
+        ),
+        (
+            [
+                "policy.offload.optimizer=cpu",
+                "policy.deepspeed.zero_optimization.offload_optimizer.device=nvme",
+            ],
+            ["`policy.offload.optimizer` = cpu", "offload_optimizer.device` = nvme", "remove the latter"],
+        ),
         (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
         (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),
         (

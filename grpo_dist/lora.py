@@ -1,0 +1,163 @@
+"""Low-rank adapters (peft) on the policy: what trains, and how a checkpoint's weights follow from it.
+
+    y = W x + scale B A x        A [rank, in], B [out, rank], scale = alpha / rank; W stays as it was loaded
+
+peft renames what it wraps: `...q_proj.weight` becomes `...q_proj.base_layer.weight`, with
+`...q_proj.lora_A.default.weight` beside it. Everything outside this module sees the checkpoint's names, and
+of adapters those of peft's own files, `...q_proj.lora_A.weight`.
+
+peft's dropout is left out on purpose: the engine has none, so that its log-probs would no longer be the
+trainer's, and a step's gradient would depend on how it is split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grpo_dist.config import LoRA
+
+_ADAPTER = "default"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """``a`` [rank, in] and ``b`` [out, rank] of one weight [out, in]."""
+
+    a: Tensor
+    b: Tensor
+
+    def merged_into(self, weight: Tensor, scale: float) -> Tensor:
+        """``weight`` + scale b a, computed in float32, of the type of ``weight``, which stays as it is."""
+        change = self.b.detach().float() @ self.a.detach().float()
+        return torch.add(weight.float(), change, alpha=scale).to(weight.dtype)
+
+
+def add_adapters(model: Any, settings: LoRA, *, seed: int) -> None:
+    """Wrap the target layers of ``model`` in place and freeze all else. A is drawn from ``seed``, the same on
+    every rank and at every ZeRO stage; B is 0, so that the model is at first what it was.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, _ADAPTER)
+
+
+def check_targets(model_dir: Path, settings: LoRA, *, trust_remote_code: bool) -> None:
+    """Raises ValueError when `policy.lora.target_modules` names what the model does not have or what cannot
+    be adapted. Reads no weights.
+    """
+    model = empty_model(model_dir, trust_remote_code=trust_remote_code)
+    adaptable = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+    }
+    choices = ", ".join(sorted({name.rpartition(".")[2] for name in adaptable}))
+    names = () if isinstance(settings.target_modules, str) else settings.target_modules
+    if not adaptable:
+        raise ValueError(f"`policy.lora`: {model_dir.name} has no linear layers to adapt; remove it")
+    for target in names:
+        found = _named(dict(model.named_modules()), target)
+        if not found:
+            raise ValueError(
+                f"`policy.lora.target_modules` = {target}: {model_dir.name} has no such layer; expected "
+                f"all-linear or names among: {choices}"
+            )
+        if foreign := found - set(adaptable):
+            raise ValueError(
+                f"`policy.lora.target_modules` = {target}: {min(foreign)} is no linear layer inside the "
+                f"model (embeddings and the LM head stay as they are); use names among: {choices}"
+            )
+
+
+def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
+    """The model without its weights, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def _named(modules: Mapping[str, Any], target: str) -> set[str]:
+    """Names that peft takes for ``target``: equal to it, or ending in it at a dot."""
+    return {name for name in modules if name == target or name.endswith(f".{target}")}
+
+
+def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name as in the checkpoint, parameter) of all parameters but adapters, each once."""
+    return [
+        (name.replace(".base_layer.", "."), p)
+        for name, p in model.named_parameters()
+        if not _is_adapter(name)
+    ]
+
+
+def adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name as in peft's files, parameter) of the adapters; none where there are no adapters."""
+    return [
+        (name.replace(f".{_ADAPTER}.weight", ".weight"), p)
+        for name, p in model.named_parameters()
+        if _is_adapter(name)
+    ]
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith(f".{_ADAPTER}.weight") and (".lora_A." in name or ".lora_B." in name)
+
+
+def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
+    """Adapters by the checkpoint's name of the weight they change, from their named tensors."""
+    tensors = dict(named)
+    return {
+        name.removesuffix(_A) + ".weight": Adapter(a, tensors[name.removesuffix(_A) + _B])
+        for name, a in tensors.items()
+        if name.endswith(_A)
+    }
+
+
+def merged_weights(
+    weights: Iterable[tuple[str, Tensor]], low_rank: Mapping[str, Adapter], scale: float, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's ``weights`` with the adapters in; ``dtype``: of the model, in which the trainer holds
+    them too. Raises RuntimeError after the last one when an adapter's weight did not come by.
+    """
+    left = set(low_rank)
+    for name, weight in weights:
+        adapter = low_rank.get(name)
+        if adapter is None:
+            yield name, weight
+            continue
+        left.discard(name)
+        yield name, adapter.merged_into(weight.to(adapter.a.device, dtype), scale)
+    if left:
+        raise RuntimeError(
+            f"weight sync: the engine's checkpoint has no {min(left)} ({len(left)} such); it names its "
+            "weights otherwise than the trainer: use policy.lora.sync=merged"
+        )
+
+
+def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base_model: str) -> None:
+    """The adapter alone, as peft reads it, beside the merged model. ``base_model``: what it belongs on."""
+    from safetensors.torch import save_file
+
+    config = model.peft_config[_ADAPTER]
+    config.base_model_name_or_path, config.inference_mode = base_model, True
+    config.save_pretrained(directory)
+    whole = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, directory / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,86 @@
+"""Adapters on their way into a real engine: whichever way they travel, it samples as the trainer computes."""
+
+import pytest
+import ray
+import torch
+from test_engine import PROMPTS, World, difference
+from transformers import AutoModelForCausalLM
+
+from actors.policy import PolicyWorker
+from actors.weight_sync import WeightSync
+from grpo_dist.config import LoRA, Policy
+
+
+class MovingAdapters(PolicyWorker):
+    """A rank whose adapters can be pushed somewhere else."""
+
+    def move(self, seed):
+        """The merged weights it then has."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._trainer.engine.module.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        return {name: t.clone() for bucket in self._trainer.iter_weights(1 << 20) for name, t in bucket}
+
+    def logits(self, ids):
+        """Of the model with its adapters beside the base weights, as it trains."""
+        with torch.no_grad():
+            return self._trainer.engine.module.model(ids).logits
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, tiny_model):
+    settings = Policy(zero_stage=2, lora=LoRA(rank=4, alpha=8, sync="adapter"))
+    world = World(tiny_model, settings, MovingAdapters)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def merged_sync(world):
+    """The same rank sends whole weights to the same engine."""
+    world.sync, adapter_sync = merged(world), world.sync
+    yield
+    world.sync = adapter_sync
+    world.policy._settings = world.policy._settings.model_copy(
+        update={"lora": LoRA(rank=4, alpha=8, sync="adapter")}
+    )
+
+
+def merged(world):
+    world.policy._settings = world.policy._settings.model_copy(update={"lora": LoRA(rank=4, alpha=8)})
+    specs = ray.get(world.policy.ranks[0].parameter_specs.remote())
+    return WeightSync(world.policy, world.rollouts, specs, 2**20, 60)
+
+
+def samples_as_the_trainer(world, tiny_model, seed):
+    """Move, push, sample; returns the bytes sent."""
+    weights = world.move(seed)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    ids = torch.arange(11, 43)[None]
+    trained = ray.get(world.policy.ranks[0].logits.remote(ids))
+    assert torch.allclose(model(ids).logits, trained, atol=1e-5)
+    before = world.sample_all()
+    sent = world.push()["sync/bytes"]
+    for prompt, old, new in zip(PROMPTS, before, world.sample_all(), strict=True):
+        assert difference(model, prompt, new) < 1e-5
+        assert difference(model, prompt, old) > 0.1
+    return sent
+
+
+@pytest.mark.parametrize("seed", [21, 22])
+def test_adapters_alone_travel_and_the_engine_samples_as_the_trainer(world, tiny_model, seed):
+    """Twice: the second merge starts from the checkpoint again, not from the first."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    linear = {m.weight.shape for n, m in model.named_modules() if n.endswith("_proj")}
+    assert len(linear) > 2
+    sizes = [m.in_features + m.out_features for n, m in model.named_modules() if n.endswith("_proj")]
+    assert samples_as_the_trainer(world, tiny_model, seed) == sum(sizes) * 4 * 4
+
+
+def test_merged_weights_travel_and_the_engine_samples_as_the_trainer(world, tiny_model, merged_sync):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert samples_as_the_trainer(world, tiny_model, 23) == sum(p.numel() * 4 for p in model.parameters())
