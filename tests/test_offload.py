@@ -50,7 +50,7 @@ async def two_updates(model_dir, directory=None, **policy):
         again = start(model_dir, **policy)
         await again.ready()
         await again.load(directory)
-        await again.update([SECOND])
+        await again.update(again.stage([SECOND]))
         same, *_ = await asyncio.gather(*(rank.weights.remote() for rank in again.ranks))
         await again.shutdown()
         assert relative(flat(same), flat(weights)) < 1e-7
