@@ -216,7 +216,7 @@ def test_two_ranks_and_small_micro_batches_update_as_one_does(ray_cluster, tiny_
     async def step(**how):
         group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
         await group.ready()
-        metrics = await group.update(own)
+        metrics = await group.update(group.stage(own))
         weights = (await on_all(group, "weights"))[0]
         await group.shutdown()
         return metrics, weights
