@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from grpo_dist.bench.lengths import length_of
 from grpo_dist.config import Config
 from grpo_dist.config_files import load_config
 from grpo_dist.data.order import step_prompts
-from grpo_dist.errors import refusals
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.prepare import prepare
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Prompt
@@ -71,4 +72,7 @@ def _lengths(config: Config, uid: str, step: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
