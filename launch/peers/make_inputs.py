@@ -1,0 +1,78 @@
+"""What a peer needs to do the same work as `grpo-dist bench CONFIG`: the model, each step's prompts and the
+length of each completion, written to a directory that a script in the peer's own environment reads.
+
+    .venv/bin/python launch/peers/make_inputs.py configs/bench/cpu_13m.yaml inputs/fixed --steps 12
+
+    inputs/fixed/model/         Hugging Face files with the weights that the run begins with
+    inputs/fixed/work.json      token ids of prompts, and tokens of their completions, one list per prompt:
+                                {"cap": 128, "samples": 8, "steps": [
+                                    {"prompts": [[4, 26, ...], ...], "lengths": [[128, 128, ...], ...]}, ...]}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from grpo_dist.bench.lengths import length_of
+from grpo_dist.config import Config
+from grpo_dist.config_files import load_config
+from grpo_dist.data.order import step_prompts
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.prepare import prepare
+from grpo_dist.seeds import request_seed
+from grpo_dist.types import Prompt
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--steps", type=int, required=True, help="warm-up and timed steps together")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="as of grpo-dist bench")
+    args = parser.parse_intermixed_args()
+    with refusals():
+        config = load_config(args.config, args.overrides)
+        if config.bench.lengths.kind == "natural":
+            raise ValueError(
+                "bench.lengths.kind = natural: two trainers' models would not end at the same lengths; "
+                "use fixed or lognormal"
+            )
+        prepared = prepare(config, print)
+    shutil.copytree(prepared.model_dir, args.directory / "model", dirs_exist_ok=True)
+    work = {
+        "cap": config.sampling.max_new_tokens,
+        "samples": config.batch.samples_per_prompt,
+        "steps": [_step(config, prepared.prompts, step) for step in range(args.steps)],
+    }
+    (args.directory / "work.json").write_text(json.dumps(work))
+
+
+def _step(config: Config, prompts: list[Prompt], step: int) -> dict[str, list[list[int]]]:
+    """The prompts that the pipeline draws for ``step``, and the lengths that follow from its requests'
+    seeds.
+    """
+    own = step_prompts(len(prompts), config.batch.prompts_per_step, config.seed, step)
+    chosen = [prompts[i] for i in own]
+    return {
+        "prompts": [prompt.token_ids.tolist() for prompt in chosen],
+        "lengths": [_lengths(config, prompt.uid, step) for prompt in chosen],
+    }
+
+
+def _lengths(config: Config, uid: str, step: int) -> list[int]:
+    seeds = [request_seed(config.seed, step, uid, i) for i in range(config.batch.samples_per_prompt)]
+    cap = config.sampling.max_new_tokens
+    return [n for seed in seeds if (n := length_of(seed, config.bench.lengths, cap=cap)) is not None]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")
