@@ -33,13 +33,14 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How completions are drawn. ``temperature`` 0 is greedy; ``top_p`` 1 and ``top_k`` 0 mean the full
-    distribution.
+    distribution. ``lengths``: exactly so many tokens of each sample, an EOS among them ending nothing.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 512
+    lengths: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
