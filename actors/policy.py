@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from actors.calls import kill, results
+from actors.placement import Devices
 from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.batching import shard
@@ -34,6 +35,11 @@ class PolicyWorker:
         """Where others may meet this rank: its node's address and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
+
+    def devices(self) -> Devices:
+        """The GPUs that Ray gave this rank."""
+        context = ray.get_runtime_context()
+        return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
     def start(self, place: Rank, policy: Policy, **settings: Any) -> str:
         """Join the other ranks and load the model; returns the device type."""
@@ -60,6 +66,12 @@ class PolicyWorker:
         sent.
         """
         return send(self._transports.get(group), self._trainer.iter_weights(bucket_bytes))
+
+    def offload_states(self) -> None:
+        self._trainer.offload_states()
+
+    def reload_states(self) -> None:
+        self._trainer.reload_states()
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -136,6 +148,18 @@ class PolicyGroup:
         bytes sent.
         """
         return (await results(rank.send_weights.remote(bucket_bytes, group) for rank in self.ranks))[0]
+
+    async def devices(self) -> list[Devices]:
+        """Of each rank; also before `ready`."""
+        return await results(rank.devices.remote() for rank in self.ranks)
+
+    async def offload_states(self) -> None:
+        """Everything the ranks hold on their GPUs goes to host memory; the caller holds the deadline."""
+        await results(rank.offload_states.remote() for rank in self.ranks)
+
+    async def reload_states(self) -> None:
+        """The reverse of `offload_states`, before anything else is asked of the ranks."""
+        await results(rank.reload_states.remote() for rank in self.ranks)
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")

@@ -242,3 +242,23 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
 
     one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage):
+    """Two steps with all states moved to host memory in between are two steps."""
+
+    async def two_steps(*, away):
+        group = start(tiny_model, ranks=2, stage=stage)
+        await group.ready()
+        await group.update([batch])
+        if away:
+            await group.offload_states()
+            await group.reload_states()
+        await group.update([batch])
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return weights
+
+    expected, got = (asyncio.run(two_steps(away=away)) for away in (False, True))
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
