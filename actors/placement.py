@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from grpo_dist.config import Config
+from grpo_dist.deepspeed_config import offloads_optimizer
 from grpo_dist.errors import UserError
 
 
@@ -89,6 +90,12 @@ def _not_colocated(config: Config) -> str | None:
         return (
             "`policy.zero_stage` = 0 has states that DeepSpeed cannot move out of the engine's way; use "
             "policy.zero_stage=1, which costs nothing more"
+        )
+    if stage == 3 and not offloads_optimizer(config.policy):
+        return (
+            "`policy.zero_stage` = 3 has optimiser states that DeepSpeed moves only for an optimiser of its "
+            "own; use policy.zero_stage=2, or keep them in host memory with "
+            "policy.deepspeed.zero_optimization.offload_optimizer.device=cpu"
         )
     offload = config.policy.deepspeed.get("zero_optimization", {}).get("offload_param", {})
     if offload.get("device", "none") != "none":

@@ -74,6 +74,10 @@ def test_a_reference_takes_gpus_of_its_own_in_either_placement():
             ["`policy.zero_stage` = 0", "policy.zero_stage=1"],
         ),
         (
+            config(policy={"zero_stage": 3}, cluster={"placement": "colocated"}),
+            ["`policy.zero_stage` = 3", "policy.zero_stage=2", "offload_optimizer.device=cpu"],
+        ),
+        (
             config(
                 policy={"deepspeed": {"zero_optimization": {"offload_param": {"device": "cpu"}}}},
                 cluster={"placement": "colocated"},
@@ -86,6 +90,12 @@ def test_what_gpus_cannot_give_is_refused(wanted, words):
     with pytest.raises(UserError) as refusal:
         placement(wanted, NODE, training=True)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_partitioned_model_is_colocated_with_its_optimiser_in_host_memory():
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    policy = {"zero_stage": 3, "deepspeed": {"zero_optimization": zero}}
+    assert placement(config(policy=policy), Resources(8, 1), training=True)["rollout"].shared
 
 
 def test_colocation_is_proposed_only_where_it_would_work():

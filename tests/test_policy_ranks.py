@@ -35,9 +35,24 @@ class OpenWorker(PolicyWorker):
         return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
 
 
-def start(model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, **optimizer):
+def start(
+    model_dir,
+    *,
+    ranks,
+    stage,
+    micro_batch_tokens=10_000,
+    epochs=1,
+    algorithm=ALGORITHM,
+    deepspeed=None,
+    **optimizer,
+):
     return PolicyGroup(
-        Policy(num_workers=ranks, zero_stage=stage, optimizer=Optimizer(**{"lr": 1e-3} | optimizer)),
+        Policy(
+            num_workers=ranks,
+            zero_stage=stage,
+            optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
+            deepspeed=deepspeed or {},
+        ),
         model=Model(path="tiny"),
         model_dir=str(model_dir),
         algorithm=algorithm,
@@ -244,12 +259,13 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage):
+@pytest.mark.parametrize(("stage", "optimizer_on"), [(1, "none"), (2, "none"), (3, "cpu")])
+def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage, optimizer_on):
     """Two steps with all states moved to host memory in between are two steps."""
 
     async def two_steps(*, away):
-        group = start(tiny_model, ranks=2, stage=stage)
+        zero = {"zero_optimization": {"offload_optimizer": {"device": optimizer_on}}}
+        group = start(tiny_model, ranks=2, stage=stage, deepspeed=zero)
         await group.ready()
         await group.update([batch])
         if away:
