@@ -58,6 +58,9 @@ def make_engine(spec: EngineSpec) -> Any:
         # The model runs in the process of the engine's scheduler: a further one, woken at every token, only
         # takes CPU time from the model. AsyncLLM has the two in a process of their own either way.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # OpenMP threads that spin between two parallel regions take the cores from whoever hands out the
+        # tokens; after a few microseconds they sleep. Read when the engine's process starts.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     import psutil  # type: ignore[import-untyped]
     from transformers import AutoConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
