@@ -11,23 +11,26 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.placement import Demand, Resources, placement
+from actors.engine import EngineSpec
+from actors.placement import Demand, Devices, Resources, describe, placement, share_out
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
-from actors.rollout import EngineSpec, RolloutPool
+from actors.rollout import RolloutPool
+from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
 from actors.weight_sync import WeightSync
-from grpo_dist.concurrency import gather
+from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.hardware import available_cpus, device_type, thread_environment
@@ -41,9 +44,9 @@ class Samplers:
     rewards: RewardPool
 
 
-def check_fits(config: Config, *, training: bool = True) -> None:
-    """Raises ValueError when a training run, or an evaluation, takes more than the cluster has, before
-    anything is started.
+def check_fits(config: Config, *, training: bool = True) -> str:
+    """The placement in words. Raises UserError when a training run, or an evaluation, takes more than the
+    cluster has, before anything is started.
     """
     if _address(config) == "local" and not ray.is_initialized():
         if training:
@@ -54,7 +57,7 @@ def check_fits(config: Config, *, training: bool = True) -> None:
         has = _resources()
         if owns:
             ray.shutdown()
-    placement(config, has, training=training)
+    return describe(placement(config, has, training=training), has)
 
 
 def local_demands(config: Config) -> dict[str, Demand]:
@@ -86,7 +89,6 @@ class Cluster:
         not fit.
         """
         config, demands = self._config, self._placement(training=True)
-        samplers = self._create_samplers(model_dir, demands)
         policy = self._keep(
             PolicyGroup(
                 config.policy,
@@ -102,19 +104,27 @@ class Cluster:
                 options=self._options(demands["policy"]),
             )
         )
+        shared = await self._shared_devices(policy, demands["rollout"])
+        samplers = self._create_samplers(model_dir, demands, shared)
         reference = self._create_reference(model_dir, demands)
-        await self._ready()
+        turns = Turns(policy, samplers.rollouts, timeout_s=config.cluster.timeouts.sync_s) if shared else None
+        await self._ready(turns, policy, samplers.rollouts)
         sync = await WeightSync.connect(
             policy, samplers.rollouts, config.weight_sync, timeout_s=config.cluster.timeouts.sync_s
         )
-        return Workers(
-            samplers.rollouts,
-            samplers.rewards,
-            reference,
-            policy,
-            sync,
-            await self._reference_sync(policy, reference),
-            self._usage(samplers, reference, policy),
+        reference_sync = await self._reference_sync(policy, reference)
+        usage = self._usage(samplers, reference, policy)
+        workers = Workers(
+            samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage
+        )
+        if turns is None:
+            return workers
+        await turns.to_sampling()
+        return replace(
+            workers,
+            policy=ColocatedPolicy(policy, turns),
+            sync=ColocatedSync(sync, turns),
+            reference_sync=reference_sync and ColocatedReferenceSync(reference_sync, turns),
         )
 
     def _usage(self, samplers: Samplers, reference: ReferencePool | None, policy: PolicyGroup) -> ActorUsage:
@@ -127,6 +137,13 @@ class Cluster:
             "policy": policy.ranks,
         }
         return ActorUsage(roles, timeout_s=self._config.cluster.timeouts.sync_s)
+
+    async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> list[Devices] | None:
+        """Of each engine, where engines have no GPUs of their own."""
+        if not demand.shared:
+            return None
+        async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
+            return share_out(await policy.devices(), self._config.rollout.tensor_parallel_size)
 
     async def _reference_sync(
         self, policy: PolicyGroup, reference: ReferencePool | None
@@ -144,8 +161,8 @@ class Cluster:
 
     async def start_evaluation(self, model_dir: Path) -> Samplers:
         """Rollout and reward workers alone, on the weights in ``model_dir``."""
-        samplers = self._create_samplers(model_dir, self._placement(training=False))
-        await self._ready()
+        samplers = self._create_samplers(model_dir, self._placement(training=False), None)
+        await self._ready(None)
         return samplers
 
     async def stop_workers(self) -> None:
@@ -153,17 +170,22 @@ class Cluster:
         handles, self._handles = self._handles, []
         await gather(handle.shutdown() for handle in reversed(handles))
 
-    async def _ready(self) -> None:
-        """All actors load at once; what they refuse (a model they cannot load) is the user's to mend."""
+    async def _ready(self, turns: Turns | None, *in_turns: Any) -> None:
+        """All actors load at once, but for those that take turns; what they refuse (a model they cannot
+        load) is the user's to mend.
+        """
+        own = [handle for handle in self._handles if turns is None or handle not in in_turns]
         with refusals():
-            await gather(handle.ready() for handle in self._handles)
+            await gather([*(handle.ready() for handle in own), *([turns.start()] if turns else [])])
 
-    def _create_samplers(self, model_dir: Path, demands: dict[str, Demand]) -> Samplers:
+    def _create_samplers(
+        self, model_dir: Path, demands: dict[str, Demand], shared: list[Devices] | None
+    ) -> Samplers:
         config = self._config
-        spec = EngineSpec(
-            config.rollout, config.weight_sync, config.model, str(model_dir), config.max_length, config.seed
-        )
-        rollouts = self._keep(RolloutPool(spec, options=self._options(demands["rollout"])))
+        spec = EngineSpec.of(config, model_dir, colocated=shared is not None)
+        options = self._options(demands["rollout"])
+        places = None if shared is None else [_place(options, devices) for devices in shared]
+        rollouts = self._keep(RolloutPool(spec, options=options, places=places))
         rewards = RewardPool(
             config.rewards,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -208,9 +230,18 @@ class Cluster:
         """
         return {
             "num_cpus": 0,
-            "num_gpus": demand.gpus,
+            "num_gpus": 0 if demand.shared else demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
+
+
+def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
+    """Options of an actor on ``devices`` that Ray has given to others: it sees them, and Ray counts none."""
+    environment = options["runtime_env"]["env_vars"] | {"CUDA_VISIBLE_DEVICES": ",".join(devices.gpus)}
+    return {
+        "runtime_env": {"env_vars": environment},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(devices.node, soft=False),
+    }
 
 
 def _address(config: Config) -> str:

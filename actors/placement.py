@@ -1,11 +1,19 @@
-"""What every role of a run takes of a cluster, and whether the cluster has it. Nothing is started here."""
+"""What every role of a run takes of a cluster, and whether the cluster has it. Nothing is started here.
+
+separate                               colocated
+GPU 0 1 2 3   policy ranks             GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
+GPU 4 5 6 7   rollout engines          GPU 0 1 2 3 4 5 6 7   rollout engines, while they sample
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
+from grpo_dist.offload import optimizer_device
 
 
 @dataclass(frozen=True)
@@ -18,24 +26,97 @@ class Resources:
 
 @dataclass(frozen=True)
 class Demand:
-    """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use."""
+    """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
+
+    ``shared``: the GPUs are those of the policy ranks, and counted there.
+    """
 
     workers: int
     gpus: int
     threads: int
+    shared: bool = False
+
+
+class Devices(NamedTuple):
+    """GPUs on one node, by the identifiers that CUDA_VISIBLE_DEVICES takes."""
+
+    node: str
+    gpus: tuple[str, ...]
 
 
 def placement(config: Config, has: Resources, *, training: bool) -> dict[str, Demand]:
     """What every role takes. Raises UserError naming the role and the remedy where ``has`` is not enough."""
+    colocated = training and is_colocated(config, has)
+    demands = _demands(config, has, training=training, colocated=colocated)
+    if has.gpus:
+        _check_gpus(config, demands, has.gpus)
+    else:
+        _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
+    return demands
+
+
+def is_colocated(config: Config, has: Resources) -> bool:
+    """Whether engines and policy ranks of a training run take turns on the same devices.
+
+    ``auto``: with GPUs, only where they do not suffice for both; without, when nothing is sampled ahead, so
+    that they take turns anyway. Raises UserError where `colocated` is asked for and cannot be.
+    """
+    wanted = config.cluster.placement
+    if wanted != "auto":
+        if wanted == "colocated" and has.gpus and (problem := _not_colocated(config)):
+            raise UserError(f"`cluster.placement` = colocated: {problem}")
+        return wanted == "colocated"
+    if not has.gpus:
+        return config.max_staleness == 0
+    apart = _demands(config, has, training=True, colocated=False)
+    return _gpus(apart) > has.gpus and _not_colocated(config) is None
+
+
+def _not_colocated(config: Config) -> str | None:
+    """Why engines and policy ranks cannot share GPUs, and what to do."""
+    rollout, ranks, stage = config.rollout, config.policy.num_workers, config.policy.zero_stage
+    if config.max_staleness > 0:
+        return (
+            f"`max_staleness` = {config.max_staleness} has sampling and training at the same time, and on "
+            "shared GPUs they take turns; set max_staleness=0 or cluster.placement=separate"
+        )
+    if rollout.num_workers * rollout.tensor_parallel_size != ranks:
+        return (
+            f"`rollout.num_workers` * `rollout.tensor_parallel_size` = {rollout.num_workers} * "
+            f"{rollout.tensor_parallel_size} must be `policy.num_workers` = {ranks}, the GPUs they share; "
+            "change one of them, or set cluster.placement=separate"
+        )
+    if stage == 0:
+        return (
+            "`policy.zero_stage` = 0 has states that DeepSpeed cannot move out of the engine's way; use "
+            "policy.zero_stage=1, which costs nothing more"
+        )
+    if stage == 3 and optimizer_device(config.policy) == "none":
+        return (
+            "`policy.zero_stage` = 3 has optimiser states that DeepSpeed moves only for an optimiser of its "
+            "own; use policy.zero_stage=2, or keep them in host memory with "
+            "policy.offload.optimizer=cpu"
+        )
+    offload = config.policy.deepspeed.get("zero_optimization", {}).get("offload_param", {})
+    if config.policy.offload.parameters != "none" or offload.get("device", "none") != "none":
+        return (
+            "`policy.offload.parameters` keeps parameters elsewhere already, and "
+            "DeepSpeed moves no states then; remove it or set cluster.placement=separate"
+        )
+    return None
+
+
+def _demands(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
     on_gpu = 1 if has.gpus else 0
-    # Sampling and training take turns when nothing runs ahead; otherwise each gets half of the CPUs.
-    share = has.cpus if config.max_staleness == 0 or not training else max(1, has.cpus // 2)
+    # Who takes turns has all CPUs in its turn; otherwise sampling and training get half of them each.
+    share = has.cpus if colocated or not training else max(1, has.cpus // 2)
     rollout, policy, reference = config.rollout, config.policy, config.reference
     demands = {
         "rollout": Demand(
             rollout.num_workers,
             on_gpu * rollout.tensor_parallel_size,
             rollout.threads or max(1, share // rollout.num_workers),
+            shared=bool(on_gpu) and colocated,
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
     }
@@ -48,22 +129,28 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
         )
     if training and config.needs_reference:
         demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
-    if has.gpus:
-        _check_gpus(demands, has.gpus)
-    else:
-        _check_cpus(demands, has.cpus, config.rollout.tensor_parallel_size)
     return demands
 
 
-def _check_gpus(demands: dict[str, Demand], gpus: int) -> None:
-    needed = sum(d.workers * d.gpus for d in demands.values())
-    if needed > gpus:
-        parts = " + ".join(f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus)
-        raise UserError(
-            f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; lower `policy.num_workers`, "
-            "`rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of `rewards.models`, "
-            "or add nodes"
-        )
+def _gpus(demands: dict[str, Demand]) -> int:
+    return sum(d.workers * d.gpus for d in demands.values() if not d.shared)
+
+
+def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
+    needed = _gpus(demands)
+    if needed <= gpus:
+        return
+    parts = " + ".join(
+        f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus and not d.shared
+    )
+    colocate = ""
+    if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
+        colocate = "set cluster.placement=colocated, "
+    raise UserError(
+        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; {colocate}lower "
+        "`policy.num_workers`, `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
+        "`rewards.models`, or add nodes"
+    )
 
 
 def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int) -> None:
@@ -80,3 +167,33 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
             f"`rollout.tensor_parallel_size` = {tensor_parallel_size} needs GPUs, and the cluster has none; "
             "use 1"
         )
+
+
+def share_out(held: Sequence[Devices], tensor_parallel_size: int) -> list[Devices]:
+    """The devices of each engine, out of those the policy ranks hold; an engine's lie on one node.
+
+    Two nodes of two GPUs each, engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
+    """
+    by_node: dict[str, list[str]] = {}
+    for node, gpus in held:
+        by_node.setdefault(node, []).extend(gpus)
+    engines = []
+    for node, all_gpus in by_node.items():
+        if len(all_gpus) % tensor_parallel_size:
+            raise UserError(
+                f"`rollout.tensor_parallel_size` = {tensor_parallel_size}: node {node} has "
+                f"{len(all_gpus)} policy rank(s), and an engine cannot span nodes; use a divisor of it, or "
+                "set cluster.placement=separate"
+            )
+        for i in range(0, len(all_gpus), tensor_parallel_size):
+            engines.append(Devices(node, tuple(all_gpus[i : i + tensor_parallel_size])))
+    return engines
+
+
+def describe(demands: dict[str, Demand], has: Resources) -> str:
+    """One sentence: who has which share of the devices."""
+    parts = []
+    for role, d in demands.items():
+        each = f"{d.gpus} GPU(s)" if d.gpus else f"{d.threads} CPU thread(s)"
+        parts.append(f"{role} {d.workers} x {each}" + (" of the policy's" if d.shared else ""))
+    return f"{has.gpus} GPU(s), {has.cpus} CPU(s): {', '.join(parts)}"

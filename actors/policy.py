@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from actors.calls import kill, results
+from actors.placement import Devices
 from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.concurrency import deadline
@@ -37,6 +38,11 @@ class PolicyWorker(Metered):
         """Where others may meet this rank: its node's address and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
+
+    def devices(self) -> Devices:
+        """The GPUs that Ray gave this rank."""
+        context = ray.get_runtime_context()
+        return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
     def start(self, place: Rank, policy: Policy, **settings: Any) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`."""
@@ -67,6 +73,12 @@ class PolicyWorker(Metered):
         """
         weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
         return send(self._transports.get(group), weights)
+
+    def offload_states(self) -> None:
+        self._trainer.offload_states()
+
+    def reload_states(self) -> None:
+        self._trainer.reload_states()
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -152,6 +164,18 @@ class PolicyGroup:
         """
         sending = (rank.send_weights.remote(bucket_bytes, group, adapters_only) for rank in self.ranks)
         return (await results(sending))[0]
+
+    async def devices(self) -> list[Devices]:
+        """Of each rank; also before `ready`."""
+        return await results(rank.devices.remote() for rank in self.ranks)
+
+    async def offload_states(self) -> None:
+        """Everything the ranks hold on their GPUs goes to host memory; the caller holds the deadline."""
+        await results(rank.offload_states.remote() for rank in self.ranks)
+
+    async def reload_states(self) -> None:
+        """The reverse of `offload_states`, before anything else is asked of the ranks."""
+        await results(rank.reload_states.remote() for rank in self.ranks)
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")

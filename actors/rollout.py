@@ -9,40 +9,26 @@ driver        pool: waits for room, picks the engine with the fewest outstanding
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 
 from actors.calls import end, results
-from grpo_dist.admission import Admission
-from grpo_dist.config import Model
-from grpo_dist.config import Rollout as RolloutSettings
-from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
+from actors.engine import EngineSpec, make_engine
+from grpo_dist.admission import Admission, Load
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
 # Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
 # enough that the rest waits in the pool, where it can still go to whichever engine is free first.
 _IN_HAND = 2
-_CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is made from. ``max_length``: of prompt and completion together, tokens."""
-
-    rollout: RolloutSettings
-    sync: SyncSettings
-    model: Model
-    model_dir: str
-    max_length: int
-    seed: int
 
 
 class RolloutWorker(Metered):
@@ -51,8 +37,9 @@ class RolloutWorker(Metered):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._version = 0
         self._requests = 0
+        self._finished = Load(0, 0)
+        self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
 
@@ -63,33 +50,55 @@ class RolloutWorker(Metered):
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
-        self._engine = _make_engine(self._spec)
-        await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=min(2, self._spec.max_length - 1)))
+        self._engine = make_engine(self._spec)
+        await self._engine.update_weight_version("0")
+        length = min(2, self._spec.max_length - 1)
+        await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=length), length=None)
 
     @metered("sample")
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[bool, tuple[Rollout, ...]]:
-        """``len(seeds)`` completions of ``prompt``, the i-th drawn with ``seeds[i]`` alone."""
-        token_ids = prompt.token_ids.tolist()
-        lengths = sampling.lengths or (None,) * len(seeds)
+    ) -> tuple[Load, tuple[Rollout, ...]]:
+        """``len(seeds)`` completions of ``prompt``, the i-th drawn with ``seeds[i]`` alone, and what this
+        engine has finished since it started.
+        """
+        lengths = sampling.lengths or [None] * len(seeds)
         outputs = await asyncio.gather(
-            *(self._generate(token_ids, seed, sampling, n) for seed, n in zip(seeds, lengths, strict=True))
+            *(
+                self._sample_one(prompt, seed, sampling, length)
+                for seed, length in zip(seeds, lengths, strict=True)
+            )
         )
-        self.meter.count("tokens", sum(len(ids) for ids, *_ in outputs))
-        return True, tuple(self._rollout(prompt.uid, i, *output) for i, output in enumerate(outputs))
+        self.meter.count("tokens", sum(len(output.token_ids) for output in outputs))
+        rollouts = tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
+        return self._finished, rollouts
+
+    async def finished(self, at_least: int) -> Load:
+        """What this engine has finished since it started, once that is ``at_least`` sequences."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self._finished.sequences >= at_least)
+        return self._finished
+
+    async def _sample_one(
+        self, prompt: Prompt, seed: int, sampling: Sampling, length: int | None
+    ) -> CompletionOutput:
+        try:
+            return await self._generate(prompt.token_ids.tolist(), seed, sampling, length)
+        finally:
+            self._finished = self._finished.plus(outstanding(prompt, 1, sampling))
+            async with self._progress:
+                self._progress.notify_all()
 
     async def _generate(
-        self, token_ids: list[int], seed: int, sampling: Sampling, length: int | None = None
-    ) -> tuple[list[int], list[float], list[int], str]:
-        """Token ids, log-probs, the policy version that produced each, and the finish reason. ``length``: so
-        many tokens, whatever they are.
+        self, token_ids: list[int], seed: int, sampling: Sampling, length: int | None
+    ) -> CompletionOutput:
+        """One finished completion. The requests of a group are engine requests of their own, each with its
+        seed: vLLM's ``n`` would also make one of each, under seeds of its own choice, and their common prompt
+        is prefilled once either way, in blocks that the prefix cache shares within a step of the engine.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Only weights that change under a request make it necessary to watch its tokens arrive.
-        stream = self._spec.sync.mode == "keep"
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -100,37 +109,32 @@ class RolloutWorker(Metered):
             logprobs=0,  # the sampled token's own
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._requests += 1
-        ids: list[int] = []
-        logprobs: list[float] = []
-        versions: list[int] = []
-        reason = None
         async for output in self._engine.generate(
             {"prompt_token_ids": token_ids}, params, request_id=f"r{self._requests}"
         ):
             piece = output.outputs[0]
-            new = list(piece.token_ids)
-            ids += new
-            logprobs += [piece.logprobs.logprobs[start] for start in piece.logprobs.start_indices]
-            versions += [self._version] * len(new)
-            reason = piece.finish_reason
-        if reason not in ("stop", "length"):
-            raise RuntimeError(f"rollout: the engine ended a request with finish reason {reason!r}")
-        return ids, logprobs, versions, reason
+        if piece.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"rollout: the engine ended a request with {piece.finish_reason!r}")
+        return piece
 
-    def _rollout(
-        self, uid: str, sample: int, ids: list[int], logprobs: list[float], versions: list[int], reason: str
-    ) -> Rollout:
+    def _rollout(self, uid: str, sample: int, output: CompletionOutput) -> Rollout:
+        ids, logprobs = list(output.token_ids), output.logprobs
+        # The engine labels every step's tokens with the version its weights had then, so nobody has to watch
+        # tokens arrive to know.
+        versions = np.empty(len(ids), dtype=np.int32)
+        for span in output.weight_versions:
+            versions[span.start : span.end] = int(span.version)
         return Rollout(
             prompt_uid=uid,
             sample=sample,
             completion_ids=np.asarray(ids, dtype=np.int32),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            finish_reason=reason,
+            logprobs=np.asarray(logprobs.logprobs, dtype=np.float32)[logprobs.start_indices],
+            finish_reason=output.finish_reason,
             text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-            policy_versions=np.asarray(versions, dtype=np.int32),
+            policy_versions=versions,
         )
 
     async def open_transfer(self, **init_info: Any) -> None:
@@ -167,64 +171,57 @@ class RolloutWorker(Metered):
         """Serve again, from now on under ``version``; returns the version the engine itself reports."""
         await self._engine.finish_weight_update(weight_version=str(version))
         reported = int(await self._engine.get_weight_version())
-        self._version = version
         await self._engine.resume_generation()
         return reported
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Leave the GPU's memory to others, the cache's and, in host memory or not at all, the weights'."""
+        await self._engine.sleep(level=1 if keep_weights else 2, mode="wait")
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
+        await self._engine.wake_up(tags)
 
     async def close(self) -> None:
         if self._engine is not None:
             self._engine.shutdown()
 
 
-def _make_engine(spec: EngineSpec) -> Any:
-    # Read by vLLM when it is imported. Binding threads to cores is left to the scheduler: engine and trainer
-    # take turns on the same cores, and OMP_NUM_THREADS already says how many threads this engine may use.
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    device, settings = device_type(), spec.rollout
-    transfer = "nccl_verified" if collective_backend(spec.sync.backend, device) == "nccl" else "gloo"
-    arguments: dict[str, Any] = {
-        "model": spec.model_dir,
-        "dtype": str(resolve_dtype(spec.model.dtype, device)).removeprefix("torch."),
-        "trust_remote_code": spec.model.trust_remote_code,
-        "max_model_len": spec.max_length,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "enforce_eager": settings.enforce_eager,
-        "seed": spec.seed,
-        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
-        "weight_transfer_config": {"backend": transfer},
-        "disable_log_stats": True,
-    }
-    if device == "cpu":
-        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-        # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot
-        # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
-    else:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments | settings.engine))
-
-
 class RolloutPool:
-    """Driver-side handle. A group goes to the engine with the fewest outstanding tokens, and waits while all
-    are full.
+    """Driver-side handle. A group goes whole to the engine with the fewest outstanding tokens, and waits
+    while all are full.
+
+    Not split over engines: each would prefill the prompt again and cost the driver a call of its own, and
+    where samples are many the engines are level at the tail without it. Outstanding is what was sent less
+    what an engine says it has finished, sample by sample: the last long sample of a group holds one place,
+    not those of its whole group.
     """
 
-    def __init__(self, spec: EngineSpec, *, options: dict[str, Any], worker: type = RolloutWorker) -> None:
+    def __init__(
+        self,
+        spec: EngineSpec,
+        *,
+        options: dict[str, Any],
+        places: Sequence[dict[str, Any]] | None = None,
+        worker: type = RolloutWorker,
+    ) -> None:
+        """``options`` of every actor; ``places``: those of each one, on top."""
         actor, settings = ray.remote(worker), spec.rollout
-        self.tensor_parallel_size = settings.tensor_parallel_size
+        self.tensor_parallel_size, self.colocated = settings.tensor_parallel_size, spec.colocated
+        own = places or [{}] * settings.num_workers
         self.workers = [
-            actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options).remote(spec)
-            for i in range(settings.num_workers)
+            actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options | place).remote(spec)
+            for i, place in enumerate(own)
         ]
         self._samplers = [worker.sample.options(num_returns=2) for worker in self.workers]
-        self._admission = Admission(settings.num_workers, _IN_HAND * settings.max_num_seqs)
+        self._admission = Admission(
+            settings.num_workers, _IN_HAND * spec.max_num_seqs, on_wait=self._follow_all
+        )
+        self._news_every = max(1, spec.max_num_seqs // 8)  # sequences, of an engine that groups wait for
+        self._sent = [Load(0, 0)] * settings.num_workers
+        self._finished = [Load(0, 0)] * settings.num_workers
+        self._not_followed = set(range(settings.num_workers))
+        self._following: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> None:
         await results(worker.start.remote() for worker in self.workers)
@@ -233,14 +230,54 @@ class RolloutPool:
         """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not
         fetched here.
         """
-        tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
-        index = await self._admission.admit(len(seeds), tokens)
-        try:
-            finished, rollouts = self._samplers[index].remote(prompt, list(seeds), sampling)
-            await finished
-            return rollouts
-        finally:
-            self._admission.release(index, len(seeds), tokens)
+        load = outstanding(prompt, len(seeds), sampling)
+        index = await self._admission.admit(load.sequences, load.tokens)
+        self._sent[index] = self._sent[index].plus(load)
+        if self._admission.waiting:
+            self._follow_all()
+        finished, rollouts = self._samplers[index].remote(prompt, list(seeds), sampling)
+        self._note(index, await finished)
+        return rollouts
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        await results(worker.sleep.remote(keep_weights) for worker in self.workers)
+
+    async def wake_up(self, *tags: str) -> None:
+        await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers)
 
     async def shutdown(self) -> None:
+        for task in self._following:
+            task.cancel()
         await end(self.workers)
+
+    def _follow_all(self) -> None:
+        """Engines are asked how far they are only while a group waits for room."""
+        while self._not_followed:
+            index = self._not_followed.pop()
+            task = asyncio.create_task(self._follow(index), name=f"news of rollout-{index}")
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+
+    async def _follow(self, index: int) -> None:
+        """Room is free as samples are finished, not only when their whole group is."""
+        try:
+            while self._admission.waiting and self._sent[index] != self._finished[index]:
+                more = self._finished[index].sequences + self._news_every
+                at_least = min(more, self._sent[index].sequences)
+                self._note(index, await self.workers[index].finished.remote(at_least))
+        except ray.exceptions.RayActorError:
+            return  # whoever waits for its samples is told
+        finally:
+            self._not_followed.add(index)
+
+    def _note(self, index: int, finished: Load) -> None:
+        known = self._finished[index]
+        if finished > known:  # replies may overtake each other
+            self._finished[index] = finished
+            news = finished.minus(known)
+            self._admission.release(index, news.sequences, news.tokens)
+
+
+def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:
+    """What ``sequences`` samples of ``prompt`` may come to."""
+    return Load(sequences, sequences * (len(prompt.token_ids) + sampling.max_new_tokens))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_dist.admission import Load
 from grpo_dist.bench.records import made_group, made_rollouts
 from grpo_dist.config import Config, Rewards
 from grpo_dist.config import Rollout as RolloutSettings
@@ -30,11 +31,14 @@ class SimulatedSpec:
 
     rollout: RolloutSettings
     samples_per_prompt: int
+    max_num_seqs: int = 256
+    colocated: bool = False
 
 
 class SimulatedRollout:
     def __init__(self, spec: SimulatedSpec) -> None:
         rng = np.random.default_rng(0)
+        self._finished = Load(0, 0)
         self._made = [made_rollouts("made", spec.samples_per_prompt, rng) for _ in range(_MADE)]
 
     async def start(self) -> None:
@@ -42,8 +46,13 @@ class SimulatedRollout:
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
-    ) -> tuple[bool, tuple[Rollout, ...]]:
-        return True, self._made[seeds[0] % _MADE]
+    ) -> tuple[Load, tuple[Rollout, ...]]:
+        tokens = len(prompt.token_ids) + sampling.max_new_tokens
+        self._finished = self._finished.plus(Load(len(seeds), len(seeds) * tokens))
+        return self._finished, self._made[seeds[0] % _MADE]
+
+    async def finished(self, at_least: int) -> Load:
+        return self._finished
 
     async def close(self) -> None:
         """It holds nothing."""

@@ -42,7 +42,7 @@ class WeightSync:
         per_engine = rollouts.tensor_parallel_size
         bucket_bytes = settings.bucket_mb * 2**20
         world_size = 1 + per_engine * len(rollouts.workers)
-        backend = collective_backend(settings.backend, policy.device)
+        backend = collective_backend(settings.backend, policy.device, colocated=rollouts.colocated)
         async with deadline(timeout_s, "weight sync: policy and engines join the transfer group"):
             host, port = await policy.ranks[0].address.remote()
             common = {"host": host, "port": port, "world_size": world_size, "timeout_s": timeout_s}

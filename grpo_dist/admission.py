@@ -13,11 +13,26 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Load(NamedTuple):
+    """So many sequences, and the prompt and completion tokens they may come to at most."""
+
+    sequences: int
+    tokens: int
+
+    def plus(self, other: Load) -> Load:
+        return Load(self.sequences + other.sequences, self.tokens + other.tokens)
+
+    def minus(self, other: Load) -> Load:
+        return Load(self.sequences - other.sequences, self.tokens - other.tokens)
 
 
 @dataclass(slots=True)
-class _Load:
+class _Hand:
     """What a worker has in hand. ``stamp`` counts its changes: an older entry of the heap says nothing."""
 
     sequences: int = 0
@@ -26,15 +41,22 @@ class _Load:
 
 
 class Admission:
-    """``room``: sequences a worker may have in hand; an idle worker takes any group, even a larger one."""
+    """``room``: sequences a worker may have in hand; an idle worker takes any group, even a larger one.
+    ``on_wait`` is called whenever a group begins to wait.
+    """
 
-    def __init__(self, workers: int, room: int) -> None:
-        self._room = room
-        self._loads = [_Load() for _ in range(workers)]
+    def __init__(self, workers: int, room: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
+        self._room, self._on_wait = room, on_wait
+        self._loads = [_Hand() for _ in range(workers)]
         # (tokens, worker, stamp) of workers that may have room. One that had none for a group leaves, until
         # something of it is released.
         self._open = [(0, i, 0) for i in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a group waits for room."""
+        return bool(self._waiting)
 
     async def admit(self, sequences: int, tokens: int) -> int:
         """The worker that takes the group, whose load it is from now on until `release`."""
@@ -43,6 +65,7 @@ class Admission:
             return index
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting.append((sequences, tokens, place))
+        self._on_wait()
         try:
             return await place
         except asyncio.CancelledError:

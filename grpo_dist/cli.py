@@ -124,12 +124,15 @@ def _check(path: str, overrides: list[str]) -> None:
     from grpo_dist.config_files import dump_config, load_config
 
     config = load_config(path, overrides)
+    from actors.cluster import check_fits
     from grpo_dist.errors import refusals
     from grpo_dist.prepare import prepare
 
     with refusals():
         prepared = prepare(config, _say, train_first=False)
+        placement = check_fits(config)
     print(dump_config(config))
+    print(placement)
     print(batch_arithmetic(config, len(prepared.prompts)))
 
 

@@ -312,9 +312,17 @@ class Rewards(Section):
 class Rollout(Section):
     num_workers: PositiveInt = 1
     tensor_parallel_size: PositiveInt = 1
-    gpu_memory_utilization: Fraction = 0.85
-    kv_cache_gib: PositiveFloat = Field(1.0, description="key-value cache of an engine without a GPU, GiB")
-    max_num_seqs: PositiveInt = Field(256, description="sequences an engine decodes at once")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="share of a GPU an engine takes; null: 0.85, or 0.6 where a policy rank is too"
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        None,
+        description="key-value cache of an engine without a GPU, GiB; null: what max_num_seqs sequences of "
+        "full length take, all engines together at most a quarter of the free memory",
+    )
+    max_num_seqs: PositiveInt | None = Field(
+        None, description="sequences an engine decodes at once; null: what may be in flight, 256 to 1024"
+    )
     threads: Count = Field(0, description="CPU threads of an engine; 0: what is left to it")
     enforce_eager: bool = Field(
         False, description="skip compilation and graphs: faster start, slower decoding"
@@ -507,6 +515,11 @@ class Cluster(Section):
         None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
     )
     num_cpus: PositiveInt | None = Field(None, description="CPUs of a private local cluster; null: all")
+    placement: Literal["auto", "colocated", "separate"] = Field(
+        "auto",
+        description="colocated: engines and policy ranks take turns on the same GPUs, or on all CPU threads; "
+        "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
+    )
     timeouts: Timeouts = Timeouts()
 
 
@@ -544,6 +557,12 @@ class Config(Section):
     @property
     def needs_reference(self) -> bool:
         return self.algorithm.kl.coef > 0
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that may be drawn at once in training, on all engines together."""
+        step = self.batch.prompts_per_step * self.batch.samples_per_prompt
+        return step * (1 + self.max_staleness)
 
     @property
     def total_updates(self) -> int:

@@ -1,4 +1,4 @@
-"""Settings of `algorithm` that contradict each other, found before anything runs."""
+"""Settings that contradict each other, found before anything runs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _of_the_ranks(config)
     yield from _of_the_offload(config)
     yield from _without_effect(config)
+    yield from _of_the_placement(config)
 
 
 def _of_the_ranks(config: Config) -> Iterator[str]:
@@ -79,6 +80,14 @@ def _of_the_updates(config: Config) -> Iterator[str]:
         yield (
             "`algorithm.old_logprobs` = rollout is what ratios are taken to, and `algorithm.policy_loss` = "
             "policy_gradient has none; remove it (`algorithm.correction` weighs the mismatch)"
+        )
+
+
+def _of_the_placement(config: Config) -> Iterator[str]:
+    if config.cluster.placement == "colocated" and config.weight_sync.backend == "nccl":
+        yield (
+            "`weight_sync.backend` = nccl cannot join two processes on one GPU, which is where "
+            "`cluster.placement` = colocated puts engines and policy ranks; set it to auto"
         )
 
 

@@ -41,12 +41,19 @@ def logprob_chunk_mib(chosen: int | None, device: DeviceType) -> int:
 
 
 def collective_backend(
-    name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None
+    name: Literal["auto", "gloo", "nccl"] = "auto",
+    device: DeviceType | None = None,
+    *,
+    colocated: bool = False,
 ) -> str:
-    """Backend of the ranks' process group and of the weight transfer."""
+    """Backend of the ranks' process group and of the weight transfer. ``colocated``: of a transfer whose two
+    ends share their GPUs, which NCCL refuses.
+    """
     if name != "auto":
         return name
-    return "nccl" if (device or device_type()) == "cuda" else "gloo"
+    if (device or device_type()) == "cpu":
+        return "gloo"
+    return "ipc" if colocated else "nccl"
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -289,6 +289,16 @@ class Trainer:
                     for spec, p in zip(bucket, held, strict=True)
                 ]
 
+    def offload_states(self) -> None:
+        """Parameters, gradients and optimiser states go to host memory; ZeRO only, and nothing but
+        `reload_states` may follow.
+        """
+        self.engine.offload_states(pin_memory=self.device.type == "cuda")
+
+    def reload_states(self) -> None:
+        """What `offload_states` moved is where it was, bit by bit."""
+        self.engine.reload_states()
+
     def save(self, directory: Path) -> None:
         """DeepSpeed's sharded state of what is trained, its optimiser and counters. Collective."""
         state = {"updates": self._updates, "rng": torch.get_rng_state()}

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker
-from actors.rollout import EngineSpec, RolloutPool
+from actors.rollout import EngineSpec, RolloutPool, RolloutWorker
 from actors.weight_sync import WeightSync
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.config import Rollout as RolloutSettings
@@ -51,6 +51,25 @@ class MovingWorker(PolicyWorker):
         transport.broadcast = flip_a_byte
 
 
+class CountingWorker(RolloutWorker):
+    """An engine that says of how many prompt tokens each request found keys and values computed."""
+
+    async def start(self):
+        await super().start()
+        self._cached, generate = [], self._engine.generate
+
+        async def counted(prompt, params, request_id):
+            async for output in generate(prompt, params, request_id):
+                self._cached.append(output.num_cached_tokens)
+                yield output
+
+        self._engine.generate = counted
+
+    def cached(self):
+        values, self._cached = self._cached, []
+        return values
+
+
 class World:
     """The engine, the rank and their sync, on an event loop of their own."""
 
@@ -61,9 +80,10 @@ class World:
 
     async def _start(self, model_dir, policy_settings, worker):
         model = Model(path="tiny")
-        settings, sync = RolloutSettings(kv_cache_gib=0.25), SyncSettings(bucket_mb=1, mode="keep")
+        settings = RolloutSettings(max_num_seqs=16)
+        sync = SyncSettings(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
-        rollouts = RolloutPool(spec, options=OPTIONS)
+        rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
         policy = PolicyGroup(
             policy_settings, model=model, model_dir=str(model_dir), algorithm=Algorithm(),
             temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
@@ -86,6 +106,9 @@ class World:
             return await asyncio.gather(*(self.sample(p, list(seeds), **sampling) for p in prompts))
 
         return self.run(together())
+
+    def cached(self):
+        return ray.get(self.rollouts.workers[0].cached.remote())
 
     def move(self, seed):
         return ray.get(self.policy.ranks[0].move.remote(seed))
@@ -169,6 +192,47 @@ def test_a_prompt_longer_than_one_prefill_is_sampled_with_its_seed(world):
     """
     prompts = [Prompt(f"long{i}", np.full(200, 11 + i, np.int32), "1", "test") for i in range(20)]
     assert all(len(rollouts) == 3 for rollouts in world.sample_all(prompts, max_new_tokens=2))
+
+
+def test_the_samples_of_a_group_share_one_prefill_of_their_prompt(world):
+    """A prompt of 200 tokens: the first sample computes it, the other 7 find its 6 full blocks of 32 tokens,
+    though all are scheduled at once.
+    """
+    prompt = Prompt("shared", np.arange(200, dtype=np.int32) % 50 + 11, "1", "test")
+    world.cached()
+    [group] = world.sample_all([prompt], seeds=range(8))
+    assert sorted(world.cached()) == [0] + [192] * 7
+    alone = [world.sample_all([prompt], seeds=(seed,))[0][0] for seed in range(8)]
+    assert world.cached() == [192] * 8
+    assert same(group, alone)
+    world.push()  # drops what was computed under other weights
+    assert same(group, world.sample_all([prompt], seeds=range(8))[0])
+    assert sorted(world.cached()) == [0] + [192] * 7
+
+
+def test_a_sample_has_exactly_the_length_asked_for(world):
+    lengths = (1, 7, 100)
+    [group] = world.sample_all(PROMPTS[:1], lengths=lengths, max_new_tokens=100)
+    assert tuple(len(r.completion_ids) for r in group) == lengths
+    assert [r.finish_reason for r in group] == ["length"] * 3
+
+
+def test_one_long_sample_keeps_no_place_of_its_finished_siblings(world):
+    """Two groups of 16 fill the pool's room, each with one sample of 200 tokens. The next batch is sampled
+    while those two run: the engine does not wait for the longest.
+    """
+    lengths, order = (200, *[2] * 15), []
+
+    async def named(prompt, **sampling):
+        await world.sample(prompt, list(range(16)), **sampling)
+        order.append(prompt.uid)
+
+    async def batches():
+        skewed = [named(p, lengths=lengths, max_new_tokens=200) for p in PROMPTS[:2]]
+        await asyncio.gather(*skewed, *(named(p, lengths=(2,) * 16) for p in PROMPTS[2:]))
+
+    world.run(batches())
+    assert set(order[:2]) == {"p2", "p3"} and set(order[2:]) == {"p0", "p1"}
 
 
 def test_after_a_sync_the_engine_samples_from_the_moved_weights(world, trainer_model):

@@ -37,15 +37,25 @@ class OpenWorker(PolicyWorker):
 
 
 def start(
-    model_dir, *, ranks, stage, micro_batch_tokens=10_000, epochs=1, algorithm=ALGORITHM, packing=True,
-    shared=1, **optimizer,
-):  # fmt: skip
+    model_dir,
+    *,
+    ranks,
+    stage,
+    micro_batch_tokens=10_000,
+    epochs=1,
+    algorithm=ALGORITHM,
+    packing=True,
+    shared=1,
+    deepspeed=None,
+    **optimizer,
+):
     return PolicyGroup(
         Policy(
             num_workers=ranks,
             zero_stage=stage,
             sequence_parallel=shared,
             optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
+            deepspeed=deepspeed or {},
         ),
         model=Model(path="tiny", packing=packing),
         model_dir=str(model_dir),
@@ -259,3 +269,24 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
 
     one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "optimizer_on"), [(1, "none"), (2, "none"), (3, "cpu")])
+def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage, optimizer_on):
+    """Two steps with all states moved to host memory in between are two steps."""
+
+    async def two_steps(*, away):
+        zero = {"zero_optimization": {"offload_optimizer": {"device": optimizer_on}}}
+        group = start(tiny_model, ranks=2, stage=stage, deepspeed=zero)
+        await group.ready()
+        await group.update([batch])
+        if away:
+            await group.offload_states()
+            await group.reload_states()
+        await group.update([batch])
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return weights
+
+    expected, got = (asyncio.run(two_steps(away=away)) for away in (False, True))
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())

@@ -108,6 +108,9 @@ class Clocked(Tracker):
         self.clocks.append((time.process_time(), time.thread_time(), time.perf_counter()))
 
 
+_ROOM = 512  # sequences that a simulated worker has in hand
+
+
 class NoCheckpoints:
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         """Nothing here is worth keeping."""
@@ -118,7 +121,7 @@ class Instant:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         rng = np.random.default_rng(0)
-        self._admission = Admission(config.rollout.num_workers, 2 * config.rollout.max_num_seqs)
+        self._admission = Admission(config.rollout.num_workers, _ROOM)
         self._groups = {p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng)) for p in prompts}
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.bench.child import Meeting
 from grpo_dist.bench.record import Request
-from grpo_dist.config import Rollout
-from grpo_dist.hardware import device_type
 
-_PREFILL_TOKENS = 8192
+if TYPE_CHECKING:
+    from actors.engine import EngineSpec
 
 
 def measure(
     meeting: Meeting,
     *,
-    model_dir: str,
-    settings: Rollout,
-    dtype: str,
-    max_length: int,
+    spec: EngineSpec,
     temperature: float,
     batches: Sequence[Sequence[Request]],
     repeats: int,
 ) -> list[list[float]]:
     """Seconds for each batch of requests, [batches][repeats]."""
-    engine = _make_engine(model_dir, settings, dtype=dtype, max_length=max_length)
+    engine = _make_engine(spec)
     _generate(engine, batches[0], temperature)
     seconds: list[list[float]] = []
     for batch in batches:
@@ -63,26 +58,13 @@ def _generate(engine: Any, requests: Sequence[Request], temperature: float) -> f
     return seconds
 
 
-def _make_engine(model_dir: str, settings: Rollout, *, dtype: str, max_length: int) -> Any:
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def _make_engine(spec: EngineSpec) -> Any:
+    """As a rollout worker's, but for the weight transfer, in the class that is made for a batch at once."""
+    from actors.engine import fitting_arguments, set_environment
+
+    set_environment()
     from vllm import LLM
 
-    arguments: dict[str, Any] = {
-        "model": model_dir,
-        "dtype": dtype,
-        "max_model_len": max_length,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "enforce_eager": settings.enforce_eager,
-        "logprobs_mode": "processed_logprobs",
-        "disable_log_stats": True,
-    }
-    if device_type() == "cpu":
-        arguments["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * 2**30)
-        arguments["enable_chunked_prefill"] = False  # of a seeded request, which ends a CPU engine
-        arguments["max_num_batched_tokens"] = max(_PREFILL_TOKENS, max_length)
-    else:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    return LLM(**arguments | settings.engine)
+    arguments = fitting_arguments(spec)
+    del arguments["weight_transfer_config"]
+    return LLM(**arguments)

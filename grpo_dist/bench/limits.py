@@ -35,14 +35,13 @@ _DEADLINE_S = 1800.0
 
 def generation_limit(config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int) -> float:
     """Completion tokens per second of as many engines as the loop has, each on its share of a step."""
+    from actors.engine import EngineSpec
+
     workers = config.rollout.num_workers
     batches = [step.requests for step in steps[-_STEPS:]]
     jobs = [
         {
-            "model_dir": str(model_dir),
-            "settings": config.rollout,
-            "dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch."),
-            "max_length": config.max_length,
+            "spec": EngineSpec.of(config, model_dir),
             "temperature": config.sampling.temperature,
             "batches": [batch[i::workers] for batch in batches],
             "repeats": REPEATS,

@@ -1,0 +1,153 @@
+"""The vLLM engine of a rollout worker: what it is made from, and the settings that fit model and machine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config, Model
+from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.hardware import DeviceType, collective_backend, device_type, resolve_dtype
+
+# Sequences decoded at once where nobody says how many. Fewer leave an evaluation slow; beyond the upper bound
+# a step of the engine only gets longer.
+_DECODED_AT_ONCE = (256, 1024)
+_CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
+# Tokens of a block of an engine without a GPU: the smallest its kernels are made for. Samples of one prompt
+# share its full blocks only, and vLLM's own 128 would share nothing of most prompts.
+_CPU_BLOCK = 32
+_SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
+_GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
+# What vLLM calls the weight transfers of this project; its own go by the plain names.
+_TRANSFERS = {"gloo": "gloo", "nccl": "nccl_verified", "ipc": "ipc_verified"}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What an engine is made from.
+
+    ``max_length``: of prompt and completion together, tokens. ``in_flight``: samples of training that one
+    engine may have at once. ``colocated``: on GPUs of policy ranks, which it leaves to them while they train.
+    """
+
+    rollout: RolloutSettings
+    sync: SyncSettings
+    model: Model
+    model_dir: str
+    max_length: int
+    seed: int
+    in_flight: int = 0
+    colocated: bool = False
+
+    @classmethod
+    def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
+        return cls(
+            config.rollout,
+            config.weight_sync,
+            config.model,
+            str(model_dir),
+            config.max_length,
+            config.seed,
+            in_flight=config.samples_in_flight // config.rollout.num_workers,
+            colocated=colocated,
+        )
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences decoded at once."""
+        low, high = _DECODED_AT_ONCE
+        return self.rollout.max_num_seqs or min(max(self.in_flight, low), high)
+
+
+def make_engine(spec: EngineSpec) -> Any:
+    """The engine of a rollout worker, in this process."""
+    set_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**fitting_arguments(spec)))
+
+
+def set_environment() -> None:
+    """What vLLM reads when it is imported, and its processes when they start."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # Binding threads to cores is left to the scheduler: engine and trainer take turns on the same cores, and
+    # OMP_NUM_THREADS already says how many threads this engine may use.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if device_type() == "cpu":
+        # The model runs in the process of the engine's scheduler: a further one, woken at every token, only
+        # takes CPU time from the model. AsyncLLM has the two in a process of their own either way.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        # OpenMP threads that spin between two parallel regions take the cores from whoever hands out the
+        # tokens; after a few microseconds they sleep. Read when the engine's process starts.
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """`engine_arguments` for this machine as it is now."""
+    import psutil
+    from transformers import AutoConfig
+
+    model = AutoConfig.from_pretrained(spec.model_dir, trust_remote_code=spec.model.trust_remote_code)
+    free = psutil.virtual_memory().available
+    return engine_arguments(spec, model, device=device_type(), free_memory=free)
+
+
+def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_memory: int) -> dict[str, Any]:
+    """Arguments of vLLM's engine. ``model``: its transformers configuration. ``free_memory``: bytes that this
+    machine has left.
+    """
+    settings, dtype = spec.rollout, resolve_dtype(spec.model.dtype, device)
+    backend = collective_backend(spec.sync.backend, device, colocated=spec.colocated)
+    arguments: dict[str, Any] = {
+        "model": spec.model_dir,
+        "dtype": str(dtype).removeprefix("torch."),
+        "trust_remote_code": spec.model.trust_remote_code,
+        "max_model_len": spec.max_length,
+        "max_num_seqs": spec.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "enable_prefix_caching": True,  # the samples of a group share the prefill of their prompt
+        "seed": spec.seed,
+        "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
+        "weight_transfer_config": {"backend": _TRANSFERS[backend]},
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments["block_size"] = _CPU_BLOCK
+        arguments["kv_cache_memory_bytes"] = (
+            int(settings.kv_cache_gib * 2**30)
+            if settings.kv_cache_gib
+            else _cache_bytes(spec, kv_bytes_per_token(model, dtype.itemsize), free_memory)
+        )
+        # A prompt prefilled in pieces makes vLLM rewind its request's generator, which CPU generators cannot
+        # do: the engine dies with "CPU Generator does not use offset". So prompts are prefilled whole.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
+    else:
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or _GPU_MEMORY[spec.colocated]
+        arguments["enable_sleep_mode"] = spec.colocated
+    return arguments | settings.engine
+
+
+def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:
+    """For every sequence decoded at once at full length, as far as memory goes, and for one in any case.
+    vLLM keeps a block for itself.
+    """
+    sequence = -(-spec.max_length // _CPU_BLOCK) * _CPU_BLOCK * bytes_per_token
+    bound = int(free_memory * _SHARE_OF_FREE_MEMORY) // spec.rollout.num_workers
+    return max(min(spec.max_num_seqs * sequence, bound), sequence) + _CPU_BLOCK * bytes_per_token
+
+
+def kv_bytes_per_token(model: Any, itemsize: int) -> int:
+    """Keys and values of one token over all layers, bytes: 24 layers x 2 heads of size 64 in float32 are
+    2 * 24 * 2 * 64 * 4 = 24,576.
+    """
+    text = model.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * size * itemsize

@@ -1,0 +1,116 @@
+"""Rollout engines and policy ranks on the same GPUs: who has their memory when.
+
+    sample           update                     push
+    engines awake    engines asleep             weights awake, receive | cache awake
+    policy on host   policy on the GPU ......................... sends | to host
+
+An engine's weights are dropped while the policy trains, because the push that follows brings all of them; for
+a checkpoint, after which none comes, they are kept in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from actors.policy import PolicyGroup
+from actors.reference_sync import ReferenceSync
+from actors.rollout import RolloutPool
+from actors.weight_sync import WeightSync
+from grpo_dist.concurrency import deadline
+from grpo_dist.types import TrainBatch
+
+
+class Turns:
+    """Whose turn it is. The engines have the first."""
+
+    def __init__(self, policy: PolicyGroup, rollouts: RolloutPool, *, timeout_s: float) -> None:
+        """``timeout_s``: deadline of one change of turns."""
+        self._policy, self._rollouts, self._timeout_s = policy, rollouts, timeout_s
+        self._training = False
+
+    async def start(self) -> None:
+        """Load both, one after the other: each finds the memory free that it measures or takes."""
+        await self._rollouts.ready()
+        await self._rollouts.sleep(keep_weights=True)
+        await self._policy.ready()
+        self._training = True
+
+    async def to_training(self, *, keep_engine_weights: bool = False) -> None:
+        if self._training:
+            return
+        async with deadline(self._timeout_s, "placement: the engines leave their GPUs to the policy"):
+            await self._rollouts.sleep(keep_weights=keep_engine_weights)
+            await self._policy.reload_states()
+        self._training = True
+
+    async def to_sampling(self, *, weights_are_awake: bool = False) -> None:
+        async with deadline(self._timeout_s, "placement: the policy leaves its GPUs to the engines"):
+            await self._policy.offload_states()
+            await self._rollouts.wake_up(*(["kv_cache"] if weights_are_awake else []))
+        self._training = False
+
+    async def receive(self) -> None:
+        """Both on the GPU: the policy, and the engines' memory for weights."""
+        await self.to_training()
+        async with deadline(self._timeout_s, "placement: the engines take memory for new weights"):
+            await self._rollouts.wake_up("weights")
+
+    @asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The policy's turn for the length of the block, within the engines'."""
+        await self.to_training(keep_engine_weights=True)
+        yield
+        await self.to_sampling()
+
+
+class ColocatedPolicy:
+    """The policy in its turns."""
+
+    def __init__(self, policy: PolicyGroup, turns: Turns) -> None:
+        self._policy, self._turns = policy, turns
+
+    def stage(self, batches: Sequence[TrainBatch]) -> Any:
+        return self._policy.stage(batches)
+
+    async def update(self, staged: Any, *, kl_coef: float | None = None) -> dict[str, float]:
+        await self._turns.to_training()
+        return await self._policy.update(staged, kl_coef=kl_coef)
+
+    async def save(self, directory: Path) -> None:
+        async with self._turns.training():
+            await self._policy.save(directory)
+
+    async def load(self, directory: Path) -> None:
+        async with self._turns.training():
+            await self._policy.load(directory)
+
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
+        async with self._turns.training():
+            await self._policy.export(directory, tokenizer_dir=tokenizer_dir)
+
+
+class ColocatedSync:
+    """The weight sync, which ends the policy's turn."""
+
+    def __init__(self, sync: WeightSync, turns: Turns) -> None:
+        self._sync, self._turns = sync, turns
+
+    async def push(self, version: int) -> dict[str, float]:
+        await self._turns.receive()
+        metrics = await self._sync.push(version)
+        await self._turns.to_sampling(weights_are_awake=True)
+        return metrics
+
+
+class ColocatedReferenceSync:
+    """Reference workers take on the policy within a turn of its own."""
+
+    def __init__(self, sync: ReferenceSync, turns: Turns) -> None:
+        self._sync, self._turns = sync, turns
+
+    async def refresh(self) -> None:
+        async with self._turns.training():
+            await self._sync.refresh()

@@ -1,0 +1,68 @@
+"""What an engine is asked for by default: settings that fit model and machine."""
+
+import pytest
+from transformers import Qwen2Config
+
+from actors.engine import EngineSpec, engine_arguments, kv_bytes_per_token
+from grpo_dist.config import Model, Rollout, WeightSync
+
+# 6 layers of 2 key-value heads of size 64: 2 * 6 * 2 * 64 * 4 bytes a token in float32
+QWEN = Qwen2Config(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2)
+TOKEN = 6144
+GIB = 2**30
+
+
+def arguments(device="cpu", free=100 * GIB, in_flight=0, colocated=False, max_length=256, **rollout):
+    spec = EngineSpec(
+        Rollout(**rollout), WeightSync(), Model(path="m", dtype="float32"), "m", max_length, 0, in_flight,
+        colocated,
+    )  # fmt: skip
+    return engine_arguments(spec, QWEN, device=device, free_memory=free)
+
+
+def test_bytes_of_a_token():
+    assert kv_bytes_per_token(QWEN, 4) == TOKEN
+    wide = Qwen2Config(
+        num_hidden_layers=1, hidden_size=64, head_dim=128, num_attention_heads=2, num_key_value_heads=1
+    )
+    assert kv_bytes_per_token(wide, 2) == 512
+
+
+@pytest.mark.parametrize(("in_flight", "sequences"), [(0, 256), (128, 256), (500, 500), (9000, 1024)])
+def test_an_engine_decodes_what_may_be_in_flight(in_flight, sequences):
+    assert arguments(in_flight=in_flight)["max_num_seqs"] == sequences
+    assert arguments(in_flight=in_flight, max_num_seqs=7)["max_num_seqs"] == 7
+
+
+def test_the_cache_holds_every_sequence_at_full_length():
+    one_block_more = 32 * TOKEN
+    assert arguments()["kv_cache_memory_bytes"] == 256 * 256 * TOKEN + one_block_more
+    assert arguments(max_length=257)["kv_cache_memory_bytes"] == 256 * 288 * TOKEN + one_block_more
+
+
+def test_the_caches_take_a_quarter_of_the_free_memory_at_most_and_hold_one_sequence_at_least():
+    two = {"free": GIB, "num_workers": 2, "max_length": 4096}
+    assert arguments(**two)["kv_cache_memory_bytes"] == GIB // 8 + 32 * TOKEN
+    assert arguments(**two | {"free": 1})["kv_cache_memory_bytes"] == (4096 + 32) * TOKEN
+    assert arguments(kv_cache_gib=0.5)["kv_cache_memory_bytes"] == GIB // 2
+
+
+def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
+    got = arguments(max_length=20_000)
+    assert (got["block_size"], got["enable_chunked_prefill"]) == (32, False)
+    assert got["max_num_batched_tokens"] == 20_000
+
+
+@pytest.mark.parametrize(
+    ("colocated", "share", "transfer"), [(False, 0.85, "nccl_verified"), (True, 0.6, "ipc_verified")]
+)
+def test_an_engine_on_shared_gpus_can_sleep(colocated, share, transfer):
+    got = arguments(device="cuda", colocated=colocated)
+    assert got["enable_sleep_mode"] is colocated and got["gpu_memory_utilization"] == share
+    assert got["weight_transfer_config"] == {"backend": transfer}
+    assert "block_size" not in got and "kv_cache_memory_bytes" not in got
+    assert arguments(device="cuda", gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
+
+
+def test_further_engine_arguments_come_last():
+    assert arguments(engine={"block_size": 64, "seed": 3})["block_size"] == 64
