@@ -15,7 +15,7 @@ from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.batching import shard
 from grpo_dist.concurrency import deadline
-from grpo_dist.config import Algorithm, Model, Policy, Timeouts
+from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
 from grpo_dist.hardware import DeviceType
 from grpo_dist.loss import LossSettings
 from grpo_dist.trainer import Rank, Trainer
@@ -49,17 +49,19 @@ class PolicyWorker:
         return self._trainer.parameter_specs()
 
     def open_transfer(
-        self, *, group: str, backend: str, host: str, port: int, world_size: int, timeout_s: float
+        self, *, group: str, backend: TransferBackend, host: str, port: int, world_size: int, timeout_s: float
     ) -> None:
         self._transports[group] = open_transport(
             backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
         )
 
-    def send_weights(self, bucket_bytes: int, group: str) -> int:
-        """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
-        sent.
+    def send_weights(self, bucket_bytes: int, group: str) -> dict[str, float]:
+        """Gather and, on rank 0, send every bucket and then the checksum of all; returns the bytes sent and
+        the seconds it took.
         """
-        return send(self._transports.get(group), self._trainer.iter_weights(bucket_bytes))
+        trainer = self._trainer
+        weights = trainer.iter_weights(bucket_bytes)
+        return send(self._transports.get(group), weights, trainer.parameter_specs(), bucket_bytes)
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))
@@ -131,9 +133,9 @@ class PolicyGroup:
         )
         return results[0]
 
-    async def send_weights(self, bucket_bytes: int, *, group: str) -> int:
-        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns the
-        bytes sent.
+    async def send_weights(self, bucket_bytes: int, *, group: str) -> dict[str, float]:
+        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
+        of rank 0.
         """
         return (await results(rank.send_weights.remote(bucket_bytes, group) for rank in self.ranks))[0]
 

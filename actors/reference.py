@@ -15,7 +15,7 @@ from actors.calls import LeastBusy, kill, results
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.batching import micro_batches, pad_rows
-from grpo_dist.config import Model, Reference
+from grpo_dist.config import Model, Reference, TransferBackend
 from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
 from grpo_dist.types import Prompt, Rollout
@@ -46,7 +46,7 @@ class ReferenceWorker:
         """Returns once the model is loaded."""
 
     def open_transfer(
-        self, *, backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float
+        self, *, backend: TransferBackend, host: str, port: int, rank: int, world_size: int, timeout_s: float
     ) -> None:
         self._transport = open_transport(
             backend, host, port, rank=rank, world_size=world_size, timeout_s=timeout_s

@@ -18,10 +18,11 @@ import numpy as np
 import ray
 
 from actors.calls import end, results
+from actors.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.hardware import collective_backend, device_type, resolve_dtype
+from grpo_dist.hardware import device_type, resolve_dtype
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.weight_buckets import ParameterSpec
 
@@ -134,16 +135,19 @@ class RolloutWorker:
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
         conditioned on keys and values of old weights.
         """
-        await self._engine.pause_generation(
+        # What `pause_generation` does less a sleep of 20 ms, which is as long as the transfer of a small
+        # model: outputs on their way are in front of the answer.
+        await self._engine.engine_core.pause_scheduler_async(
             mode="keep" if self._spec.sync.mode == "keep" else "wait", clear_cache=True
         )
         await self._engine.start_weight_update()
 
-    async def receive_weights(self, specs: Sequence[ParameterSpec]) -> None:
+    async def receive_weights(self, specs: Sequence[ParameterSpec], bucket_bytes: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         parameters = [list(asdict(spec).values()) for spec in specs]
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info={"parameters": parameters}))
+        info = {"parameters": parameters, "bucket_bytes": bucket_bytes}
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def finish_update(self, version: int) -> int:
         """Serve again, from now on under ``version``; returns the version the engine itself reports."""
@@ -168,7 +172,6 @@ def _make_engine(spec: EngineSpec) -> Any:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     device, settings = device_type(), spec.rollout
-    transfer = "nccl_verified" if collective_backend(spec.sync.backend, device) == "nccl" else "gloo"
     arguments: dict[str, Any] = {
         "model": spec.model_dir,
         "dtype": str(resolve_dtype(spec.model.dtype, device)).removeprefix("torch."),
@@ -179,7 +182,7 @@ def _make_engine(spec: EngineSpec) -> Any:
         "enforce_eager": settings.enforce_eager,
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
-        "weight_transfer_config": {"backend": transfer},
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         "disable_log_stats": True,
     }
     if device == "cpu":

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from grpo_dist.config import TransferBackend
+
 DeviceType = Literal["cuda", "cpu"]
 
 
@@ -30,13 +32,20 @@ def resolve_dtype(
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def collective_backend(
-    name: Literal["auto", "gloo", "nccl"] = "auto", device: DeviceType | None = None
-) -> str:
-    """Backend of the ranks' process group and of the weight transfer."""
+def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "nccl"]:
+    """Backend of the ranks' process group."""
+    return "nccl" if (device or device_type()) == "cuda" else "gloo"
+
+
+def transfer_backend(
+    name: Literal["auto"] | TransferBackend, device: DeviceType, *, one_host: bool
+) -> TransferBackend:
+    """Transport of the weights from the policy, which is on ``device``. ``one_host``: so are all that
+    receive them, on the same machine.
+    """
     if name != "auto":
         return name
-    return "nccl" if (device or device_type()) == "cuda" else "gloo"
+    return "shared_memory" if device == "cpu" and one_host else collective_backend(device)
 
 
 def thread_environment(threads: int) -> dict[str, str]:

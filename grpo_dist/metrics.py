@@ -30,9 +30,12 @@ class Stopwatch:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begin
 
+    def phases(self) -> dict[str, float]:
+        """What was timed so far."""
+        return {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
+
     def stop(self) -> dict[str, float]:
-        times = {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
-        return times | {"time/step_s": time.perf_counter() - self._start}
+        return self.phases() | {"time/step_s": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -> dict[str, float]:
