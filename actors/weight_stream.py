@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from actors.transport import Transport
@@ -61,7 +60,7 @@ def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: 
         flat = next(arriving)
         checksum.add(flat)
         yield unpack(flat, bucket)
-    expected = int(next(arriving).clone().view(torch.int64))
+    expected = Checksum.read(next(arriving))
     next(arriving, None)  # says that it was read
     if expected != checksum.value:
         raise RuntimeError(

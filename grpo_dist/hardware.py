@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from grpo_dist.config import TransferBackend
+from grpo_dist.errors import UserError
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -40,9 +41,14 @@ def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "ncc
 def transfer_backend(
     name: Literal["auto"] | TransferBackend, device: DeviceType, *, one_host: bool
 ) -> TransferBackend:
-    """Transport of the weights from the policy, which is on ``device``. ``one_host``: so are all that
-    receive them, on the same machine.
+    """Transport of the weights from the policy, which is on ``device``. ``one_host``: all that receive them
+    are on its machine. Raises UserError for a transport that needs that where it is not so.
     """
+    if name in ("shared_memory", "ipc") and not one_host:
+        raise UserError(
+            f"weight_sync.backend = {name} needs policy and engines on one host, and the cluster put them on "
+            "several; use auto"
+        )
     if name != "auto":
         return name
     return "shared_memory" if device == "cpu" and one_host else collective_backend(device)

@@ -67,7 +67,7 @@ def pack(tensors: Iterable[Tensor], flat: Tensor) -> None:
         piece = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if offset + len(piece) > len(flat):
             raise ValueError(f"more than the {len(flat)} bytes of the bucket are to be packed into it")
-        flat[offset : offset + len(piece)].copy_(piece, non_blocking=True)
+        flat[offset : offset + len(piece)].copy_(piece)
         offset += len(piece)
     if offset != len(flat):
         raise ValueError(f"{offset} bytes are to be packed into a bucket of {len(flat)}")
@@ -121,13 +121,18 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """Any 64-bit integer."""
-        return int(self._value) if self._value is not None else 0
+        """Non-negative, below 2^64."""
+        return 0 if self._value is None else self.read(self.as_bytes())
 
     def as_bytes(self) -> Tensor:
         """uint8 [8], to travel behind what it is of."""
         assert self._value is not None, "nothing was added"
         return self._value.reshape(1).view(torch.uint8)
+
+    @staticmethod
+    def read(flat: Tensor) -> int:
+        """The value that `as_bytes` gave."""
+        return int(flat.clone().view(torch.int64)) % (1 << 64)
 
 
 def _words(flat: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from actors import shared_transport
 from actors.shared_transport import IpcTransport
 from actors.transport import free_port, open_transport
 from actors.weight_stream import receive, send
+from grpo_dist.errors import UserError
+from grpo_dist.hardware import transfer_backend
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 
 CPU_KINDS = ["gloo", "shared_memory"]
@@ -148,6 +150,17 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
         ends[1]._map(offer)
     assert pickle.loads(offer)[0] == "GPU-1"
+
+
+def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
+    assert transfer_backend("auto", "cpu", one_host=True) == "shared_memory"
+    assert transfer_backend("auto", "cpu", one_host=False) == "gloo"
+    assert transfer_backend("auto", "cuda", one_host=True) == "nccl"
+    assert transfer_backend("gloo", "cpu", one_host=True) == "gloo"
+    assert transfer_backend("ipc", "cuda", one_host=True) == "ipc"
+    for name in ("shared_memory", "ipc"):
+        with pytest.raises(UserError, match=f"backend = {name} needs policy and engines on one host"):
+            transfer_backend(name, "cpu", one_host=False)
 
 
 def rebuild(*arguments):
