@@ -16,7 +16,7 @@ from actors.weight_stream import send
 from grpo_dist.batching import shard
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
-from grpo_dist.hardware import DeviceType
+from grpo_dist.hardware import DeviceType, one_thread
 from grpo_dist.loss import LossSettings
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
@@ -61,7 +61,8 @@ class PolicyWorker:
         """
         trainer = self._trainer
         weights = trainer.iter_weights(bucket_bytes)
-        return send(self._transports.get(group), weights, trainer.parameter_specs(), bucket_bytes)
+        with one_thread():
+            return send(self._transports.get(group), weights, trainer.parameter_specs(), bucket_bytes)
 
     def save(self, directory: str) -> None:
         self._trainer.save(Path(directory))

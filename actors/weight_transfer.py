@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.config import TransferBackend
+from grpo_dist.hardware import one_thread
 from grpo_dist.weight_buckets import ParameterSpec
 
 
@@ -72,9 +73,10 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         transport = self._transport
         if transport is None:
             raise RuntimeError("weight sync: init_weight_transfer_engine has not been called on this engine")
-        for bucket in receive(transport, update_info.specs(), update_info.bucket_bytes):
-            self.model.load_weights(bucket)
-            keep_what_waits(self.model, bucket)
+        with one_thread():
+            for bucket in receive(transport, update_info.specs(), update_info.bucket_bytes):
+                self.model.load_weights(bucket)
+                keep_what_waits(self.model, bucket)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

@@ -5,6 +5,8 @@ nowhere else.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -60,6 +62,20 @@ def thread_environment(threads: int) -> dict[str, str]:
     """
     count = str(max(1, threads))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch computes with the calling thread alone: for work that goes on in several processes at once
+    on cores that each counts as its own, where threads that wait for each other lose far more than they win.
+    """
+    # vLLM puts a function that does nothing in the place of `torch.set_num_threads`.
+    before, change = torch.get_num_threads(), torch._C.set_num_threads
+    change(1)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def quiet_libraries() -> None:

@@ -15,7 +15,7 @@ from actors.shared_transport import IpcTransport
 from actors.transport import free_port, open_transport
 from actors.weight_stream import receive, send
 from grpo_dist.errors import UserError
-from grpo_dist.hardware import transfer_backend
+from grpo_dist.hardware import one_thread, transfer_backend
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 
 CPU_KINDS = ["gloo", "shared_memory"]
@@ -161,6 +161,13 @@ def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
     for name in ("shared_memory", "ipc"):
         with pytest.raises(UserError, match=f"backend = {name} needs policy and engines on one host"):
             transfer_backend(name, "cpu", one_host=False)
+
+
+def test_one_thread_is_given_back():
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
 
 
 def rebuild(*arguments):
