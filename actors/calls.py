@@ -25,6 +25,14 @@ async def result(ref: Any) -> Any:
     return await ref
 
 
+async def on_one_host(workers: Iterable[Any]) -> bool:
+    """Whether all ``workers`` are on the same node."""
+    nodes = await results(
+        worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for worker in workers
+    )
+    return len(set(nodes)) == 1
+
+
 class LeastBusy:
     """Sends each call to the worker with the fewest calls outstanding; the first of several."""
 

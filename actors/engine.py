@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Config, Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.hardware import DeviceType, collective_backend, device_type, resolve_dtype
+from grpo_dist.hardware import DeviceType, device_type, resolve_dtype
 
 # Sequences decoded at once where nobody says how many. Fewer leave an evaluation slow; beyond the upper bound
 # a step of the engine only gets longer.
@@ -21,8 +22,6 @@ _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 _CPU_BLOCK = 32
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
 _GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
-# What vLLM calls the weight transfers of this project; its own go by the plain names.
-_TRANSFERS = {"gloo": "gloo", "nccl": "nccl_verified", "ipc": "ipc_verified"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,6 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
     machine has left.
     """
     settings, dtype = spec.rollout, resolve_dtype(spec.model.dtype, device)
-    backend = collective_backend(spec.sync.backend, device, colocated=spec.colocated)
     arguments: dict[str, Any] = {
         "model": spec.model_dir,
         "dtype": str(dtype).removeprefix("torch."),
@@ -114,7 +112,7 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         "enable_prefix_caching": True,  # the samples of a group share the prefill of their prompt
         "seed": spec.seed,
         "logprobs_mode": "processed_logprobs",  # those of the distribution sampled from: temperature applied
-        "weight_transfer_config": {"backend": _TRANSFERS[backend]},
+        "weight_transfer_config": {"backend": WEIGHT_TRANSFER},
         "disable_log_stats": True,
     }
     if device == "cpu":

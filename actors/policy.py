@@ -16,8 +16,8 @@ from actors.placement import Devices
 from actors.transport import Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.concurrency import deadline
-from grpo_dist.config import Algorithm, Model, Policy, Timeouts
-from grpo_dist.hardware import DeviceType
+from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
+from grpo_dist.hardware import DeviceType, one_thread
 from grpo_dist.loss import LossSettings
 from grpo_dist.planning import shard
 from grpo_dist.trainer import Rank, Trainer
@@ -60,19 +60,21 @@ class PolicyWorker(Metered):
         return self._trainer.parameter_specs(adapters_only=adapters_only)
 
     def open_transfer(
-        self, *, group: str, backend: str, host: str, port: int, world_size: int, timeout_s: float
+        self, *, group: str, backend: TransferBackend, host: str, port: int, world_size: int, timeout_s: float
     ) -> None:
         self._transports[group] = open_transport(
             backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
         )
 
     @metered("sync")
-    def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool = False) -> int:
-        """Gather and, on rank 0, broadcast every bucket and then the checksum of all; returns the bytes
-        sent.
+    def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool) -> dict[str, float]:
+        """Gather and, on rank 0, send every bucket and then the checksum of all; returns the bytes sent and
+        the seconds it took.
         """
         weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
-        return send(self._transports.get(group), weights)
+        specs = self._trainer.parameter_specs(adapters_only=adapters_only)
+        with one_thread():
+            return send(self._transports.get(group), weights, specs, bucket_bytes)
 
     def offload_states(self) -> None:
         self._trainer.offload_states()
@@ -158,9 +160,9 @@ class PolicyGroup:
         lora = self._settings.lora
         return lora.scale if lora is not None and lora.sync == "adapter" else None
 
-    async def send_weights(self, bucket_bytes: int, *, group: str, adapters_only: bool = False) -> int:
-        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns the
-        bytes sent.
+    async def send_weights(self, bucket_bytes: int, *, group: str, adapters_only: bool) -> dict[str, float]:
+        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
+        of rank 0.
         """
         sending = (rank.send_weights.remote(bucket_bytes, group, adapters_only) for rank in self.ranks)
         return (await results(sending))[0]

@@ -16,7 +16,7 @@ from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.attention import choose_kernel
 from grpo_dist.batching import pad_rows
-from grpo_dist.config import Model, Reference
+from grpo_dist.config import Model, Reference, TransferBackend
 from grpo_dist.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.planning import micro_batches, packed_micro_batches
@@ -56,7 +56,7 @@ class ReferenceWorker(Metered):
         """Returns once the model is loaded."""
 
     def open_transfer(
-        self, *, backend: str, host: str, port: int, rank: int, world_size: int, timeout_s: float
+        self, *, backend: TransferBackend, host: str, port: int, rank: int, world_size: int, timeout_s: float
     ) -> None:
         self._transport = open_transport(
             backend, host, port, rank=rank, world_size=world_size, timeout_s=timeout_s

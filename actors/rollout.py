@@ -150,20 +150,22 @@ class RolloutWorker(Metered):
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
         conditioned on keys and values of old weights.
         """
-        await self._engine.pause_generation(
+        # What `pause_generation` does less a sleep of 20 ms, which is as long as the transfer of a small
+        # model: outputs on their way are in front of the answer.
+        await self._engine.engine_core.pause_scheduler_async(
             mode="keep" if self._spec.sync.mode == "keep" else "wait", clear_cache=True
         )
         await self._engine.start_weight_update()
 
     @metered("sync")
     async def receive_weights(
-        self, specs: Sequence[ParameterSpec], adapter_scale: float | None = None
+        self, specs: Sequence[ParameterSpec], bucket_bytes: int, adapter_scale: float | None
     ) -> None:
         """``adapter_scale``: what comes are low-rank adapters, which count so many times."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         parameters = [list(asdict(spec).values()) for spec in specs]
-        info = {"parameters": parameters, "adapter_scale": adapter_scale}
+        info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
         await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     @metered("sync")

@@ -1,32 +1,89 @@
-"""The process group that carries weights: policy rank 0 is rank 0, the engines' worker processes are 1 .. N.
+"""The group that carries weights: policy rank 0 is rank 0, the processes that receive are 1 .. N.
 
-It stands beside each side's own process groups and knows nothing of models. Both kinds broadcast one flat
-tensor.
+It stands beside each side's own process groups and knows nothing of models: it moves buffers of bytes. There
+are two of them, so that one is filled or read while the other travels:
+
+    rank 0    fill a | fill b          | fill a     ...
+    a, b             | a leaves ...    | b leaves ...
+    others                    | read a           | read b   ...
 """
 
 from __future__ import annotations
 
 import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from itertools import cycle, islice
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_dist.config import TransferBackend
+
 
 class Transport(Protocol):
-    """``broadcast`` sends rank 0's contents of ``flat`` into everyone's. ``device``: where ``flat`` has to
-    lie.
+    """Rank 0 calls ``outgoing`` while all others call ``incoming`` with the same sizes, in bytes.
+
+    Both yield one uint8 tensor per size, on ``device``. What rank 0 has put into one leaves when the next is
+    asked for; what others find in one is valid until the next is asked for.
     """
 
     device: torch.device
 
-    def broadcast(self, flat: Tensor) -> None: ...
+    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
+    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
     def close(self) -> None: ...
 
 
-class GlooTransport:
+class _Broadcasts:
+    """Copies the two buffers of rank 0 into those of everyone else, by a broadcast that runs on its own."""
+
+    device: torch.device
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    def _start(self, flat: Tensor) -> Callable[[], object]:
+        """Begin to broadcast ``flat``; what is returned waits for the end."""
+        raise NotImplementedError
+
+    def broadcast(self, flat: Tensor) -> None:
+        """All of ``flat`` at once, from rank 0's to everyone's."""
+        self._start(flat)()
+
+    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        under_way: deque[Callable[[], object]] = deque()
+        for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False):
+            if len(under_way) == 2:
+                under_way.popleft()()
+            yield buffer[:size]
+            under_way.append(self._start(buffer[:size]))
+        for wait in under_way:
+            wait()
+
+    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
+        pieces = iter(
+            [buffer[:size] for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False)]
+        )
+        under_way = deque((flat, self._start(flat)) for flat in islice(pieces, 1))
+        while under_way:
+            under_way.extend((flat, self._start(flat)) for flat in islice(pieces, 1))
+            flat, wait = under_way.popleft()
+            wait()
+            yield flat
+
+    def _pair(self, size: int) -> list[Tensor]:
+        """Two buffers of ``size`` bytes or more, kept for the next round."""
+        if not self._buffers or len(self._buffers[0]) < size:
+            self._buffers = []  # freed before others are made
+            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._buffers
+
+
+class GlooTransport(_Broadcasts):
     """Broadcast over TCP, with a deadline on every operation: a dead peer raises, it never blocks for
     good.
     """
@@ -34,6 +91,7 @@ class GlooTransport:
     device = torch.device("cpu")
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+        super().__init__()
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(
             host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
@@ -47,39 +105,55 @@ class GlooTransport:
         )
         self._timeout = timeout
 
-    def broadcast(self, flat: Tensor) -> None:
+    def _start(self, flat: Tensor) -> Callable[[], object]:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
-        self._group.broadcast([flat], options).wait(self._timeout)  # type: ignore[attr-defined]
+        work = self._group.broadcast([flat], options)  # type: ignore[attr-defined]
+        return lambda: work.wait(self._timeout)
 
     def close(self) -> None:
         del self._group, self._store
 
 
-class NcclTransport:
-    """Broadcast between GPUs through vLLM's own NCCL communicator."""
+class NcclTransport(_Broadcasts):
+    """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream beside the one that packs and
+    loads.
+    """
 
     def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+        super().__init__()
         from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
 
         del timeout_s  # NCCL has none; the driver's deadline ends the actors
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._group = stateless_init_process_group(host, port, rank, world_size, self.device.index)
+        self._stream = torch.cuda.Stream(self.device)
 
-    def broadcast(self, flat: Tensor) -> None:
-        self._group.broadcast(flat, src=0, stream=torch.cuda.current_stream())
+    def _start(self, flat: Tensor) -> Callable[[], object]:
+        # What fills or reads the buffer is on the current stream; it comes before, and waits after.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._group.broadcast(flat, src=0, stream=self._stream)
+        arrived = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(arrived)
 
     def close(self) -> None:
         self._group.destroy()
 
 
 def open_transport(
-    backend: str, host: str, port: int, *, rank: int, world_size: int, timeout_s: float
+    backend: TransferBackend, host: str, port: int, *, rank: int, world_size: int, timeout_s: float
 ) -> Transport:
-    kinds: dict[str, type[GlooTransport] | type[NcclTransport]] = {
+    """Join the group that meets at ``host:port`` of rank 0. Raises TimeoutError or RuntimeError where the
+    others do not within ``timeout_s``.
+    """
+    from actors.shared_transport import IpcTransport, SharedMemoryTransport
+
+    kinds: dict[TransferBackend, Callable[..., Transport]] = {
         "gloo": GlooTransport,
         "nccl": NcclTransport,
+        "shared_memory": SharedMemoryTransport,
+        "ipc": IpcTransport,
     }
     return kinds[backend](host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
 

@@ -7,14 +7,15 @@ import os
 import signal
 import threading
 
+WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
+
 
 def register() -> None:
     """Make this project's weight transfer known to vLLM. Called once per process, sometimes more."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
-    for name, engine in (("gloo", "GlooWeightTransfer"), ("nccl_verified", "NcclWeightTransfer")):
-        if name not in Factory._registry:
-            Factory.register_engine(name, "actors.weight_transfer", engine)
+    if WEIGHT_TRANSFER not in Factory._registry:
+        Factory.register_engine(WEIGHT_TRANSFER, "actors.weight_transfer", "PackedWeightTransfer")
     _end_with_parent()
 
 

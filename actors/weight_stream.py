@@ -3,48 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-import torch
 from torch import Tensor
 
 from actors.transport import Transport
+from grpo_dist.metrics import Stopwatch
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
 
+Bucket = list[tuple[str, Tensor]]
 
-def send(transport: Transport | None, buckets: Iterable[list[tuple[str, Tensor]]]) -> int:
-    """Broadcast ``buckets``; returns the bytes sent. Without a transport they are only gone through: under
-    ZeRO-3 every rank takes part in gathering what rank 0 sends.
+
+def send(
+    transport: Transport | None,
+    weights: Iterable[Bucket],
+    specs: Sequence[ParameterSpec],
+    bucket_bytes: int,
+) -> dict[str, float]:
+    """Send ``weights``, the buckets of ``specs``; returns the bytes sent and the seconds of each stage.
+
+    Without a transport they are only gone through: under ZeRO-3 every rank takes part in gathering what rank
+    0 sends.
     """
-    checksum, sent = Checksum(), 0
-    for bucket in buckets:
-        if transport is None:
-            continue
-        flat = pack(tensor for _, tensor in bucket).to(transport.device)
-        transport.broadcast(flat)
-        checksum.add(flat)
-        sent += len(flat)
-    if transport is not None:
-        transport.broadcast(checksum.as_tensor(transport.device))
-    return sent
+    if transport is None:
+        for _ in weights:
+            pass
+        return {}
+    checksum, watch = Checksum(), Stopwatch()
+    sizes = _sizes(specs, bucket_bytes)
+    buffers, buckets = transport.outgoing(sizes), chain(weights, [None])
+    for _ in sizes:
+        with watch("sync_wait"):
+            flat = next(buffers)
+        with watch("sync_gather"):
+            bucket = next(buckets)
+        if bucket is None:
+            flat.copy_(checksum.as_bytes())
+            break
+        with watch("sync_pack"):
+            pack((tensor for _, tensor in bucket), flat)
+        with watch("sync_checksum"):
+            checksum.add(flat)
+    with watch("sync_wait"):
+        next(buffers, None)  # the last one leaves, and all have arrived
+    return {"sync/bytes": float(sum(sizes[:-1]))} | watch.phases()
 
 
-def receive(
-    transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """The buckets that `send` broadcasts, each in a buffer of its own: vLLM's layerwise reload keeps what it
-    was given until a layer is complete.
+def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[Bucket]:
+    """The buckets that `send` sends, each valid until the next is asked for.
 
     Raises RuntimeError after the last one when other bytes came than were sent.
     """
     checksum = Checksum()
+    arriving = transport.incoming(_sizes(specs, bucket_bytes))
     for bucket in make_buckets(specs, bucket_bytes):
-        flat = torch.empty(bucket_size(bucket), dtype=torch.uint8, device=transport.device)
-        transport.broadcast(flat)
+        flat = next(arriving)
         checksum.add(flat)
         yield unpack(flat, bucket)
-    expected = torch.empty(1, dtype=torch.int64, device=transport.device)
-    transport.broadcast(expected)
-    if int(expected) != checksum.value:
+    expected = Checksum.read(next(arriving))
+    next(arriving, None)  # says that it was read
+    if expected != checksum.value:
         raise RuntimeError(
-            f"weight sync: received bytes with checksum {checksum.value}, the policy sent {int(expected)}"
+            f"weight sync: received bytes with checksum {checksum.value}, the policy sent {expected}"
         )
+
+
+def _sizes(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[int]:
+    """Of all buckets and of the checksum behind them, bytes."""
+    return [bucket_size(bucket) for bucket in make_buckets(specs, bucket_bytes)] + [Checksum.NUM_BYTES]

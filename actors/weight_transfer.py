@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from vllm.config.load import LoadConfig
@@ -20,22 +20,25 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
+from grpo_dist.config import TransferBackend
+from grpo_dist.hardware import one_thread
 from grpo_dist.lora import adapters, merged_weights
 from grpo_dist.weight_buckets import ParameterSpec
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``rank_offset``: rank of this engine's first worker process in the transfer group."""
+    """``rank``: of this engine's first worker process in the transfer group."""
 
+    backend: TransferBackend
     host: str
     port: int
-    rank_offset: int
+    rank: int
     world_size: int
-    bucket_bytes: int
     timeout_s: float
 
 
@@ -46,6 +49,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """
 
     parameters: list[list[Any]]
+    bucket_bytes: int
     adapter_scale: float | None = None
 
     def specs(self) -> list[ParameterSpec]:
@@ -53,21 +57,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives buckets over ``backend`` and loads them. Raises RuntimeError when the checksums differ."""
+    """Receives buckets and loads them. Raises RuntimeError when the checksums differ."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    backend: ClassVar[str]
     _transport: Transport | None = None
-    _bucket_bytes = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._bucket_bytes = init_info.bucket_bytes
         self._transport = open_transport(
-            self.backend,
+            init_info.backend,
             init_info.host,
             init_info.port,
-            rank=init_info.rank_offset + self.parallel_config.rank,
+            rank=init_info.rank + self.parallel_config.rank,
             world_size=init_info.world_size,
             timeout_s=init_info.timeout_s,
         )
@@ -79,12 +80,14 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         transport = self._transport
         if transport is None:
             raise RuntimeError("weight sync: init_weight_transfer_engine has not been called on this engine")
-        buckets = receive(transport, update_info.specs(), self._bucket_bytes)
-        if update_info.adapter_scale is not None:
-            self._load_adapters(buckets, update_info.adapter_scale)
-            return
-        for bucket in buckets:
-            self.model.load_weights(bucket)
+        with one_thread():
+            buckets = receive(transport, update_info.specs(), update_info.bucket_bytes)
+            if update_info.adapter_scale is not None:
+                self._load_adapters(buckets, update_info.adapter_scale)
+                return
+            for bucket in buckets:
+                self.model.load_weights(bucket)
+                keep_what_waits(self.model, bucket)
 
     def _load_adapters(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], scale: float) -> None:
         """Read the checkpoint this engine was started from again, with the adapters merged in on the way.
@@ -92,7 +95,8 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         Not vLLM's own adapters: those cost time at every decoded token, this costs once a sync. Nothing is
         held between two syncs; the operating system keeps the files in its cache.
         """
-        low_rank = adapters(pair for bucket in buckets for pair in bucket)  # checked before any is loaded
+        # A bucket is gone when the next one comes. The checksum is compared before anything is loaded.
+        low_rank = adapters([(name, tensor.clone()) for bucket in buckets for name, tensor in bucket])
         loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         checkpoint = loader.get_all_weights(self.model_config, self.model)
         self.model.load_weights(merged_weights(checkpoint, low_rank, scale, self.model_config.dtype))
@@ -108,12 +112,18 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._transport = None
 
 
-class GlooWeightTransfer(PackedWeightTransfer):
-    backend = "gloo"
-
-
-class NcclWeightTransfer(PackedWeightTransfer):
-    backend = "nccl"
+def keep_what_waits(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    """Copy what of ``bucket`` has not been loaded: the reload holds on to the parameters of a layer until it
+    has all of them, and the memory of the bucket is about to be filled anew.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for _, tensor in bucket}
+    for layer in model.modules():
+        for _, arguments in get_layerwise_info(layer).loaded_weights:
+            for name, value in arguments.arguments.items():
+                if not isinstance(value, torch.Tensor) or value.is_meta:
+                    continue
+                if value.untyped_storage().data_ptr() in memory:
+                    arguments.arguments[name] = value.clone()
 
 
 def refresh_tied_head(model: torch.nn.Module) -> None:

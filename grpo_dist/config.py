@@ -412,9 +412,18 @@ class Policy(Section):
         return max(1, self.num_workers // self.sequence_parallel)
 
 
+TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
+
+
 class WeightSync(Section):
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on GPUs, gloo on CPUs")
-    bucket_mb: PositiveInt = 256
+    backend: Literal["auto"] | TransferBackend = Field(
+        "auto",
+        description="auto: nccl between GPUs; on CPUs shared_memory within one host, gloo across hosts; ipc: "
+        "between processes on the same GPU",
+    )
+    bucket_mb: PositiveInt | None = Field(
+        None, description="weights gathered and sent at once, two such buckets are held; null: 4, on GPUs 256"
+    )
     mode: Literal["drain", "keep"] = Field(
         "drain",
         description="drain: all launched samples finish first, more than 1 step of staleness gains nothing; "

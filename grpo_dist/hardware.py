@@ -5,9 +5,14 @@ nowhere else.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
+
+from grpo_dist.config import TransferBackend
+from grpo_dist.errors import UserError
 
 DeviceType = Literal["cuda", "cpu"]
 
@@ -40,19 +45,31 @@ def logprob_chunk_mib(chosen: int | None, device: DeviceType) -> int:
     return chosen or (256 if device == "cuda" else 32)
 
 
-def collective_backend(
-    name: Literal["auto", "gloo", "nccl"] = "auto",
-    device: DeviceType | None = None,
+def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "nccl"]:
+    """Backend of the ranks' process group."""
+    return "nccl" if (device or device_type()) == "cuda" else "gloo"
+
+
+def transfer_backend(
+    name: Literal["auto"] | TransferBackend,
+    device: DeviceType,
     *,
+    one_host: bool,
     colocated: bool = False,
-) -> str:
-    """Backend of the ranks' process group and of the weight transfer. ``colocated``: of a transfer whose two
-    ends share their GPUs, which NCCL refuses.
+) -> TransferBackend:
+    """Transport of the weights from the policy, which is on ``device``. ``one_host``: all that receive them
+    are on its machine; ``colocated``: and on its GPUs, which NCCL refuses. Raises UserError for a transport
+    that needs one host where there are several.
     """
+    if name in ("shared_memory", "ipc") and not one_host:
+        raise UserError(
+            f"weight_sync.backend = {name} needs policy and engines on one host, and the cluster put them on "
+            "several; use auto"
+        )
     if name != "auto":
         return name
-    if (device or device_type()) == "cpu":
-        return "gloo"
+    if device == "cpu":
+        return "shared_memory" if one_host else "gloo"
     return "ipc" if colocated else "nccl"
 
 
@@ -62,6 +79,21 @@ def thread_environment(threads: int) -> dict[str, str]:
     """
     count = str(max(1, threads))
     return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "TOKENIZERS_PARALLELISM": "false"}
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch computes with the calling thread alone: for work that goes on in several processes at
+    once on cores that each counts as its own, where threads that wait for each other lose far more than they
+    win.
+    """
+    # vLLM puts a function that does nothing in the place of `torch.set_num_threads`.
+    before, change = torch.get_num_threads(), torch._C.set_num_threads
+    change(1)
+    try:
+        yield
+    finally:
+        change(before)
 
 
 def quiet_libraries() -> None:

@@ -30,10 +30,13 @@ class Stopwatch:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begin
 
+    def phases(self) -> dict[str, float]:
+        """What was timed so far."""
+        return {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
+
     def stop(self) -> dict[str, float]:
-        times = {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
         cpu = {"time/driver_cpu_s": time.process_time() - self._cpu_start}
-        return times | cpu | {"time/step_s": time.perf_counter() - self._start}
+        return self.phases() | cpu | {"time/step_s": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -> dict[str, float]:

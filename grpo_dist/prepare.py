@@ -150,8 +150,11 @@ def check_scoring(config: Config) -> None:
 
 
 def check_backend(config: Config) -> None:
-    if config.weight_sync.backend == "nccl" and device_type() == "cpu":
-        raise ValueError("weight_sync.backend = nccl needs GPUs, and torch sees none here; use auto or gloo")
+    if config.weight_sync.backend in ("nccl", "ipc") and device_type() == "cpu":
+        raise ValueError(
+            f"weight_sync.backend = {config.weight_sync.backend} needs GPUs, and torch sees none here; use "
+            "auto or gloo"
+        )
 
 
 def position_limit(config: Config, model_dir: Path) -> int | None:

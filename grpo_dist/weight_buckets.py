@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 22  # elements of a checksum taken at once, so that its int64 copy stays small
+_ROW = 128  # words that a checksum adds up at once
+_PART = 1 << 26  # bytes that a checksum takes at once, so that what it needs beside them stays small
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed number
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,19 @@ def make_buckets(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[list
     return buckets
 
 
-def pack(tensors: Iterable[Tensor]) -> Tensor:
-    """One uint8 tensor [N bytes] holding ``tensors`` end to end."""
-    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
+def pack(tensors: Iterable[Tensor], flat: Tensor) -> None:
+    """Fill ``flat`` uint8 [N] with the bytes of ``tensors``, end to end. Raises ValueError when they are not
+    N.
+    """
+    offset = 0
+    for tensor in tensors:
+        piece = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if offset + len(piece) > len(flat):
+            raise ValueError(f"more than the {len(flat)} bytes of the bucket are to be packed into it")
+        flat[offset : offset + len(piece)].copy_(piece)
+        offset += len(piece)
+    if offset != len(flat):
+        raise ValueError(f"{offset} bytes are to be packed into a bucket of {len(flat)}")
 
 
 def bucket_size(bucket: Sequence[ParameterSpec]) -> int:
@@ -80,27 +92,57 @@ def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Ten
 
 
 class Checksum:
-    """Position-weighted sum of all bytes added, modulo 2^63: notices changed, swapped, missing and repeated
-    bytes.
+    """Of all bytes added, in the order added: notices changed, missing, repeated and moved ones.
 
-    Plain integer arithmetic, so the result is the same on every device.
+    The bytes are taken as 32-bit words in rows of 128. A row's words are weighed by column and added up
+    modulo 2^32, the rows by their number modulo 2^64: plain integer arithmetic, the same on every device, and
+    about as fast as memory. All weights are odd, so that no change of a word is lost. What cannot be seen is
+    that two numbers of one row changed places which differ by their sign alone.
     """
 
+    NUM_BYTES = 8  # of `as_bytes`
+
     def __init__(self) -> None:
-        self._value, self._position = 0, 0
+        self._value: Tensor | None = None
+        self._weights = _odd_weights(_ROW).to(torch.int32)
 
     def add(self, flat: Tensor) -> None:
-        for part in flat.split(_CHUNK):
-            # Weights repeat after a prime number of bytes: small enough never to overflow the sum of a chunk.
-            weight = (torch.arange(len(part), device=part.device) + self._position) % 65521 + 1
-            self._value = (self._value * 31 + int((part.to(torch.int64) * weight).sum())) % (1 << 63)
-            self._position += len(part)
+        """``flat`` uint8 [N]. Nothing waits for the device here."""
+        value = torch.zeros((), dtype=torch.int64, device=flat.device) if self._value is None else self._value
+        weights = self._weights.to(flat.device)
+        for part in flat.split(_PART):
+            words = _words(part)
+            if flat.device.type == "cpu":
+                rows = words.mv(weights)  # one pass over memory; on GPUs there is none for integers
+            else:
+                rows = (words * weights).sum(1, dtype=torch.int32)
+            value = (value + len(part)) * _STEP + (rows * _odd_weights(len(rows), flat.device)).sum()
+        self._value = value
 
     @property
     def value(self) -> int:
-        """Non-negative, below 2^63."""
-        return self._value
+        """Non-negative, below 2^64."""
+        return 0 if self._value is None else self.read(self.as_bytes())
 
-    def as_tensor(self, device: torch.device) -> Tensor:
-        """int64 [1], to travel beside the bytes."""
-        return torch.tensor([self._value], dtype=torch.int64, device=device)
+    def as_bytes(self) -> Tensor:
+        """uint8 [8], to travel behind what it is of."""
+        assert self._value is not None, "nothing was added"
+        return self._value.reshape(1).view(torch.uint8)
+
+    @staticmethod
+    def read(flat: Tensor) -> int:
+        """The value that `as_bytes` gave."""
+        return int(flat.clone().view(torch.int64)) % (1 << 64)
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Rows of int32 [R, 128] that hold ``flat`` uint8 [N], the last one filled up with zeros."""
+    short = -len(flat) % (4 * _ROW)
+    if short or flat.storage_offset() % 4:
+        flat = torch.cat([flat, flat.new_zeros(short)])
+    return flat.view(torch.int32).view(-1, _ROW)
+
+
+def _odd_weights(count: int, device: torch.device | None = None) -> Tensor:
+    """int64 [count], odd and all different, with no pattern that weights repeat."""
+    return (torch.arange(count, device=device) * _STEP) | 1

@@ -40,15 +40,15 @@ class MovingWorker(PolicyWorker):
 
     def corrupt_next_transfer(self) -> None:
         transport = self._transports["rollout"]
-        broadcast = transport.broadcast
+        outgoing = transport.outgoing
 
-        def flip_a_byte(flat):
-            transport.broadcast = broadcast
-            sent = flat.clone()
-            sent[0] ^= 1
-            broadcast(sent)
+        def flip_a_byte(sizes):
+            for i, flat in enumerate(outgoing(sizes)):
+                yield flat
+                if i == 0:
+                    flat[0] ^= 1
 
-        transport.broadcast = flip_a_byte
+        transport.outgoing = flip_a_byte
 
 
 class CountingWorker(RolloutWorker):

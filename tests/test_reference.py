@@ -73,7 +73,7 @@ def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(star
         await asyncio.gather(policy.ready(), pool.ready())
         frozen = await pool.logprobs(PROMPT, ROLLOUTS)
         moved = await policy.ranks[0].move.remote()
-        settings = WeightSync(bucket_mb=1)
+        settings = WeightSync(bucket_mb=1, backend="gloo")
         sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=60)
         await sync.refresh()
         mixed = await pool.logprobs(PROMPT, ROLLOUTS)

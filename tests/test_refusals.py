@@ -106,6 +106,7 @@ def refusal(capsys, *overrides, command="train"):
         (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
         (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),
         (["weight_sync.backend=nccl"], ["weight_sync.backend = nccl", "auto or gloo"]),
+        (["weight_sync.backend=ipc"], ["weight_sync.backend = ipc", "auto or gloo"]),
         (["model.dtype=bfloat16", "policy.zero_stage=0"], ["`policy.zero_stage` = 0", "policy.zero_stage=1"]),
         (["policy.deepspeed={train_batch_size: 8}"], ["policy.deepspeed.train_batch_size", "remove it"]),
     ],

@@ -20,9 +20,11 @@ def measure(
     if backend == "copy":
         into = torch.ones_like(buffer)
         return _repeat(meeting, lambda: into.copy_(buffer), repeats)
-    from actors.transport import open_transport
+    from actors.transport import GlooTransport, NcclTransport
 
-    transport = open_transport(backend, "127.0.0.1", port, rank=rank, world_size=world_size, timeout_s=300)
+    transport = (GlooTransport if backend == "gloo" else NcclTransport)(
+        "127.0.0.1", port, rank=rank, world_size=world_size, timeout_s=300
+    )
     seconds = _repeat(meeting, lambda: transport.broadcast(buffer), repeats)
     transport.close()
     return seconds

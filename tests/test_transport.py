@@ -1,0 +1,221 @@
+"""Transports of the weight sync between real processes, and the checksum of what they carry."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from actors import shared_transport
+from actors.shared_transport import IpcTransport
+from actors.transport import free_port, open_transport
+from actors.weight_stream import receive, send
+from grpo_dist.errors import UserError
+from grpo_dist.hardware import one_thread, transfer_backend
+from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
+
+CPU_KINDS = ["gloo", "shared_memory"]
+SPECS = [
+    ParameterSpec("a", "float32", (300, 7)),
+    ParameterSpec("b", "bfloat16", (3,)),
+    ParameterSpec("c", "float32", (5,)),
+    ParameterSpec("big", "float32", (9000,)),
+    ParameterSpec("d", "float32", (1,)),
+]
+# More than a connection takes while nobody reads.
+MANY = [ParameterSpec(str(i), "float32", (1 << 20,)) for i in range(12)]
+BUCKET = 9000  # bytes: a and b | c | big | d and more
+
+
+def weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {s.name: torch.randn(s.shape, generator=generator).to(s.torch_dtype) for s in SPECS}
+
+
+def join(backend, port, rank, size, timeout_s=60.0):
+    return open_transport(backend, "127.0.0.1", port, rank=rank, world_size=size, timeout_s=timeout_s)
+
+
+def receiver(backend, port, rank, size, rounds, out):
+    transport = join(backend, port, rank, size)
+    for _ in range(rounds):
+        got = {n: t.clone() for bucket in receive(transport, SPECS, BUCKET) for n, t in bucket}
+        out.put((rank, {n: t.float().numpy() for n, t in got.items()}))
+    transport.close()
+
+
+def one_that(backend, port, action, reached):
+    """A receiver that reads one bucket and then does something else."""
+    transport = join(backend, port, 1, 2)
+    next(receive(transport, MANY, 1))
+    reached.set()
+    if action == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def start(target, *arguments):
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def buckets_of(held):
+    return [[(spec.name, held[spec.name]) for spec in bucket] for bucket in make_buckets(SPECS, BUCKET)]
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+def test_two_receivers_get_every_byte_round_after_round(backend):
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    others = [start(receiver, backend, port, rank, 3, 2, out) for rank in (1, 2)]
+    transport = join(backend, port, 0, 3)
+    for seed in (1, 2):
+        held = weights(seed)
+        metrics = send(transport, buckets_of(held), SPECS, BUCKET)
+        assert metrics["sync/bytes"] == sum(spec.num_bytes for spec in SPECS)
+        for rank, got in [out.get(timeout=60) for _ in others]:
+            assert rank in (1, 2)
+            for name, tensor in held.items():
+                assert torch.equal(torch.from_numpy(got[name]), tensor.float())
+    transport.close()
+    for other in others:
+        other.join(30)
+        assert other.exitcode == 0
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+@pytest.mark.parametrize("action", ["die", "hang"])
+def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, action):
+    port, reached = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Event()
+    other = start(one_that, backend, port, action, reached)
+    transport = join(backend, port, 0, 2, timeout_s=10.0)
+    begin = time.monotonic()
+    many = [[(spec.name, torch.zeros(spec.shape))] for spec in MANY]
+    with pytest.raises((RuntimeError, TimeoutError)):
+        send(transport, many, MANY, 1)
+    assert reached.is_set()
+    assert time.monotonic() - begin < 20
+    other.kill()
+    other.join()
+
+
+def test_nobody_there_is_said_by_the_deadline():
+    with pytest.raises(TimeoutError):
+        join("shared_memory", free_port("127.0.0.1"), 0, 2, timeout_s=0.2)
+    with pytest.raises(ConnectionRefusedError):
+        join("shared_memory", free_port("127.0.0.1"), 1, 2, timeout_s=0.2)
+
+
+def test_shared_memory_has_no_name_that_could_stay_behind():
+    before = set(os.listdir("/dev/shm"))
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    other = start(receiver, "shared_memory", port, 1, 2, 2, out)
+    transport = join("shared_memory", port, 0, 2)
+    send(transport, buckets_of(weights(1)), SPECS, BUCKET)
+    named = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")}
+    assert "grpo-dist" not in " ".join(named)
+    other.kill()
+    other.join()
+    with pytest.raises((RuntimeError, OSError)):
+        send(transport, buckets_of(weights(2)), SPECS, BUCKET)
+    transport.close()
+
+
+def test_cuda_handles_go_instead_of_bytes(monkeypatch):
+    """Up to the calls of CUDA: what is offered, and what the other side rebuilds on its own number of the
+    GPU.
+    """
+    made = []
+
+    def reduce_tensor(tensor):
+        made.append(tensor)
+        return rebuild, ("cls", "size", "stride", "offset", "storage", "uint8", 0, len(made) - 1)
+
+    gpu = SimpleNamespace(uuid="GPU-1")
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(shared_transport, "_Connections", lambda *a, **k: None)
+    ends = [IpcTransport("", 0, rank=rank, world_size=2, timeout_s=1) for rank in (0, 1)]
+    assert ends[0].device == torch.device("cuda", 3)
+    ends[0].device = torch.device("cpu")  # where the buffers of this test can lie
+    offer = ends[0]._make(100)
+    assert [len(buffer) for buffer in ends[0]._buffers] == [100, 100]
+    assert ends[1]._map(offer) == [(3, 0), (3, 1)]
+    gpu.uuid = "GPU-2"
+    with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
+        ends[1]._map(offer)
+    assert pickle.loads(offer)[0] == "GPU-1"
+
+
+def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
+    assert transfer_backend("auto", "cpu", one_host=True) == "shared_memory"
+    assert transfer_backend("auto", "cpu", one_host=False) == "gloo"
+    assert transfer_backend("auto", "cuda", one_host=True) == "nccl"
+    assert transfer_backend("gloo", "cpu", one_host=True) == "gloo"
+    assert transfer_backend("ipc", "cuda", one_host=True) == "ipc"
+    for name in ("shared_memory", "ipc"):
+        with pytest.raises(UserError, match=f"backend = {name} needs policy and engines on one host"):
+            transfer_backend(name, "cpu", one_host=False)
+
+
+def test_one_thread_is_given_back():
+    before = torch.get_num_threads()
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+def rebuild(*arguments):
+    return arguments[6], arguments[7]
+
+
+def checksum(*parts):
+    sums = Checksum()
+    for part in parts:
+        sums.add(part)
+    return sums.value
+
+
+@pytest.mark.parametrize("count", [1, 3, 511, 512, 513, 5000])
+def test_the_checksum_notices_what_can_happen_to_bytes(count):
+    generator = torch.Generator().manual_seed(count)
+    flat = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    right = checksum(flat)
+    assert right == checksum(flat.clone())
+    for bit in range(8):
+        for where in {0, count // 2, count - 1}:
+            changed = flat.clone()
+            changed[where] ^= 1 << bit
+            assert checksum(changed) != right
+    assert checksum(flat[:-1]) != right
+    assert checksum(torch.cat([flat, flat[:1] * 0])) != right
+    assert checksum(flat, flat) != right
+    assert checksum(flat, flat[:0]) != right or count == 0
+    for _ in range(100 if count > 1 else 0):
+        i, j = torch.randint(0, count, (2,), generator=generator).tolist()
+        swapped = flat.clone()
+        swapped[i], swapped[j] = flat[j], flat[i]
+        assert (checksum(swapped) == right) == bool(flat[i] == flat[j])
+
+
+def test_the_checksum_notices_buckets_out_of_order():
+    a, b = (torch.full((1000,), n, dtype=torch.uint8) for n in (1, 2))
+    assert len({checksum(a, b), checksum(b, a), checksum(a, a), checksum(b, b), checksum(a)}) == 5
+
+
+def test_the_checksum_is_the_one_of_a_device_without_matrix_products_of_integers():
+    words = torch.randint(-(2**31), 2**31, (40, 128)).to(torch.int32)
+    weights_of_row = Checksum()._weights
+    assert torch.equal(words.mv(weights_of_row), (words * weights_of_row).sum(1, dtype=torch.int32))
+
+
+def test_what_does_not_fill_its_bucket_is_refused():
+    with pytest.raises(ValueError, match="12 bytes are to be packed into a bucket of 16"):
+        pack([torch.zeros(3)], torch.empty(16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="more than the 8 bytes"):
+        pack([torch.zeros(3)], torch.empty(8, dtype=torch.uint8))
