@@ -1,5 +1,7 @@
 """Adapters on their way into a real engine: whichever way they travel, it samples as the trainer computes."""
 
+from dataclasses import replace
+
 import pytest
 import ray
 import torch
@@ -25,8 +27,10 @@ class MovingAdapters(PolicyWorker):
 
     def logits(self, ids):
         """Of the model with its adapters beside the base weights, as it trains."""
+        model = self._trainer.engine.module.model
+        model.set_attn_implementation("sdpa")  # rows as they stand
         with torch.no_grad():
-            return self._trainer.engine.module.model(ids).logits
+            return model(ids).logits
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,8 @@ def merged_sync(world):
 def merged(world):
     world.policy._settings = world.policy._settings.model_copy(update={"lora": LoRA(rank=4, alpha=8)})
     specs = ray.get(world.policy.ranks[0].parameter_specs.remote())
-    return WeightSync(world.policy, world.rollouts, specs, 2**20, 60)
+    group = replace(world.sync._group, specs=specs, adapters_only=False)
+    return WeightSync(group, world.rollouts, 60)
 
 
 def samples_as_the_trainer(world, tiny_model, seed):
