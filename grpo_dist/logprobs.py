@@ -2,7 +2,8 @@
 
 The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
 hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
-and never kept: the backward pass makes them again. At most two blocks of [chunk_tokens, V] exist at once.
+and never kept: the backward pass makes them again. At most three blocks of [chunk_tokens, V] exist at once
+(two without the gradient of an entropy bonus).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_rows is not None:
                 grad_rows[part] = head.product(d_logits, head.weight)
             if grad_weight is not None:
-                grad_weight += head.product(d_logits.T, rows[part])
+                head.add_product(grad_weight, d_logits.T, rows[part])
             if grad_bias is not None:
                 grad_bias += d_logits.sum(dim=0)
         return (
@@ -145,7 +146,7 @@ def _logit_gradient(
     logits: Tensor, targets: Tensor, grad: Tensor | None, entropy_grad: Tensor | None
 ) -> Tensor:
     """Gradient of logits [n, V], which are overwritten; ``grad`` and ``entropy_grad`` [n]. Two blocks in
-    all.
+    all, three with an ``entropy_grad``.
     """
     grad = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device) if grad is None else grad
     logits -= logits.logsumexp(dim=1, keepdim=True)
@@ -185,6 +186,13 @@ class _Head:
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         a, b = a.to(self._operand), b.to(self._operand)
         return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """``out`` += a b, without a second tensor of its size where the library can."""
+        if self._tensor_cores:
+            out += self.product(a, b)
+        else:
+            out.addmm_(a.to(self._operand), b.to(self._operand))
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

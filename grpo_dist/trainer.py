@@ -393,7 +393,7 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
 
         optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
     else:
-        optimizer = torch.optim.AdamW(parameters, **arguments)
+        optimizer = torch.optim.AdamW(parameters, fused=True, **arguments)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=settings, dist_init_required=False
     )
