@@ -115,13 +115,11 @@ def reference(tiny_model, batch):
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
         (1, 0, 10_000, {}),
-        (1, 2, 40, {}),
         (1, 2, 40, {"packing": False}),
         (2, 0, 40, {}),
         (2, 1, 10_000, {}),
         (2, 2, 40, {}),
         (2, 2, 40, {"shared": 2}),
-        (2, 2, 10_000, {"packing": False}),
         (2, 3, 40, {}),
         (2, 3, 10_000, {"shared": 2}),
         (4, 2, 40, {"shared": 2}),
