@@ -4,6 +4,7 @@ import pytest
 from transformers import Qwen2Config
 
 from actors.engine import EngineSpec, engine_arguments, kv_bytes_per_token
+from actors.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Model, Rollout, WeightSync
 
 # 6 layers of 2 key-value heads of size 64: 2 * 6 * 2 * 64 * 4 bytes a token in float32
@@ -53,13 +54,11 @@ def test_without_a_gpu_prompts_are_prefilled_whole_in_small_blocks():
     assert got["max_num_batched_tokens"] == 20_000
 
 
-@pytest.mark.parametrize(
-    ("colocated", "share", "transfer"), [(False, 0.85, "nccl_verified"), (True, 0.6, "ipc_verified")]
-)
-def test_an_engine_on_shared_gpus_can_sleep(colocated, share, transfer):
+@pytest.mark.parametrize(("colocated", "share"), [(False, 0.85), (True, 0.6)])
+def test_an_engine_on_shared_gpus_can_sleep(colocated, share):
     got = arguments(device="cuda", colocated=colocated)
     assert got["enable_sleep_mode"] is colocated and got["gpu_memory_utilization"] == share
-    assert got["weight_transfer_config"] == {"backend": transfer}
+    assert got["weight_transfer_config"] == {"backend": WEIGHT_TRANSFER}
     assert "block_size" not in got and "kv_cache_memory_bytes" not in got
     assert arguments(device="cuda", gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
 
