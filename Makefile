@@ -34,7 +34,7 @@ test: $(READY)
 
 # Whole runs that learn, one that must not, and a whole recipe that is killed: about 40 minutes on two cores.
 evidence: $(READY)
-	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

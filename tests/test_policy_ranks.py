@@ -277,11 +277,11 @@ def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, bat
         zero = {"zero_optimization": {"offload_optimizer": {"device": optimizer_on}}}
         group = start(tiny_model, ranks=2, stage=stage, deepspeed=zero)
         await group.ready()
-        await group.update([batch])
+        await group.update(group.stage([batch]))
         if away:
             await group.offload_states()
             await group.reload_states()
-        await group.update([batch])
+        await group.update(group.stage([batch]))
         weights = (await on_all(group, "weights"))[0]
         await group.shutdown()
         return weights

@@ -161,7 +161,7 @@ def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path
             return getattr(workers[0], method)(*arguments)
 
     pool = object.__new__(RewardPool)
-    pool._least_busy, pool._models, pool._told = InTurn(), [], set()
+    pool._least_busy, pool.models, pool._told = InTurn(), [], set()
     with caplog.at_level("WARNING"):
         groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
     for worker in workers:
@@ -195,11 +195,12 @@ def config():
 
 def test_placement_counts_reward_models():
     demands = placement(config(), Resources(8, 5), training=True)
+    assert placement(config(), Resources(8, 4), training=True)["rollout"].shared  # with one less, in turns
     assert (demands["reward_models"].workers, demands["reward_models"].gpus) == (3, 1)
     assert placement(config(), Resources(8, 0), training=False)["reward_models"].gpus == 0
     with pytest.raises(UserError, match="reward_models 3 x 1") as refusal:
-        placement(config(), Resources(8, 4), training=True)
-    assert "5 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
+        placement(config(), Resources(8, 3), training=True)
+    assert "4 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
     with pytest.raises(
         UserError, match=r"rewards\.models\[\*\]\.num_workers` = 3 but the cluster has 2 CPUs"
     ):
