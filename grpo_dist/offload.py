@@ -78,7 +78,10 @@ def set_steps(optimizer: Any, steps: int) -> None:
 
 
 def check_offload(policy: Policy) -> None:
-    """Raises ValueError when this machine lacks what offloading needs, before anything is started."""
+    """Raises ValueError when settings contradict each other or this machine lacks what offloading needs,
+    before anything is started.
+    """
+    offload_config(policy)
     if optimizer_device(policy) != "none":
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(compiler) is None:
