@@ -49,14 +49,14 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     cluster has, before anything is started.
     """
     if _address(config) == "local" and not ray.is_initialized():
-        if training:
-            check_offload(config.policy)  # of another cluster, every rank looks at its own machine
-        has = _local_resources(config)
+        here, has = True, _local_resources(config)
     else:
         owns = _connect(config)
-        has = _resources()
+        here, has = _is_this_machine(), _resources()
         if owns:
             ray.shutdown()
+    if training and here:
+        check_offload(config.policy)  # of another cluster, every rank looks at its own machine
     return describe(placement(config, has, training=training), has)
 
 
@@ -255,6 +255,12 @@ def _local_resources(config: Config) -> Resources:
 def _resources() -> Resources:
     has = ray.cluster_resources()
     return Resources(int(has.get("CPU", 1)), int(has.get("GPU", 0)))
+
+
+def _is_this_machine() -> bool:
+    """Whether the cluster is this machine alone, so that what is missing here is missing there."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return alive == {ray.get_runtime_context().get_node_id()}
 
 
 def _connect(config: Config) -> bool:
