@@ -61,15 +61,6 @@ class EngineSpec:
         return self.rollout.max_num_seqs or min(max(self.in_flight, low), high)
 
 
-def make_engine(spec: EngineSpec) -> Any:
-    """The engine of a rollout worker, in this process."""
-    set_environment()
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**fitting_arguments(spec)))
-
-
 def set_environment() -> None:
     """What vLLM reads when it is imported, and its processes when they start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -79,7 +70,7 @@ def set_environment() -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if device_type() == "cpu":
         # The model runs in the process of the engine's scheduler: a further one, woken at every token, only
-        # takes CPU time from the model. AsyncLLM has the two in a process of their own either way.
+        # takes CPU time from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # OpenMP threads that spin between two parallel regions take the cores from whoever hands out the
         # tokens; after a few microseconds they sleep. Read when the engine's process starts.

@@ -17,7 +17,8 @@ import numpy as np
 import ray
 
 from actors.calls import end, results
-from actors.engine import EngineSpec, make_engine
+from actors.engine import EngineSpec, fitting_arguments, set_environment
+from actors.engine_thread import EngineThread
 from grpo_dist.admission import Admission, Load
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.usage import Metered, metered
@@ -37,7 +38,6 @@ class RolloutWorker(Metered):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._requests = 0
         self._finished = Load(0, 0)
         self._progress = asyncio.Condition()
         self._engine: Any = None
@@ -50,8 +50,10 @@ class RolloutWorker(Metered):
         self._tokenizer = AutoTokenizer.from_pretrained(
             self._spec.model_dir, trust_remote_code=self._spec.model.trust_remote_code
         )
-        self._engine = make_engine(self._spec)
-        await self._engine.update_weight_version("0")
+        set_environment()
+        self._engine = EngineThread(fitting_arguments(self._spec))
+        await self._engine.start()
+        await self._engine.set_weight_version(0)
         length = min(2, self._spec.max_length - 1)
         await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=length), length=None)
 
@@ -111,14 +113,10 @@ class RolloutWorker(Metered):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._requests += 1
-        async for output in self._engine.generate(
-            {"prompt_token_ids": token_ids}, params, request_id=f"r{self._requests}"
-        ):
-            piece = output.outputs[0]
-        if piece.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"rollout: the engine ended a request with {piece.finish_reason!r}")
-        return piece
+        output: CompletionOutput = (await self._engine.generate(token_ids, params)).outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"rollout: the engine ended a request with {output.finish_reason!r}")
+        return output
 
     def _rollout(self, uid: str, sample: int, output: CompletionOutput) -> Rollout:
         ids, logprobs = list(output.token_ids), output.logprobs
@@ -138,9 +136,7 @@ class RolloutWorker(Metered):
         )
 
     async def open_transfer(self, **init_info: Any) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._engine.init_transfer(init_info)
 
     @metered("sync")
     async def begin_update(self) -> None:
@@ -150,11 +146,7 @@ class RolloutWorker(Metered):
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
         conditioned on keys and values of old weights.
         """
-        # What `pause_generation` does less a sleep of 20 ms, which is as long as the transfer of a small
-        # model: outputs on their way are in front of the answer.
-        await self._engine.engine_core.pause_scheduler_async(
-            mode="keep" if self._spec.sync.mode == "keep" else "wait", clear_cache=True
-        )
+        await self._engine.pause(drain=self._spec.sync.mode == "drain")
         await self._engine.start_weight_update()
 
     @metered("sync")
@@ -162,23 +154,22 @@ class RolloutWorker(Metered):
         self, specs: Sequence[ParameterSpec], bucket_bytes: int, adapter_scale: float | None
     ) -> None:
         """``adapter_scale``: what comes are low-rank adapters, which count so many times."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         parameters = [list(asdict(spec).values()) for spec in specs]
-        info = {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._engine.update_weights(
+            {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
+        )
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:
         """Serve again, from now on under ``version``; returns the version the engine itself reports."""
-        await self._engine.finish_weight_update(weight_version=str(version))
-        reported = int(await self._engine.get_weight_version())
-        await self._engine.resume_generation()
+        await self._engine.finish_weight_update()
+        reported: int = await self._engine.set_weight_version(version)
+        await self._engine.resume()
         return reported
 
     async def sleep(self, keep_weights: bool) -> None:
         """Leave the GPU's memory to others, the cache's and, in host memory or not at all, the weights'."""
-        await self._engine.sleep(level=1 if keep_weights else 2, mode="wait")
+        await self._engine.sleep(level=1 if keep_weights else 2)
 
     async def wake_up(self, tags: list[str] | None) -> None:
         """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
@@ -186,7 +177,7 @@ class RolloutWorker(Metered):
 
     async def close(self) -> None:
         if self._engine is not None:
-            self._engine.shutdown()
+            await self._engine.shutdown()
 
 
 class RolloutPool:

@@ -58,10 +58,10 @@ class CountingWorker(RolloutWorker):
         await super().start()
         self._cached, generate = [], self._engine.generate
 
-        async def counted(prompt, params, request_id):
-            async for output in generate(prompt, params, request_id):
-                self._cached.append(output.num_cached_tokens)
-                yield output
+        async def counted(token_ids, params):
+            output = await generate(token_ids, params)
+            self._cached.append(output.num_cached_tokens)
+            return output
 
         self._engine.generate = counted
 

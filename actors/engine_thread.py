@@ -1,0 +1,221 @@
+"""A vLLM engine in this process: stepped by a thread of its own, used from the event loop of an actor.
+
+event loop            engine thread
+  generate() ------->   add request | step, step, step ...
+  future     <-------   the finished of a step, all at once
+  call(f)    ------->   f() between two steps
+
+vLLM's own asynchronous engine runs in a process beside the actor's and sends it the tokens of every step;
+where cores are few, unpacking them takes CPU time from the model. Here nothing leaves the thread before a
+completion is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import RequestOutput
+
+T = TypeVar("T")
+
+# A batch comes as many calls. An engine that was idle begins once none has come for so long, instead of
+# decoding the first few by themselves.
+_BURST_S = 0.002
+
+
+class EngineThread:
+    """Made and used on one event loop. Raises whatever vLLM does: at the request it is about; what breaks a
+    step is raised at all requests, those in hand and those to come.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """``arguments``: of `vllm.EngineArgs`."""
+        self._loop = asyncio.get_running_loop()
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._numbers = itertools.count()
+        self._futures: dict[str, asyncio.Future[RequestOutput]] = {}
+        self._failed: BaseException | None = None
+        self._engine: Any = None
+        self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
+
+    async def start(self) -> None:
+        """Load the model. Raises what that raises."""
+        self._thread.start()
+        await self.call(lambda: None)
+
+    async def generate(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
+        """One prompt with its finished completion. ``params``: of one sample, final output only."""
+        request_id = f"r{next(self._numbers)}"
+        future: asyncio.Future[RequestOutput] = self._loop.create_future()
+        self._futures[request_id] = future
+        self._commands.put(lambda: self._add(request_id, token_ids, params))
+        return await future
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """What ``function()`` returns, called in the engine's thread between two steps."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def command() -> None:
+            try:
+                self._check()
+                result = function()
+            except BaseException as error:
+                self._tell(_fail, future, error)
+            else:
+                self._tell(_finish, future, result)
+
+        self._commands.put(command)
+        return await future
+
+    async def pause(self, *, drain: bool) -> None:
+        """Stop stepping and drop the key-value cache. ``drain``: once all requests that are being decoded are
+        finished; else now, and they go on after `resume`, their keys and values computed anew. Requests may
+        be added meanwhile.
+        """
+        await self.call(lambda: self._pause(drain))
+
+    async def resume(self) -> None:
+        await self.call(lambda: self._core.resume_scheduler())
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        await self.call(lambda: self._rpc("init_weight_transfer_engine", init_info=info))
+
+    async def start_weight_update(self) -> None:
+        await self.call(lambda: self._rpc("start_weight_update"))
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        await self.call(lambda: self._rpc("update_weights", update_info=info))
+
+    async def finish_weight_update(self) -> None:
+        await self.call(lambda: self._rpc("finish_weight_update"))
+
+    async def set_weight_version(self, version: int) -> int:
+        """Tokens of later steps carry ``version``; returns what the engine reports."""
+
+        def label() -> int:
+            self._engine.set_weight_version(str(version))
+            return int(self._engine.get_weight_version())
+
+        return await self.call(label)
+
+    async def sleep(self, level: int) -> None:
+        """Drain, then leave the GPU's memory. ``level``: 1 keeps the weights in host memory, 2 drops them."""
+        await self.pause(drain=True)
+        await self.call(lambda: self._engine.sleep(level, mode="keep"))
+
+    async def wake_up(self, tags: list[str] | None) -> None:
+        """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
+        await self.call(lambda: self._engine.wake_up(tags))
+
+    async def shutdown(self) -> None:
+        """End the engine and its worker processes, after the step it is in."""
+        self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def _core(self) -> Any:
+        return self._engine.engine_core.engine_core
+
+    def _run(self, arguments: dict[str, Any]) -> None:
+        try:
+            self._engine = _make(arguments)
+        except BaseException as error:
+            self._failed = error
+        while self._obey():
+            if self._failed is None and self._core_has_work():
+                self._step()
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
+
+    def _obey(self) -> bool:
+        """Carry out what was asked, waiting for it where nothing is to be decoded; False: to end."""
+        command: Callable[[], None] | None
+        idle = self._failed is not None or not self._core_has_work()
+        try:
+            command = self._commands.get() if idle else self._commands.get_nowait()
+            while command is not None:
+                command()
+                command = self._commands.get(timeout=_BURST_S) if idle else self._commands.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _core_has_work(self) -> bool:
+        return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except BaseException as error:
+            self._failed = error
+            self._tell(self._fail_all, error)
+            return
+        if finished := [output for output in outputs if output.finished]:
+            self._tell(self._deliver, finished)
+
+    def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+        try:
+            self._check()
+            self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        except BaseException as error:
+            self._tell(self._refuse, request_id, error)
+
+    def _pause(self, drain: bool) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
+        # `pause_scheduler` neither drains nor waits for a step that runs ahead of its outputs, so both are
+        # done before it.
+        self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW if drain else PauseState.PAUSED_ALL)
+        while self._failed is None and self._core_has_work():
+            self._step()
+        self._check()
+        self._core.pause_scheduler(mode="keep", clear_cache=True)
+
+    def _rpc(self, method: str, **arguments: Any) -> None:
+        self._engine.collective_rpc(method, kwargs=arguments)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise RuntimeError(f"rollout: the engine has failed: {self._failed!r}") from self._failed
+
+    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _deliver(self, finished: list[RequestOutput]) -> None:
+        for output in finished:
+            _finish(self._futures.pop(output.request_id), output)
+
+    def _refuse(self, request_id: str, error: BaseException) -> None:
+        if future := self._futures.pop(request_id, None):
+            _fail(future, error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for future in self._futures.values():
+            _fail(future, error)
+        self._futures.clear()
+
+
+def _make(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    config = EngineArgs(**arguments).create_engine_config()
+    return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+
+def _finish(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():  # whoever waited may have been cancelled
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,171 @@
+"""The thread that steps an engine, around an engine of a few lines: who is told what, and when."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from actors import engine_thread
+from actors.engine_thread import EngineThread
+
+
+@dataclass
+class Output:
+    request_id: str
+    tokens: int
+    finished: bool = True
+
+
+@dataclass
+class Scheduler:
+    """Requests and how many tokens each still has to make."""
+
+    left: dict = field(default_factory=dict)
+    running: set = field(default_factory=set)
+    state: PauseState = PauseState.UNPAUSED
+
+    def set_pause_state(self, state):
+        self.state = state
+
+    def has_requests(self):
+        return bool(self.steppable())
+
+    def steppable(self):
+        if self.state == PauseState.PAUSED_ALL:
+            return set()
+        return self.running if self.state == PauseState.PAUSED_NEW else set(self.left)
+
+
+class Engine:
+    """One token per request and step. A prompt is [tokens to make]; 0 is refused, -1 breaks the step."""
+
+    def __init__(self):
+        self.scheduler, self.batch_queue = Scheduler(), []
+        self.engine_core = SimpleNamespace(engine_core=self, shutdown=self._ended)
+        self.log, self.cache_cleared, self.ended = [], 0, False
+
+    def add_request(self, request_id, prompt, params):
+        (tokens,) = prompt["prompt_token_ids"]
+        if tokens == 0:
+            raise ValueError("nothing to make")
+        self.scheduler.left[request_id] = tokens
+
+    def step(self):
+        stepped = sorted(self.scheduler.steppable())
+        self.scheduler.running = set(stepped)
+        self.log.append(len(stepped))
+        if -1 in self.scheduler.left.values():
+            raise MemoryError("no more blocks")
+        finished = []
+        for request_id in stepped:
+            self.scheduler.left[request_id] -= 1
+            if not self.scheduler.left[request_id]:
+                del self.scheduler.left[request_id]
+                self.scheduler.running.discard(request_id)
+                finished.append(Output(request_id, 0))
+        return finished
+
+    def pause_scheduler(self, mode, clear_cache):
+        assert mode == "keep" and clear_cache
+        self.scheduler.state, self.cache_cleared = PauseState.PAUSED_ALL, self.cache_cleared + 1
+
+    def resume_scheduler(self):
+        self.scheduler.state = PauseState.UNPAUSED
+
+    def _ended(self):
+        self.ended = True
+
+
+def with_engine(monkeypatch, use):
+    engine = Engine()
+    monkeypatch.setattr(engine_thread, "_make", lambda arguments: engine)
+
+    async def run():
+        thread = EngineThread({})
+        await thread.start()
+        try:
+            return await asyncio.wait_for(use(thread, engine), 20)
+        finally:
+            await thread.shutdown()
+
+    result = asyncio.run(run())
+    assert engine.ended
+    return result
+
+
+def test_a_burst_of_requests_is_decoded_together(monkeypatch):
+    async def use(thread, engine):
+        await asyncio.gather(*(thread.generate([3], None) for _ in range(50)))
+        return engine.log
+
+    assert with_engine(monkeypatch, use) == [50, 50, 50]
+
+
+def test_what_is_refused_is_told_to_its_request_alone(monkeypatch):
+    async def use(thread, engine):
+        return await asyncio.gather(*(thread.generate([n], None) for n in (2, 0, 3)), return_exceptions=True)
+
+    first, refused, last = with_engine(monkeypatch, use)
+    assert first.finished and last.finished
+    assert isinstance(refused, ValueError) and str(refused) == "nothing to make"
+
+
+def test_a_step_that_breaks_is_told_to_all_and_to_who_comes_later(monkeypatch):
+    async def use(thread, engine):
+        in_hand = await asyncio.gather(*(thread.generate([n], None) for n in (5, -1)), return_exceptions=True)
+        with pytest.raises(RuntimeError, match=r"engine has failed.*no more blocks"):
+            await thread.generate([1], None)
+        with pytest.raises(RuntimeError, match=r"engine has failed.*no more blocks"):
+            await thread.pause(drain=True)
+        return in_hand
+
+    assert all(isinstance(error, MemoryError) for error in with_engine(monkeypatch, use))
+
+
+def test_a_model_that_does_not_load_is_told_at_the_start(monkeypatch):
+    def broken(arguments):
+        raise OSError("no such file")
+
+    monkeypatch.setattr(engine_thread, "_make", broken)
+
+    async def run():
+        thread = EngineThread({})
+        with pytest.raises(RuntimeError, match="no such file"):
+            await thread.start()
+        await thread.shutdown()
+
+    asyncio.run(run())
+
+
+async def pause_in_flight(thread, engine, *, drain):
+    running = asyncio.create_task(thread.generate([2_000 if drain else 100_000], None))
+    while not engine.log:
+        await asyncio.sleep(0.001)
+    await thread.pause(drain=drain)
+    steps, done = len(engine.log), running.done()
+    later = asyncio.create_task(thread.generate([1], None))
+    await asyncio.sleep(0.05)
+    assert len(engine.log) == steps and not later.done() and engine.cache_cleared == 1
+    await thread.resume()
+    await asyncio.wait_for(asyncio.gather(running, later), 20)
+    return done
+
+
+def test_a_drained_engine_has_finished_what_it_decoded_and_begins_nothing(monkeypatch):
+    assert with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=True))
+
+
+def test_a_kept_request_stands_still_and_goes_on(monkeypatch):
+    assert not with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=False))
+
+
+def test_who_no_longer_waits_disturbs_nobody(monkeypatch):
+    async def use(thread, engine):
+        gone = asyncio.create_task(thread.generate([500], None))
+        await asyncio.sleep(0)
+        gone.cancel()
+        return await thread.generate([1000], None)
+
+    assert with_engine(monkeypatch, use).finished
