@@ -72,9 +72,6 @@ def set_environment() -> None:
         # The model runs in the process of the engine's scheduler: a further one, woken at every token, only
         # takes CPU time from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        # OpenMP threads that spin between two parallel regions take the cores from whoever hands out the
-        # tokens; after a few microseconds they sleep. Read when the engine's process starts.
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
