@@ -20,7 +20,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine import EngineSpec
-from actors.placement import Demand, Devices, Resources, describe, placement, share_out
+from actors.placement import Demand, Devices, Resources, describe, placement, ranks_beside, share_out
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
@@ -42,6 +42,14 @@ from grpo_dist.workers import Workers
 class Samplers:
     rollouts: RolloutPool
     rewards: RewardPool
+
+
+@dataclass(frozen=True)
+class SharedDevices:
+    """GPUs of each engine, and for each process of the engines the policy rank on its GPU."""
+
+    engines: list[Devices]
+    beside: list[int]
 
 
 def check_fits(config: Config, *, training: bool = True) -> str:
@@ -110,7 +118,11 @@ class Cluster:
         turns = Turns(policy, samplers.rollouts, timeout_s=config.cluster.timeouts.sync_s) if shared else None
         await self._ready(turns, policy, samplers.rollouts)
         sync = await WeightSync.connect(
-            policy, samplers.rollouts, config.weight_sync, timeout_s=config.cluster.timeouts.sync_s
+            policy,
+            samplers.rollouts,
+            config.weight_sync,
+            beside=shared.beside if shared else None,
+            timeout_s=config.cluster.timeouts.sync_s,
         )
         reference_sync = await self._reference_sync(policy, reference)
         usage = self._usage(samplers, reference, policy)
@@ -138,12 +150,14 @@ class Cluster:
         }
         return ActorUsage(roles, timeout_s=self._config.cluster.timeouts.sync_s)
 
-    async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> list[Devices] | None:
-        """Of each engine, where engines have no GPUs of their own."""
+    async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> SharedDevices | None:
+        """Of the engines, where they have no GPUs of their own."""
         if not demand.shared:
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
-            return share_out(await policy.devices(), self._config.rollout.tensor_parallel_size)
+            held = await policy.devices()
+        engines = share_out(held, self._config.rollout.tensor_parallel_size)
+        return SharedDevices(engines, ranks_beside(held, engines))
 
     async def _reference_sync(
         self, policy: PolicyGroup, reference: ReferencePool | None
@@ -179,12 +193,12 @@ class Cluster:
             await gather([*(handle.ready() for handle in own), *([turns.start()] if turns else [])])
 
     def _create_samplers(
-        self, model_dir: Path, demands: dict[str, Demand], shared: list[Devices] | None
+        self, model_dir: Path, demands: dict[str, Demand], shared: SharedDevices | None
     ) -> Samplers:
         config = self._config
         spec = EngineSpec.of(config, model_dir, colocated=shared is not None)
         options = self._options(demands["rollout"])
-        places = None if shared is None else [_place(options, devices) for devices in shared]
+        places = None if shared is None else [_place(options, devices) for devices in shared.engines]
         rollouts = self._keep(RolloutPool(spec, options=options, places=places))
         rewards = RewardPool(
             config.rewards,

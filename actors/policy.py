@@ -13,7 +13,7 @@ import ray
 
 from actors.calls import kill, results
 from actors.placement import Devices
-from actors.transport import Transport, free_port, open_transport
+from actors.transport import Seat, Transport, free_port, open_transport
 from actors.weight_stream import send
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
@@ -59,17 +59,13 @@ class PolicyWorker(Metered):
     def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
         return self._trainer.parameter_specs(adapters_only=adapters_only)
 
-    def open_transfer(
-        self, *, group: str, backend: TransferBackend, host: str, port: int, world_size: int, timeout_s: float
-    ) -> None:
-        self._transports[group] = open_transport(
-            backend, host, port, rank=0, world_size=world_size, timeout_s=timeout_s
-        )
+    def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+        self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
 
     @metered("sync")
     def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool) -> dict[str, float]:
-        """Gather and, on rank 0, send every bucket and then the checksum of all; returns the bytes sent and
-        the seconds it took.
+        """Gather and, where this rank has a transport for ``group``, send every bucket and then the checksum
+        of all; returns the bytes sent and the seconds it took.
         """
         weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
         specs = self._trainer.parameter_specs(adapters_only=adapters_only)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.calls import LeastBusy, kill, results
-from actors.transport import Transport, open_transport
+from actors.transport import Seat, Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.attention import choose_kernel
 from grpo_dist.batching import pad_rows
@@ -55,12 +55,9 @@ class ReferenceWorker(Metered):
     def ready(self) -> None:
         """Returns once the model is loaded."""
 
-    def open_transfer(
-        self, *, backend: TransferBackend, host: str, port: int, rank: int, world_size: int, timeout_s: float
-    ) -> None:
-        self._transport = open_transport(
-            backend, host, port, rank=rank, world_size=world_size, timeout_s=timeout_s
-        )
+    def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
+        (seat,) = seats
+        self._transport = open_transport(backend, seat, timeout_s=timeout_s)
 
     @torch.no_grad()
     def mix_in(self, specs: Sequence[ParameterSpec], bucket_bytes: int, mix: float) -> None:

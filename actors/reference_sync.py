@@ -27,6 +27,8 @@ class ReferenceSync:
         timeout_s: float,
     ) -> ReferenceSync:
         """Join rank 0 of the policy and all reference workers in a transfer group of their own."""
+        if settings.backend == "ipc":  # of the engines on the policy's GPUs; a reference has its own
+            settings = settings.model_copy(update={"backend": "auto"})
         async with deadline(timeout_s, "reference: policy and reference workers join the transfer group"):
             group = await TransferGroup.open(
                 "reference", policy, reference.workers, settings, timeout_s=timeout_s

@@ -19,7 +19,9 @@ import ray
 from actors.calls import end, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
+from actors.transport import Seat
 from grpo_dist.admission import Admission, Load
+from grpo_dist.config import TransferBackend
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
@@ -135,8 +137,10 @@ class RolloutWorker(Metered):
             policy_versions=versions,
         )
 
-    async def open_transfer(self, **init_info: Any) -> None:
-        await self._engine.init_transfer(init_info)
+    async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
+        """Every process of the engine takes its seat."""
+        info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
+        await self._engine.init_transfer(info)
 
     @metered("sync")
     async def begin_update(self) -> None:
@@ -200,7 +204,7 @@ class RolloutPool:
     ) -> None:
         """``options`` of every actor; ``places``: those of each one, on top."""
         actor, settings = ray.remote(worker), spec.rollout
-        self.tensor_parallel_size, self.colocated = settings.tensor_parallel_size, spec.colocated
+        self.tensor_parallel_size = settings.tensor_parallel_size
         own = places or [{}] * settings.num_workers
         self.workers = [
             actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options | place).remote(spec)

@@ -1,13 +1,19 @@
-"""Rank 0 of the policy and some workers in a group of their own, through which it sends them its weights."""
+"""The policy and some workers in groups of their own, through which it sends them its weights.
+
+Rank 0 sends to all of them, or, where policy and workers share GPUs, each rank to who is on its GPU: then
+there are as many groups as GPUs.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from actors.calls import on_one_host, results
 from actors.policy import PolicyGroup
+from actors.transport import Seat
 from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import transfer_backend
@@ -16,6 +22,28 @@ from grpo_dist.weight_buckets import ParameterSpec
 # Weights gathered and sent at once, MiB. Without GPUs few, which then stay in the processor's cache between
 # the one who packs and the one who loads.
 _BUCKET_MB = {"cpu": 4, "cuda": 256}
+
+# Memory that is mapped does not leave its device: there every rank sends to the process beside it.
+_MAPPED = ("ipc", "shared_memory")
+
+
+@dataclass(frozen=True)
+class _Seats:
+    of_senders: dict[int, Seat]  # by policy rank
+    of_receivers: list[Seat]
+
+
+async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> _Seats:
+    """Of every process: receiver i is in the group of policy rank ``senders[i]``, who is rank 0 there."""
+    of_senders, of_receivers = {}, []
+    for rank, count in Counter(senders).items():
+        host, port = await policy.ranks[rank].address.remote()
+        of_senders[rank] = Seat(host, port, 0, 1 + count)
+    next_rank: Counter[int] = Counter()
+    for rank in senders:
+        next_rank[rank] += 1
+        of_receivers.append(of_senders[rank]._replace(rank=next_rank[rank]))
+    return _Seats(of_senders, of_receivers)
 
 
 @dataclass(frozen=True)
@@ -38,31 +66,32 @@ class TransferGroup:
         *,
         processes_each: int = 1,
         adapters_only: bool = False,
-        colocated: bool = False,
+        beside: Sequence[int] | None = None,
         timeout_s: float,
     ) -> TransferGroup:
-        """All join. ``processes_each``: of a worker, that receive. ``colocated``: on the policy's own GPUs.
-        The caller holds the deadline.
+        """All join. ``processes_each``: of a worker, that receive. ``beside``: for each of these processes
+        the policy rank on its GPU; None: they have devices of their own. The caller holds the deadline.
         """
-        first = policy.ranks[0]
-        one_host = await on_one_host([first, *workers])
-        host, port = await first.address.remote()
         backend = transfer_backend(
-            settings.backend, policy.device, one_host=one_host, colocated=colocated
+            settings.backend,
+            policy.device,
+            one_host=await on_one_host([policy.ranks[0], *workers]),
+            colocated=beside is not None,
         )
-        common = {
-            "backend": backend,
-            "host": host,
-            "port": port,
-            "world_size": 1 + processes_each * len(workers),
-            "timeout_s": timeout_s,
-        }
-        joining = [first.open_transfer.remote(group=name, **common)]
+        senders = [0] * (processes_each * len(workers))
+        if beside is not None and backend in _MAPPED:
+            senders = list(beside)
+        seats = await _seats(policy, senders)
+        joining = [
+            policy.ranks[rank].open_transfer.remote(name, backend, seat, timeout_s)
+            for rank, seat in seats.of_senders.items()
+        ]
         for i, worker in enumerate(workers):
-            joining.append(worker.open_transfer.remote(rank=1 + i * processes_each, **common))
+            taken = seats.of_receivers[i * processes_each : (i + 1) * processes_each]
+            joining.append(worker.open_transfer.remote(backend, taken, timeout_s))
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
-        specs = await first.parameter_specs.remote(adapters_only)
+        specs = await policy.ranks[0].parameter_specs.remote(adapters_only)
         return cls(policy, name, specs, bucket_bytes, adapters_only)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:

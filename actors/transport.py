@@ -15,13 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle, islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.config import TransferBackend
+
+
+class Seat(NamedTuple):
+    """Of one process in its transfer group, which meets at ``host:port`` of rank 0."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
 
 
 class Transport(Protocol):
@@ -141,12 +150,8 @@ class NcclTransport(_Broadcasts):
         self._group.destroy()
 
 
-def open_transport(
-    backend: TransferBackend, host: str, port: int, *, rank: int, world_size: int, timeout_s: float
-) -> Transport:
-    """Join the group that meets at ``host:port`` of rank 0. Raises TimeoutError or RuntimeError where the
-    others do not within ``timeout_s``.
-    """
+def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
+    """Join the group. Raises TimeoutError or RuntimeError where the others do not within ``timeout_s``."""
     from actors.shared_transport import IpcTransport, SharedMemoryTransport
 
     kinds: dict[TransferBackend, Callable[..., Transport]] = {
@@ -155,7 +160,9 @@ def open_transport(
         "shared_memory": SharedMemoryTransport,
         "ipc": IpcTransport,
     }
-    return kinds[backend](host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    return kinds[backend](
+        seat.host, seat.port, rank=seat.rank, world_size=seat.world_size, timeout_s=timeout_s
+    )
 
 
 def free_port(host: str) -> int:

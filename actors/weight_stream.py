@@ -22,8 +22,8 @@ def send(
 ) -> dict[str, float]:
     """Send ``weights``, the buckets of ``specs``; returns the bytes sent and the seconds of each stage.
 
-    Without a transport they are only gone through: under ZeRO-3 every rank takes part in gathering what rank
-    0 sends.
+    Without a transport they are only gone through: under ZeRO-3 every rank takes part in gathering what
+    others send.
     """
     if transport is None:
         for _ in weights:

@@ -1,4 +1,4 @@
-"""Weight sync: from the policy's rank 0 to every engine, over vLLM's weight-transfer interface.
+"""Weight sync: from the policy to every engine, over vLLM's weight-transfer interface.
 
 driver            policy ranks                           engines
   begin_update  ------------------------------------->   drain or freeze requests, drop the key-value cache
@@ -8,6 +8,8 @@ driver            policy ranks                           engines
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from actors.calls import result, results
 from actors.policy import PolicyGroup
@@ -26,9 +28,16 @@ class WeightSync:
 
     @classmethod
     async def connect(
-        cls, policy: PolicyGroup, rollouts: RolloutPool, settings: SyncSettings, *, timeout_s: float
+        cls,
+        policy: PolicyGroup,
+        rollouts: RolloutPool,
+        settings: SyncSettings,
+        *,
+        beside: Sequence[int] | None = None,
+        timeout_s: float,
     ) -> WeightSync:
-        """Join rank 0 of the policy and all engine processes in one transfer group."""
+        """Join the policy and all engine processes in a transfer group. ``beside``: see `TransferGroup.open`.
+        """
         async with deadline(timeout_s, "weight sync: policy and engines join the transfer group"):
             group = await TransferGroup.open(
                 "rollout",
@@ -37,7 +46,7 @@ class WeightSync:
                 settings,
                 processes_each=rollouts.tensor_parallel_size,
                 adapters_only=policy.adapter_scale is not None,
-                colocated=rollouts.colocated,
+                beside=beside,
                 timeout_s=timeout_s,
             )
         return cls(group, rollouts, timeout_s)

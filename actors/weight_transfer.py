@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.transport import Transport, open_transport
+from actors.transport import Seat, Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.config import TransferBackend
 from grpo_dist.hardware import one_thread
@@ -32,13 +32,10 @@ from grpo_dist.weight_buckets import ParameterSpec
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``rank``: of this engine's first worker process in the transfer group."""
+    """``seats``: of this engine's worker processes, in the order of their ranks within it."""
 
     backend: TransferBackend
-    host: str
-    port: int
-    rank: int
-    world_size: int
+    seats: list[Seat]
     timeout_s: float
 
 
@@ -64,14 +61,8 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _transport: Transport | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._transport = open_transport(
-            init_info.backend,
-            init_info.host,
-            init_info.port,
-            rank=init_info.rank + self.parallel_config.rank,
-            world_size=init_info.world_size,
-            timeout_s=init_info.timeout_s,
-        )
+        seat = init_info.seats[self.parallel_config.rank]
+        self._transport = open_transport(init_info.backend, seat, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)

@@ -58,13 +58,18 @@ def transfer_backend(
     colocated: bool = False,
 ) -> TransferBackend:
     """Transport of the weights from the policy, which is on ``device``. ``one_host``: all that receive them
-    are on its machine; ``colocated``: and on its GPUs, which NCCL refuses. Raises UserError for a transport
-    that needs one host where there are several.
+    are on its machine; ``colocated``: each is on a GPU of the policy's, which NCCL refuses. Raises UserError
+    for a transport that does not reach all.
     """
-    if name in ("shared_memory", "ipc") and not one_host:
+    if name == "shared_memory" and not one_host:
         raise UserError(
-            f"weight_sync.backend = {name} needs policy and engines on one host, and the cluster put them on "
-            "several; use auto"
+            "weight_sync.backend = shared_memory needs policy and engines on one host, and the cluster put "
+            "them on several; use auto"
+        )
+    if name == "ipc" and not colocated:
+        raise UserError(
+            "weight_sync.backend = ipc needs policy and engines on the same GPUs, and each has its own; use "
+            "auto, or set cluster.placement=colocated"
         )
     if name != "auto":
         return name

@@ -2,7 +2,16 @@
 
 import pytest
 
-from actors.placement import Demand, Devices, Resources, describe, is_colocated, placement, share_out
+from actors.placement import (
+    Demand,
+    Devices,
+    Resources,
+    describe,
+    is_colocated,
+    placement,
+    ranks_beside,
+    share_out,
+)
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
@@ -128,6 +137,14 @@ def test_engines_get_neighbouring_gpus_of_one_node():
     assert share_out(held, 1) == [
         Devices(n, (g,)) for n, g in (("a", "0"), ("a", "1"), ("b", "4"), ("b", "5"))
     ]
+
+
+def test_each_process_of_an_engine_is_beside_the_rank_on_its_gpu():
+    held = [Devices("b", ("4",)), Devices("a", ("0",)), Devices("b", ("5",)), Devices("a", ("1",))]
+    engines = share_out(held, 2)
+    assert engines == [Devices("b", ("4", "5")), Devices("a", ("0", "1"))]
+    assert ranks_beside(held, engines) == [0, 2, 1, 3]
+    assert ranks_beside(held, share_out(held, 1)) == [0, 2, 1, 3]
 
 
 def test_an_engine_that_would_span_nodes_is_refused():

@@ -12,7 +12,7 @@ import torch
 
 from actors import shared_transport
 from actors.shared_transport import IpcTransport
-from actors.transport import free_port, open_transport
+from actors.transport import Seat, free_port, open_transport
 from actors.weight_stream import receive, send
 from grpo_dist.errors import UserError
 from grpo_dist.hardware import one_thread, transfer_backend
@@ -37,7 +37,7 @@ def weights(seed):
 
 
 def join(backend, port, rank, size, timeout_s=60.0):
-    return open_transport(backend, "127.0.0.1", port, rank=rank, world_size=size, timeout_s=timeout_s)
+    return open_transport(backend, Seat("127.0.0.1", port, rank, size), timeout_s=timeout_s)
 
 
 def receiver(backend, port, rank, size, rounds, out):
@@ -157,10 +157,12 @@ def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
     assert transfer_backend("auto", "cpu", one_host=False) == "gloo"
     assert transfer_backend("auto", "cuda", one_host=True) == "nccl"
     assert transfer_backend("gloo", "cpu", one_host=True) == "gloo"
-    assert transfer_backend("ipc", "cuda", one_host=True) == "ipc"
-    for name in ("shared_memory", "ipc"):
-        with pytest.raises(UserError, match=f"backend = {name} needs policy and engines on one host"):
-            transfer_backend(name, "cpu", one_host=False)
+    assert transfer_backend("auto", "cuda", one_host=False, colocated=True) == "ipc"
+    assert transfer_backend("ipc", "cuda", one_host=False, colocated=True) == "ipc"
+    with pytest.raises(UserError, match="backend = shared_memory needs policy and engines on one host"):
+        transfer_backend("shared_memory", "cpu", one_host=False)
+    with pytest.raises(UserError, match=r"backend = ipc needs .* on the same GPUs.*cluster\.placement"):
+        transfer_backend("ipc", "cuda", one_host=True)
 
 
 def test_one_thread_is_given_back():
