@@ -12,6 +12,7 @@ import ray
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import gather
 
+BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
 
 
@@ -23,6 +24,11 @@ async def results(refs: Iterable[Any]) -> list[Any]:
 async def result(ref: Any) -> Any:
     """A coroutine of an object reference, which is only awaitable."""
     return await ref
+
+
+def one_at_a_time(worker: type) -> Any:
+    """An actor class whose calls wait for each other, in order, but for those in the group `BESIDE`."""
+    return ray.remote(concurrency_groups={BESIDE: 1})(worker)
 
 
 async def on_one_host(workers: Iterable[Any]) -> bool:

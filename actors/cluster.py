@@ -148,7 +148,8 @@ class Cluster:
             "reference": reference.workers if reference else [],
             "policy": policy.ranks,
         }
-        return ActorUsage(roles, timeout_s=self._config.cluster.timeouts.sync_s)
+        timeout_s = self._config.cluster.timeouts.sync_s
+        return ActorUsage(roles, queueing={"reference", "reward_model"}, timeout_s=timeout_s)
 
     async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> SharedDevices | None:
         """Of the engines, where they have no GPUs of their own."""

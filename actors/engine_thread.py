@@ -48,14 +48,17 @@ class EngineThread:
     async def start(self) -> None:
         """Load the model. Raises what that raises."""
         self._thread.start()
-        await self.call(lambda: None)
+        try:
+            await self.call(lambda: None)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
         """One prompt with its finished completion. ``params``: of one sample, final output only."""
         request_id = f"r{next(self._numbers)}"
         future: asyncio.Future[RequestOutput] = self._loop.create_future()
         self._futures[request_id] = future
-        self._commands.put(lambda: self._add(request_id, token_ids, params))
+        self._put(lambda: self._add(request_id, token_ids, params))
         return await future
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -71,18 +74,19 @@ class EngineThread:
             else:
                 self._tell(_finish, future, result)
 
-        self._commands.put(command)
+        self._put(command)
         return await future
 
     async def pause(self, *, drain: bool) -> None:
-        """Stop stepping and drop the key-value cache. ``drain``: once all requests that are being decoded are
-        finished; else now, and they go on after `resume`, their keys and values computed anew. Requests may
-        be added meanwhile.
+        """Stop stepping and drop the key-value cache. ``drain``: once all requests in the cache are finished
+        (not those that wait for room in it, also again); else now, and they go on after `resume`, their keys
+        and values computed anew. Requests may be added meanwhile.
         """
         await self.call(lambda: self._pause(drain))
 
     async def resume(self) -> None:
-        await self.call(lambda: self._core.resume_scheduler())
+        """Go on; where part of the engine's memory still sleeps, `wake_up` does it with the last part."""
+        await self.call(lambda: self._core.model_executor.is_sleeping or self._core.resume_scheduler())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         await self.call(lambda: self._rpc("init_weight_transfer_engine", init_info=info))
@@ -115,13 +119,18 @@ class EngineThread:
         await self.call(lambda: self._engine.wake_up(tags))
 
     async def shutdown(self) -> None:
-        """End the engine and its worker processes, after the step it is in."""
+        """End the engine and its worker processes, after the step it is in; requests in hand fail."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
     def _core(self) -> Any:
         return self._engine.engine_core.engine_core
+
+    def _put(self, command: Callable[[], None]) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("rollout: the engine is not running")
+        self._commands.put(command)
 
     def _run(self, arguments: dict[str, Any]) -> None:
         try:
@@ -131,6 +140,14 @@ class EngineThread:
         while self._obey():
             if self._failed is None and self._core_has_work():
                 self._step()
+        self._end()
+
+    def _end(self) -> None:
+        self._failed = self._failed or RuntimeError("it was shut down")
+        while not self._commands.empty():
+            if command := self._commands.get_nowait():
+                command()
+        self._tell(self._fail_all, self._failed)
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
@@ -204,10 +221,12 @@ class EngineThread:
 
 def _make(arguments: dict[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    config = EngineArgs(**arguments).create_engine_config()
+    # Of the defaults that vLLM has for whoever uses it, those of a batch: larger prefills.
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
 
 

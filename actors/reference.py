@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.calls import LeastBusy, kill, results
+from actors.calls import LeastBusy, kill, one_at_a_time, results
 from actors.transport import Seat, Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.attention import choose_kernel
@@ -127,7 +126,7 @@ class ReferencePool:
         chunk_mib: int | None,
         options: dict[str, Any],
     ) -> None:
-        actor = ray.remote(ReferenceWorker)
+        actor = one_at_a_time(ReferenceWorker)
         self.workers = [
             actor.options(name=f"reference-{i}", **options).remote(
                 settings, model=model, model_dir=model_dir, temperature=temperature, chunk_mib=chunk_mib

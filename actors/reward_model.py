@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
-from actors.calls import LeastBusy, kill, results
+from actors.calls import LeastBusy, kill, one_at_a_time, results
 from grpo_dist.config import Model, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.types import Prompt, Rollout
@@ -42,7 +40,7 @@ class RewardModelPool:
     def __init__(
         self, settings: RewardModel, *, policy: Model, policy_dir: str, options: dict[str, Any]
     ) -> None:
-        actor = ray.remote(RewardModelWorker)
+        actor = one_at_a_time(RewardModelWorker)
         self.name = settings.name
         self.workers = [
             actor.options(name=f"reward-model-{settings.name}-{i}", **options).remote(

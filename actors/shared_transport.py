@@ -55,9 +55,7 @@ class _Connections:
         heard = b""
         with self._failures():
             for each in self._sockets:
-                heard = each.recv(count, socket.MSG_WAITALL)
-                if len(heard) < count:
-                    raise ConnectionResetError("it closed the connection")
+                heard = _receive(each, count)
         return heard
 
     def close(self) -> None:
@@ -201,6 +199,16 @@ class IpcTransport(_Shared):
 
     def _settle(self) -> None:
         torch.cuda.current_stream().synchronize()
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    heard = b""
+    while len(heard) < count:  # with a timeout, a socket gives what is there, also when told to wait for all
+        piece = connection.recv(count - len(heard))
+        if not piece:
+            raise ConnectionResetError("it closed the connection")
+        heard += piece
+    return heard
 
 
 def _halves(descriptor: int, size: int) -> list[Tensor]:

@@ -120,7 +120,7 @@ class VarlenKernel:
         lengths = [len(row) for row in rows]
         ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
         places = np.concatenate(rows)
-        if len(places) == size:  # nothing is shared
+        if np.array_equal(places, np.arange(size)):  # nothing is shared, nothing is filler
             return VarlenSpans(self._function, ends, max(lengths), None, None)
         back = np.zeros(size, np.int64)
         back[places] = np.arange(len(places))

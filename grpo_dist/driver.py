@@ -81,8 +81,7 @@ async def run(
             metrics |= await workers.sync.push(version=step + 1)
         if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
             with watch("reference"):
-                await workers.reference_sync.refresh()
-                await pipeline.renew_reference()
+                await pipeline.renew_reference(workers.reference_sync.refresh)
         if workers.usage:
             metrics |= await workers.usage.read()
         sampled = batch.sampled.sampled

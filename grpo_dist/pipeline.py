@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,12 +100,14 @@ class Pipeline:
             for batch, task in self._launched:
                 await self._wait(batch, task)
 
-    async def renew_reference(self) -> None:
-        """The reference has changed: launched batches get the log-probs of the one they will be trained
-        with.
+    async def renew_reference(self, refresh: Callable[[], Awaitable[None]]) -> None:
+        """``refresh`` changes the reference. Launched batches finish first, because their calls are in front
+        of it, and then get the log-probs of the one they will be trained with.
         """
-        for i, (batch, task) in enumerate(self._launched):
-            done = await self._wait(batch, task)
+        finished = [await self._wait(batch, task) for batch, task in self._launched]
+        await refresh()
+        for i, done in enumerate(finished):
+            batch = self._launched[i][0]
             renewed = asyncio.create_task(self._referenced(done.sampled), name=f"batch {batch}")
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)

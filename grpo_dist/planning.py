@@ -14,6 +14,10 @@ from itertools import accumulate
 
 from grpo_dist.types import TrainBatch
 
+# Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
+# quarter of what a token takes in a layer, so that so many times the budget takes as much memory again.
+_ATTENDED = 4
+
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
     """Rows dealt to ranks so that the busiest has as little as possible; denominators stay the whole's.
@@ -60,7 +64,8 @@ def packed_micro_batches(
     lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], token_budget: int
 ) -> list[list[int]]:
     """For packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
-    about equally full. A prompt counts once in each micro-batch that holds samples of it.
+    about equally full. A prompt counts once in each micro-batch that holds samples of it, and the rows, each
+    with its prompt, are at most `_ATTENDED` times the budget.
 
         lengths [5, 6, 4, 8], groups [0, 0, 1, 1], prompts of 3 tokens, budget 12 -> [[0, 1], [2, 3]]
 
@@ -81,15 +86,16 @@ def _filled(
     lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], budget: int
 ) -> list[list[int]]:
     parts: list[list[int]] = []
-    tokens = 0
+    tokens = attended = 0
     inside: set[int] = set()
     for row in sorted(range(len(lengths)), key=groups.__getitem__):
         added = lengths[row] - (prompts[row] if groups[row] in inside else 0)
-        if not parts or tokens + added > budget:
+        if not parts or tokens + added > budget or attended + lengths[row] > _ATTENDED * budget:
             parts.append([])
-            tokens, added, inside = 0, lengths[row], set()
+            tokens, added, attended, inside = 0, lengths[row], 0, set()
         parts[-1].append(row)
         tokens += added
+        attended += lengths[row]
         inside.add(groups[row])
     return parts
 

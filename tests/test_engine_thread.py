@@ -41,8 +41,11 @@ class Scheduler:
 class Engine:
     """One token per request and step. A prompt is [tokens to make]; 0 is refused, -1 breaks the step."""
 
+    is_sleeping = False
+
     def __init__(self):
         self.scheduler, self.batch_queue = Scheduler(), []
+        self.model_executor = self
         self.engine_core = SimpleNamespace(engine_core=self, shutdown=self._ended)
         self.log, self.cache_cleared, self.ended = [], 0, False
 
@@ -78,8 +81,20 @@ class Engine:
         self.ended = True
 
 
-def with_engine(monkeypatch, use):
-    engine = Engine()
+class EngineAhead(Engine):
+    """Its outputs are those of the step before: what `async_scheduling` does on GPUs."""
+
+    def step(self):
+        self.batch_queue.append(super().step() if self.scheduler.has_requests() else None)
+        if len(self.batch_queue) < 2 and self.batch_queue[-1] is not None:
+            return []
+        before = self.batch_queue.pop(0)
+        self.batch_queue = [later for later in self.batch_queue if later is not None]
+        return before or []
+
+
+def with_engine(monkeypatch, use, engine_class=Engine):
+    engine = engine_class()
     monkeypatch.setattr(engine_thread, "_make", lambda arguments: engine)
 
     async def run():
@@ -132,9 +147,11 @@ def test_a_model_that_does_not_load_is_told_at_the_start(monkeypatch):
 
     async def run():
         thread = EngineThread({})
-        with pytest.raises(RuntimeError, match="no such file"):
+        with pytest.raises(OSError, match="no such file"):  # itself: what it is decides who has to mend it
             await thread.start()
         await thread.shutdown()
+        with pytest.raises(RuntimeError, match="not running"):
+            await thread.resume()
 
     asyncio.run(run())
 
@@ -151,6 +168,45 @@ async def pause_in_flight(thread, engine, *, drain):
     await thread.resume()
     await asyncio.wait_for(asyncio.gather(running, later), 20)
     return done
+
+
+def test_a_step_that_runs_ahead_is_delivered_before_the_pause(monkeypatch):
+    async def use(thread, engine):
+        running = asyncio.create_task(thread.generate([100_000], None))
+        while not engine.batch_queue:
+            await asyncio.sleep(0)
+        await thread.pause(drain=False)
+        left = list(engine.batch_queue)
+        await thread.resume()
+        await asyncio.wait_for(running, 20)
+        return left
+
+    assert with_engine(monkeypatch, use, EngineAhead) == []
+
+
+def test_an_engine_that_sleeps_in_part_is_not_resumed(monkeypatch):
+    async def use(thread, engine):
+        await thread.pause(drain=True)
+        engine.is_sleeping = True
+        await thread.resume()
+        asleep = engine.scheduler.state
+        engine.is_sleeping = False
+        await thread.resume()
+        return asleep, engine.scheduler.state
+
+    assert with_engine(monkeypatch, use) == (PauseState.PAUSED_ALL, PauseState.UNPAUSED)
+
+
+def test_who_waits_for_an_engine_that_is_shut_down_is_told(monkeypatch):
+    async def use(thread, engine):
+        waiting = asyncio.create_task(thread.generate([10_000_000], None))
+        while not engine.log:
+            await asyncio.sleep(0.001)
+        await thread.shutdown()
+        with pytest.raises(RuntimeError, match="shut down"):
+            await waiting
+
+    with_engine(monkeypatch, use)
 
 
 def test_a_drained_engine_has_finished_what_it_decoded_and_begins_nothing(monkeypatch):

@@ -114,6 +114,19 @@ def test_variable_length_kernels_are_handed_each_row_whole(completions):
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
 
 
+def test_filler_as_long_as_what_is_shared_hides_no_sharing():
+    """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
+    rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
+    by_blocks, by_kernel = (
+        packed(rows, k, multiple=4) for k in (BlockKernel(), VarlenKernel(varlen_stand_in))
+    )
+    assert by_kernel.tokens.shape[1] == 12
+    leaves = [heads(i, 12, n) for i, n in enumerate((4, 2, 2))]
+    how = {"scale": 0.3, "window": None, "dropout": 0.0}
+    ours, theirs = (layout.spans.attend(*leaves, **how)[:9] for layout in (by_kernel, by_blocks))
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_which_kernel_reads_packed_rows():
     cuda = torch.device("cuda")
     assert isinstance(choose_kernel("auto", CPU, torch.float32), BlockKernel)
@@ -236,6 +249,13 @@ def test_micro_batches_of_the_worked_example():
     assert packed_micro_batches([], [], [], 12) == []
 
 
+def test_a_shared_prompt_counts_in_what_attention_copies():
+    """Nine rows of a prompt of 99 and one token are 108 tokens, and attention's copies of them 900."""
+    rows = [100] * 9, [0] * 9, [99] * 9
+    assert packed_micro_batches(*rows, 225) == [list(range(9))]
+    assert [len(part) for part in packed_micro_batches(*rows, 200)] == [5, 4]
+
+
 LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=1, max_size=40)
 
 
@@ -254,6 +274,7 @@ def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budge
     for part in parts:
         stream = sum(lengths[r] - prompts[r] for r in part) + sum(2 + g for g in {groups[r] for r in part})
         assert stream <= budget or len(part) == 1
+        assert sum(lengths[r] for r in part) <= 4 * budget or len(part) == 1
     # Together in as few as filling one after the other takes.
     assert len(parts) <= max(1, len(lengths))
 
