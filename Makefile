@@ -32,9 +32,11 @@ bench: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# Whole runs that learn, one that must not, and a whole recipe that is killed: about 40 minutes on two cores.
+# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: about 50 minutes on
+# two cores.
 evidence: $(READY)
-	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py $(ARGS)
+	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
+	    tests/evidence_offload.py tests/evidence_resume.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -418,8 +418,8 @@ TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 class WeightSync(Section):
     backend: Literal["auto"] | TransferBackend = Field(
         "auto",
-        description="auto: nccl between GPUs; on CPUs shared_memory within one host, gloo across hosts; ipc: "
-        "between processes on the same GPU",
+        description="auto: nccl between GPUs, ipc between processes that share them; on CPUs shared_memory "
+        "within one host, gloo across hosts",
     )
     bucket_mb: PositiveInt | None = Field(
         None, description="weights gathered and sent at once, two such buckets are held; null: 4, on GPUs 256"

@@ -171,33 +171,6 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
     assert sorted(p.name for p in ahead.iterdir()) == ["batch_000002.parquet"]
 
 
-EVERYTHING = (
-    "steps=4", "checkpoint.every=2", "max_staleness=1", "policy.optimizer.schedule=constant",
-    "algorithm.advantage=opo", "algorithm.policy_loss=gspo", "algorithm.entropy_coef=0.01",
-    "algorithm.top_entropy_share=0.5", "algorithm.kl.estimator=k3+", "algorithm.kl.target=0.01",
-    "batch.updates_per_step=2", "batch.epochs_per_batch=2", "dynamic_sampling.enabled=true",
-    "dynamic_sampling.max_extra_prompts=2", "reference.refresh_every=1", "reference.refresh_mix=0.5",
-    "data.order=pass_rate", "evaluation.before=false",
-)  # fmt: skip
-
-
-def test_with_all_that_a_run_remembers_a_resumed_one_has_the_same_numbers(tmp_path):
-    """Renewed reference, steered KL weight, prompts by pass rate and their replacements, a batch ahead."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    for directory in (whole, killed):
-        directory.mkdir()
-    run(whole, *EVERYTHING)
-    run(killed, *EVERYTHING, check=False, kill_after="step_000002")
-    done = run(killed, *EVERYTHING)
-    assert "resuming from runs/run/checkpoints/step_000002" in done.stdout
-    lines = without_clock(metrics(whole))
-    assert without_clock(metrics(killed)) == lines
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[-1]["rollout/staleness_max"] == 1
-    assert len({line["ref/kl_coef"] for line in lines}) > 1
-    assert all(line["mismatch/logprob_diff_max"] < 1e-5 for line in lines[:1])
-
-
 def test_more_workers_than_the_cluster_has_are_refused_before_any_starts(tmp_path):
     done = run(tmp_path, "steps=1", "batch.prompts_per_step=256", "policy.num_workers=512", check=False)
     assert done.returncode == 2

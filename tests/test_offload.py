@@ -98,30 +98,6 @@ def test_offload_to_the_cpu_trains_as_without(without, tiny_model, tmp_path, nam
     agree(result, without["lora" in CPU[name]])
 
 
-def needs_aio():
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible():
-        pytest.skip("libaio and its header are not here")
-
-
-NVME = {
-    "optimiser": {"optimizer": "nvme"},
-    "all": {"optimizer": "nvme", "parameters": "nvme"},
-}
-
-
-@pytest.mark.parametrize("name", NVME)
-def test_offload_to_nvme_trains_as_without(without, tiny_model, tmp_path, name):
-    needs_aio()
-    disk = tmp_path / "nvme"
-    disk.mkdir()
-    offload = Offload(**NVME[name], nvme_path=str(disk))
-    result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", zero_stage=3, offload=offload))
-    agree(result, without[0])
-    assert any(f.stat().st_size for f in disk.rglob("*") if f.is_file())
-
-
 def test_nvme_without_libaio_is_refused_in_one_message(tmp_path, monkeypatch):
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
