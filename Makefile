@@ -41,6 +41,7 @@ evidence: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python launch/check_waits.py grpo_dist actors
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -38,7 +38,8 @@ class _Connections:
         if rank == 0:
             with socket.create_server((host, port)) as server:
                 server.settimeout(timeout_s)
-                self._sockets = [server.accept()[0] for _ in range(world_size - 1)]
+                others = range(world_size - 1)
+                self._sockets = [server.accept()[0] for _ in others]  # bounded: by `settimeout`
         else:
             self._sockets = [_connect(host, port, timeout_s)]
         for each in self._sockets:
@@ -204,7 +205,7 @@ class IpcTransport(_Shared):
 def _receive(connection: socket.socket, count: int) -> bytes:
     heard = b""
     while len(heard) < count:  # with a timeout, a socket gives what is there, also when told to wait for all
-        piece = connection.recv(count - len(heard))
+        piece = connection.recv(count - len(heard))  # bounded: by the socket's own timeout
         if not piece:
             raise ConnectionResetError("it closed the connection")
         heard += piece

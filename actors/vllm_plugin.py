@@ -29,7 +29,7 @@ def _end_with_parent() -> None:
         return
 
     def watch() -> None:
-        parent.join()
+        parent.join()  # bounded: a thread that does nothing else
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name=_WATCH, daemon=True).start()

@@ -70,7 +70,7 @@ class Admission:
             return await place
         except asyncio.CancelledError:
             if place.done() and not place.cancelled():  # admitted and cancelled in the same moment
-                self.release(place.result(), sequences, tokens)
+                self.release(place.result(), sequences, tokens)  # bounded: it is done
             raise
 
     def release(self, index: int, sequences: int, tokens: int) -> None:

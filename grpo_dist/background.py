@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+_DEADLINE_S = 600.0  # in which a disk takes what a run writes beside the loop
+
 
 class Background:
     """At most ``pending`` pieces of work wait; whoever hands in more is held up until one is done.
@@ -22,21 +24,26 @@ class Background:
 
     def submit(self, work: Callable[[], None]) -> None:
         self._raise_failure()
-        self._work.put(work)
+        try:
+            self._work.put(work, timeout=_DEADLINE_S)
+        except queue.Full:
+            raise self._too_late() from None
 
     def flush(self) -> None:
-        """Returns once everything handed in is done."""
-        self._work.join()
+        """Returns once everything handed in is done. Raises TimeoutError where a disk does not take it."""
+        with self._work.all_tasks_done:
+            done = self._work.all_tasks_done.wait_for(lambda: not self._work.unfinished_tasks, _DEADLINE_S)
         self._raise_failure()
+        if not done:
+            raise self._too_late()
 
     def close(self) -> None:
         """`flush`, and the end of the thread."""
         self._work.put(None)
-        self._thread.join()
-        self._raise_failure()
+        self.flush()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._work.get()) is not None:  # bounded: `close` puts None
             try:
                 if self._failure is None:
                     work()
@@ -44,6 +51,10 @@ class Background:
                 self._failure = failure
             self._work.task_done()
         self._work.task_done()
+
+    def _too_late(self) -> TimeoutError:
+        name = self._thread.name
+        return TimeoutError(f"{name}: not done within {_DEADLINE_S:g} s; is the disk full or gone?")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

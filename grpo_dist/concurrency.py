@@ -17,7 +17,7 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
             tasks = [group.create_task(c) for c in coroutines]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
-    return [task.result() for task in tasks]
+    return [task.result() for task in tasks]  # bounded: they are done
 
 
 @asynccontextmanager

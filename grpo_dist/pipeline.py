@@ -117,7 +117,7 @@ class Pipeline:
         again, on the same prompts), and what decides which prompts come next.
         """
         ahead = {
-            batch: task.result().sampled
+            batch: task.result().sampled  # bounded: it is done
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
         }

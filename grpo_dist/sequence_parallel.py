@@ -84,7 +84,7 @@ class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
         whole = part.clone()
-        dist.all_reduce(whole, group=group)
+        dist.all_reduce(whole, group=group)  # bounded: the process group has a deadline
         return whole
 
     @staticmethod

@@ -60,7 +60,8 @@ class Staging:
         await asyncio.wait([sampling])
         if sampling.cancelled() or sampling.exception() is not None:
             return None
-        return await asyncio.to_thread(self._stage, step, sampling.result(), self._config.algorithm.kl.coef)
+        batch = sampling.result()  # bounded: it is done
+        return await asyncio.to_thread(self._stage, step, batch, self._config.algorithm.kl.coef)
 
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
         """In a thread of its own: the loop goes on admitting and receiving groups."""

@@ -240,7 +240,7 @@ class Trainer:
             prompts = rows.prompt_lengths.tolist()
             plan = packed_micro_batches(lengths, groups, prompts, self._token_budget)
         count = torch.tensor(len(plan), device=self.device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
         return plan + [[] for _ in range(int(count) - len(plan))]
 
     def _part(self, batch: TrainBatch, rows: list[int]) -> TrainBatch:
@@ -336,7 +336,7 @@ class Trainer:
             _write_model(
                 self.engine.module.model, whole, low_rank, directory, tokenizer_dir, self._trust_remote_code
             )
-        dist.barrier()
+        dist.barrier()  # bounded: the process group has a deadline
 
     def _on_first_rank(self, buckets: Iterator[list[tuple[str, Tensor]]]) -> dict[str, Tensor]:
         """Everything in ``buckets`` in this host's memory; nothing on other ranks, which only gather."""
@@ -419,7 +419,7 @@ def _over_ranks(stats: Stats) -> Stats:
     for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
         chosen = [name for name in names if is_maximum(name) == maxima]
         values = torch.stack([stats[name] for name in chosen])
-        dist.all_reduce(values, op=operation)
+        dist.all_reduce(values, op=operation)  # bounded: the process group has a deadline
         out |= dict(zip(chosen, values, strict=True))
     return out
 
@@ -428,11 +428,11 @@ def _least_of_top(own: Tensor, share: float, device: torch.device) -> float:
     """The least of the greatest ``share`` of the values of all ranks together, at least one. Collective."""
     count = torch.tensor([own.numel()], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, count)
+    dist.all_gather(counts, count)  # bounded: the process group has a deadline
     padded = torch.full((max(int(max(counts)), 1),), -torch.inf, device=device)
     padded[: own.numel()] = own.to(device)
     gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded)
+    dist.all_gather(gathered, padded)  # bounded: the process group has a deadline
     total = sum(int(c) for c in counts)
     values = torch.cat(gathered).sort(descending=True).values[:total]
     return float(values[max(round(share * total), 1) - 1]) if total else 0.0

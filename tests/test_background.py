@@ -75,3 +75,17 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="its own"), Tracker(quiet(), tmp_path) as run:
         run.samples("step_000001", [])
         raise RuntimeError("its own")
+
+
+def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 0.05)
+    stuck = threading.Event()
+    background = Background("tables", pending=1)
+    background.submit(lambda: stuck.wait(20))
+    background.submit(lambda: None)
+    for late in (background.flush, lambda: background.submit(lambda: None)):
+        with pytest.raises(TimeoutError, match=r"tables: not done within 0\.05 s; is the disk full"):
+            late()
+    stuck.set()
+    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 20)
+    background.close()

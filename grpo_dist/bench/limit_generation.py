@@ -28,7 +28,7 @@ def measure(
     for batch in batches:
         seconds.append([])
         for _ in range(repeats):
-            meeting.wait()
+            meeting.wait()  # bounded: it ends with its parent
             seconds[-1].append(_generate(engine, batch, temperature))
     return seconds
 

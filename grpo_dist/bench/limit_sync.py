@@ -33,7 +33,7 @@ def measure(
 def _repeat(meeting: Meeting, send: Callable[[], object], repeats: int) -> list[float]:
     seconds = []
     for _ in range(repeats + 1):  # the first makes what is made lazily
-        meeting.wait()
+        meeting.wait()  # bounded: it ends with its parent
         begin = time.perf_counter()
         send()
         if device_type() == "cuda":

@@ -31,9 +31,9 @@ def measure(
     micro = _best_micro_batch(loop, rows)
     seconds = []
     for _ in range(repeats):
-        meeting.wait()
+        meeting.wait()  # bounded: it ends with its parent
         seconds.append(_timed(lambda: loop.step(rows, micro)))
-    meeting.wait()
+    meeting.wait()  # bounded: it ends with its parent
     return {"seconds": seconds, "micro_batch": micro, "matmul": matmul_rate(dtype)}
 
 

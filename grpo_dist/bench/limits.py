@@ -125,7 +125,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
             for process in processes:
                 with suppress(ProcessLookupError):  # it and all that it started have ended
                     os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                process.wait()  # bounded: it has been killed
         return [pickle.loads((directory / f"{i}.result").read_bytes()) for i in range(len(jobs))]
 
 

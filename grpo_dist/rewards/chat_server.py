@@ -57,7 +57,7 @@ class ChatServer:
         """The text of the first choice. Raises NoReply."""
         for attempt in range(self._retries + 1):
             if self._limit is not None:
-                self._limit.wait()
+                self._limit.wait()  # bounded: by the rate that was asked for
             try:
                 return self._ask(messages)
             except openai.APIConnectionError as error:  # includes timeouts
