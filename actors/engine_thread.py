@@ -156,10 +156,7 @@ class EngineThread:
         command: Callable[[], None] | None
         idle = self._failed is not None or not self._core_has_work()
         try:
-            if idle:
-                command = self._commands.get()  # bounded: `shutdown` is a command
-            else:
-                command = self._commands.get_nowait()
+            command = self._commands.get() if idle else self._commands.get_nowait()  # bounded: `shutdown`
             while command is not None:
                 command()
                 command = self._commands.get(timeout=_BURST_S) if idle else self._commands.get_nowait()
