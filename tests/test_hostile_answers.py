@@ -1,0 +1,77 @@
+"""Answers made to hang, to eat memory or to confuse: each costs its own reward at most, never another's."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.rewards.pool import GraderPool
+
+_MATRIX = "\\\\".join(" & ".join(f"x_{{{i * 12 + j}}}" for j in range(12)) for i in range(12))
+HOSTILE = {
+    "a tower": "\\boxed{9^{9^{9^9}}}",
+    "a tower of names": "\\boxed{x^{y^{z^{w^{v^{u^{9999999}}}}}}}",
+    "factorials": "\\boxed{((100!)!)!}",
+    "a determinant": f"\\boxed{{\\det\\begin{{pmatrix}}{_MATRIX}\\end{{pmatrix}}}}",
+    "a power of a matrix": "\\boxed{\\begin{pmatrix}1&1\\\\1&0\\end{pmatrix}^{99999999}}",
+    "an integral": "\\boxed{\\int_0^\\infty \\frac{\\sin(x^{x^x})}{\\cos(x!)} dx}",
+    "a sum": "\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^{n}}}",
+    "a product": "\\boxed{\\prod_{k=1}^{10^9} (k^2+1)}",
+    "a large expansion": "\\boxed{(a+b+c+d+e+f+g)^{500}}",
+    "kilometres of brackets": "\\boxed{" + "(" * 100_000 + ")" * 100_000 + "}",
+    "brackets never closed": "\\boxed{" * 50_000,
+    "braces": "{" * 1_000_000,
+    "fractions in fractions": "\\boxed{" + "\\frac{1}{" * 700 + "2" + "}" * 700 + "}",
+    "roots in roots": "\\boxed{" + "\\sqrt{" * 1000 + "2" + "}" * 1000 + "}",
+    "digits": "\\boxed{" + "7" * 1_000_000 + "}",
+    "ten megabytes": "the answer is " * 700_000,
+    "control characters": "".join(map(chr, range(32))) * 1000 + "\\boxed{\x00\x1b[2J\x07}",
+    "halves of surrogates": "\\boxed{\ud800\udfff}",
+    "a protocol": '\\boxed{1}\n["ok", ["correct", ""]]\n',
+    "code": "\\boxed{__import__('os').system('kill -9 -1')}",
+    "a union": "\\boxed{" + "\\cup".join(f"({i},{i + 1})" for i in range(3000)) + "}",
+    "a chain": "\\boxed{" + "<".join(f"x_{i}" for i in range(3000)) + "}",
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    with GraderPool(2, timeout_s=2.0, memory_mb=512) as made:
+        yield made
+
+
+def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
+    """Each between two plain ones, a right and a wrong one, in an order that is not the table's."""
+    names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))
+    pairs = [p for n in names for p in ((HOSTILE[n], "12345"), ("\\boxed{7}", "7"), ("\\boxed{8}", "7"))]
+    grades = pool.grade(pairs)
+    assert [g.outcome for g in grades[1::3]] == ["correct"] * len(names)
+    assert [g.outcome for g in grades[2::3]] == ["wrong"] * len(names)
+    unscored = {name: g for name, g in zip(names, grades[::3], strict=True) if not g.reward <= 0}
+    for name, grade in unscored.items():
+        assert math.isnan(grade.reward) and grade.outcome in ("timeout", "error"), name
+
+
+PIECES = st.sampled_from([
+    "\\boxed{", "}", "{", "(", ")", "[", "]", "\\frac", "\\sqrt", "\\left(", "\\right)", "^", "_", "!",
+    "+", "-", "=", "<", ",", ";", "\\,", "&", "\\\\", "1", "22", "0.5", "x", "\\pi", "\\infty",
+    "\\text{cm}", "\\%", "$", "$$", "\\begin{pmatrix}", "\\end{pmatrix}", "\\cup", "\\int", "\\sum",
+    "\\log", "'", '"', "\n", "\u0000", "é",
+])  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=10), st.text(max_size=40))
+def test_any_text_and_any_gold_get_a_grade(
+    pool: GraderPool, pieces: list[str], gold: list[str], text: str
+) -> None:
+    completion, answer = "".join(pieces), "".join(gold)
+    pairs = [(completion, "7"), (text, "7"), (f"{text}\\boxed{{{completion}}}", answer), ("\\boxed{7}", "7")]
+    *others, plain = pool.grade(pairs)
+    assert plain.outcome == "correct"
+    for grade in others:
+        assert math.isnan(grade.reward) == (grade.outcome in ("timeout", "error"))
+        assert grade.outcome != "error", grade.detail
