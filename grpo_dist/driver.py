@@ -20,6 +20,7 @@ from typing import Protocol
 from grpo_dist.algorithms.kl_control import next_kl_coef
 from grpo_dist.config import Config
 from grpo_dist.evaluate import EvalSet, evaluate
+from grpo_dist.ledger import Account, account
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline
 from grpo_dist.progress import Progress
@@ -33,6 +34,7 @@ class Recorder(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def samples(self, name: str, groups: list[Group]) -> None: ...
+    def account(self, step: int, found: Account) -> None: ...
     def flush(self) -> None: ...
 
 
@@ -92,6 +94,7 @@ async def run(
         if kl.target is not None:
             kl_coef = next_kl_coef(kl_coef, metrics["ref/kl"], target=kl.target, gain=kl.gain)
         recorder.samples(f"step_{step + 1:06d}", sampled)
+        recorder.account(step + 1, account(batch.sampled.groups, batch.discarded, taught=staged.taught))
         recorder.log(step + 1, metrics)
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))

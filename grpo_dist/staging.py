@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.pipeline import ScoredBatch
 from grpo_dist.step_batches import make_batches
+from grpo_dist.types import TrainBatch
 from grpo_dist.workers import Policy
 
 
@@ -25,6 +27,7 @@ class Staged:
     updates: Any  # what `Policy.stage` returned
     rows: int  # of all updates together
     tokens: int  # of these rows, prompts with each sample
+    taught: frozenset[int]  # groups, by their place in the batch, with an advantage that is not 0
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
 
@@ -68,8 +71,14 @@ class Staging:
         updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef)
         rows = sum(map(len, updates))
         tokens = sum(int(update.lengths.sum()) for update in updates)
-        return Staged(self._policy.stage(updates), rows, tokens, batch, self._inside(kl_coef))
+        taught = frozenset(chain.from_iterable(map(_taught, updates)))
+        return Staged(self._policy.stage(updates), rows, tokens, taught, batch, self._inside(kl_coef))
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""
         return kl_coef if self._config.algorithm.add_token_level_kl else None
+
+
+def _taught(update: TrainBatch) -> list[int]:
+    groups: list[int] = update.rows.group_ids.numpy()[update.advantages.numpy().any(axis=1)].tolist()
+    return groups

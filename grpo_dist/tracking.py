@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from grpo_dist.background import Background
 from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
+from grpo_dist.ledger import LEDGER, Account, Ledger
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
 from grpo_dist.types import Group
@@ -33,6 +34,7 @@ class Tracker:
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._writer = Background("samples", pending=_TABLES_PENDING)
+        self._ledger = Ledger(run_dir / LEDGER, keep_through=start)
         self._sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl", keep_through=start)]
         self.wandb_id: str | None = None
         if config.tracking.console:
@@ -53,6 +55,10 @@ class Tracker:
         if self._samples_dir is not None:
             path = self._samples_dir / f"{name}.parquet"
             self._writer.submit(lambda: write_groups(path, groups))
+
+    def account(self, step: int, found: Account) -> None:
+        """What became of the prompts of ``step``, for the run's ledger."""
+        self._ledger.add(step, found)
 
     def flush(self) -> None:
         """Every table is on disk when this returns; raises what went wrong with one."""

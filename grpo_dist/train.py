@@ -24,6 +24,7 @@ from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
+from grpo_dist.ledger import LEDGER, summary
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
@@ -73,6 +74,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         final = asyncio.run(_train(config, prepared, run_dir, tracker, checkpoints, newest, start, progress))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
+    _say(summary(run_dir / LEDGER))
     return run_dir
 
 

@@ -40,6 +40,7 @@ class World:
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
+        self.accounts: dict = {}
         self.logged: dict[int, dict[str, float]] = {}
 
     def workers(self, reference: bool = False) -> Workers:
@@ -98,6 +99,9 @@ class World:
 
     def samples(self, name, groups):
         self.events.append(f"samples {name}")
+
+    def account(self, step, found):
+        self.accounts[step] = found
 
     def flush(self):
         """The events are there already."""

@@ -48,6 +48,17 @@ def test_every_prompt_of_an_epoch_is_trained_once(staleness):
     assert sorted(uid for uid, _, _ in world.sampled) == sorted(f"p{i}" for i in range(20))
 
 
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_books_have_every_prompt_of_every_step_once(staleness):
+    world, config = fakes.World(), fakes.config(steps=5, max_staleness=staleness)
+    train(world, config, fakes.prompts(20))
+    lists = [uids for step in range(1, 6) for uids in world.accounts[step].values()]
+    assert sorted(uid for uids in lists for uid in uids) == sorted(f"p{i}" for i in range(20))
+    for step, batch in enumerate(world.updates, start=1):
+        with_advantage = {int(g) for u in batch for g in u.group_ids[u.advantages.any(dim=1)]}
+        assert len(world.accounts[step].get("trained", ())) == len(with_advantage)
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_batches_do_not_depend_on_the_order_in_which_groups_finish(staleness):
     batches = []

@@ -19,6 +19,8 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_dist.ledger import imbalance
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = """
 name: run
@@ -131,6 +133,10 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     done = run(tmp_path, "steps=6")
     assert "resuming from runs/run/checkpoints/step_000003" in done.stdout
     assert without_clock(metrics(tmp_path)) == without_clock(metrics(uninterrupted))
+    books = [directory / "runs/run/ledger.jsonl" for directory in (tmp_path, uninterrupted)]
+    assert books[0].read_text() == books[1].read_text()
+    assert imbalance(books[0], steps=6, prompts_per_step=4) is None
+    assert "ledger: 24 prompts sampled = " in done.stdout
     kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
     assert kept == ["step_000003", "step_000006"]
 

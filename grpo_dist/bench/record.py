@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
+from grpo_dist.ledger import Account
 from grpo_dist.progress import Progress
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group
@@ -55,6 +56,9 @@ class BenchRecorder:
 
     def flush(self) -> None:
         """Nothing is written on the way."""
+
+    def account(self, step: int, found: Account) -> None:
+        """A benchmark keeps no books."""
 
     def samples(self, name: str, groups: list[Group]) -> None:
         batch = len(self.steps)

@@ -1,0 +1,108 @@
+"""What became of every prompt: `ledger.jsonl` in the run directory, a line for each step.
+
+    {"step": 7, "trained": ["gsm8k:12", ...], "no_signal": [...], "unscored": [...], "put_aside": [...]}
+
+A prompt that a step sampled is in exactly one of the lists. A resumed run repeats the steps after its
+checkpoint, and their lines with them, so that the file always tells of one uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.types import Group
+
+LEDGER = "ledger.jsonl"
+TRAINED = "trained"
+# Why a prompt was sampled and not trained on, in the words of the closing line.
+REASONS = {
+    "no_signal": "without signal (no advantage but 0)",
+    "unscored": "unscored",
+    "put_aside": "put aside by dynamic sampling",
+    "skipped": "in skipped steps",
+}
+Account = Mapping[str, Sequence[str]]
+
+
+def account(
+    groups: Sequence[Group], discarded: Iterable[Group], *, taught: Collection[int], skipped: bool = False
+) -> Account:
+    """Uids by what became of their groups.
+
+    Args:
+        taught: which of ``groups`` have a sample whose advantage is not 0.
+        skipped: the step was not trained on as a whole.
+    """
+    found: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
+    for index, group in enumerate(groups):
+        fate = "skipped" if skipped else _fate(group, taught=index in taught)
+        found[fate].append(group.prompt.uid)
+    found["put_aside"] = [group.prompt.uid for group in discarded]
+    return {name: uids for name, uids in found.items() if uids}
+
+
+def _fate(group: Group, *, taught: bool) -> str:
+    if taught:
+        return TRAINED
+    return "unscored" if np.isnan(group.rewards).all() else "no_signal"
+
+
+class Ledger:
+    """The file. ``keep_through``: lines of later steps are dropped, because they will come again."""
+
+    def __init__(self, path: Path, *, keep_through: int) -> None:
+        self._path = path
+        kept = [json.dumps(line) + "\n" for line in read(path) if line["step"] <= keep_through]
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
+
+    def add(self, step: int, found: Account) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **found}) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ledger, without a last one that a kill has torn; none where there is no file."""
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole]
+
+
+def totals(path: Path) -> dict[str, int]:
+    """Prompts sampled in all steps, by what became of them."""
+    lines = read(path)
+    return {name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)}
+
+
+def summary(path: Path) -> str:
+    """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored"""
+    found = totals(path)
+    parts = [f"{found[TRAINED]:,} trained"]
+    parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}"
+
+
+def imbalance(path: Path, *, steps: int, prompts_per_step: int) -> str | None:
+    """What is wrong with the books: a step that is missing or there twice, a prompt that is in two lists of a
+    step, a step that has not the prompts it was to have. None: they balance.
+    """
+    lines = read(path)
+    if [line["step"] for line in lines] != list(range(1, steps + 1)):
+        return f"{path}: steps {[line['step'] for line in lines]}, expected 1 to {steps}, once each"
+    for line in lines:
+        lists = {name: uids for name, uids in line.items() if name != "step"}
+        uids = [uid for own in lists.values() for uid in own]
+        if len(set(uids)) < len(uids):
+            return f"{path}: step {line['step']} has a prompt twice"
+        own = len(uids) - len(lists.get("put_aside", ()))
+        if own != prompts_per_step:
+            return f"{path}: step {line['step']} has {own} prompts, expected {prompts_per_step}"
+    return None
