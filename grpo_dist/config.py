@@ -457,7 +457,7 @@ class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest checkpoint, if any"
+        "auto", description="auto: go on from the newest checkpoint that is whole, if any"
     )
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 

@@ -13,9 +13,9 @@ from grpo_dist.checkpoint import (
     REFERENCE,
     Checkpoints,
     check_data,
-    list_checkpoints,
     load_progress,
     load_state,
+    newest_whole,
 )
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
@@ -150,8 +150,7 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:
-    found = list_checkpoints(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
-    return found[-1] if found else None
+    return newest_whole(run_dir / "checkpoints", _say) if config.checkpoint.resume == "auto" else None
 
 
 def finished_steps(run_dir: Path) -> int | None:
