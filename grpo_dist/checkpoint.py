@@ -5,7 +5,7 @@
         reference.safetensors  the reference, where it is renewed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts
-                        chosen, pass rates, tracker run id
+                        chosen, pass rates, tracker run id, what health watches remember
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -32,7 +32,7 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.durable import flush, publish
 from grpo_dist.manifest import find_damage, write_manifest
-from grpo_dist.progress import Progress, SampledBatch
+from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -56,6 +56,7 @@ class State:
     chosen: Mapping[str, list[int]] = field(default_factory=dict)
     pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
     wandb_id: str | None = None
+    health: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -95,6 +96,7 @@ class Checkpoints:
             {str(batch): indices for batch, indices in progress.chosen.items()},
             {uid: list(rate) for uid, rate in progress.pass_rates.items()},
             self._wandb_id,
+            asdict(progress.health),
         )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
@@ -160,7 +162,7 @@ def load_state(checkpoint: Path, config: Config) -> State:
     if state.fingerprint != fingerprint(config):
         raise ValueError(
             f"{checkpoint}: made with another configuration{_differences(checkpoint, config)}; only `steps` "
-            "(with a constant learning rate), evaluation, checkpoint, tracking and cluster "
+            "(with a constant learning rate), evaluation, checkpoint, tracking, cluster and most health "
             "settings may change on resume. Restore the old values, choose another `name`, or set "
             "`checkpoint.resume=never`"
         )
@@ -186,7 +188,10 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
         ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), discarded)
     chosen = {int(batch): indices for batch, indices in state.chosen.items()}
     rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
-    return Progress(ahead, state.kl_coef, chosen, rates)
+    watched = dict(state.health)
+    if "grad_norms" in watched:
+        watched["grad_norms"] = tuple(watched["grad_norms"])
+    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched))
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:
@@ -218,6 +223,8 @@ def _counts(key: str, config: Config) -> bool:
     """Whether a value of ``key`` is part of the fingerprint."""
     if key == "steps":
         return config.policy.optimizer.schedule != "constant"
+    if key.startswith("health."):
+        return key == "health.min_signal_groups"
     return key.split(".")[0] not in _FREE
 
 
@@ -235,6 +242,8 @@ def _flat(tree: Any, path: str = "") -> dict[str, Any]:
 def fingerprint(config: Config) -> str:
     """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
     kept = config.model_dump(mode="json", exclude=set(_FREE))
+    # Which steps are trained on decides the numbers; when to warn or stop does not.
+    kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
         kept.pop("sft")  # nothing is made from it
     elif config.sft is not None:

@@ -28,6 +28,8 @@ def config(**changes) -> Config:
         "sampling": {"max_new_tokens": 4},
         "evaluation": {"before": False, "after": False},
         "steps": 6,
+        # Rewards of fake samples are as good as random: every step is trained on, whatever they are.
+        "health": {"min_signal_groups": 0},
     }
     return Config.model_validate(base | changes)
 
@@ -41,6 +43,8 @@ class World:
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
         self.logged: dict[int, dict[str, float]] = {}
+        self.kept_aside: dict[int, list[Group]] = {}
+        self.warnings: list[str] = []
 
     def workers(self, reference: bool = False) -> Workers:
         return Workers(self, self, self if reference else None, self, self)
@@ -98,6 +102,13 @@ class World:
 
     def samples(self, name, groups):
         self.events.append(f"samples {name}")
+
+    def aside(self, step, groups):
+        self.kept_aside[step] = groups
+        return f"aside/step_{step:06d}.parquet"
+
+    def warn(self, message):
+        self.warnings.append(message)
 
     def flush(self):
         """The events are there already."""

@@ -18,10 +18,11 @@ from grpo_dist.checkpoint import (
 )
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config
-from grpo_dist.progress import Progress, SampledBatch
+from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
+HEALTH = HealthState(0.75, (1.5, 2.5), 1)
 
 
 class Disk:
@@ -57,7 +58,7 @@ def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
         checkpoints.save(
             step,
             Disk(**disk),
-            Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}),
+            Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH),
         )
     )
 
@@ -74,6 +75,7 @@ def test_what_was_saved_is_found_again(tmp_path):
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
     assert progress.chosen == {3: [1, 0], 12: [2]} and progress.pass_rates == {"p1": (0.5, 4.0)}
+    assert progress.health == HEALTH
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 
@@ -219,3 +221,11 @@ def test_another_number_of_ranks_or_zero_stage_is_refused_with_the_reason(tmp_pa
     words = rf"`policy\.{key}` = {value} was {was}; its optimiser state is split over ranks"
     with pytest.raises(ValueError, match=words):
         load_state(found, fakes.config(policy={key: value}))
+
+
+def test_bounds_of_watches_may_change_on_resume_and_what_is_trained_on_may_not(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
+    with pytest.raises(ValueError, match=r"\(`health\.min_signal_groups` = 2 was 0\)"):
+        load_state(found, fakes.config(health={"min_signal_groups": 2, "kl_above": None}))
