@@ -18,7 +18,8 @@ USER_ERROR = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done. 2: the input cannot be used (one message says why). 1: the run failed. 3: it stopped
-    because of its health.
+    because of its health. 75: it was asked to end and did so in order; the same command goes on. 128 + n:
+    signal n ended it at once.
     """
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)

@@ -488,6 +488,9 @@ class Checkpoint(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: go on from the newest checkpoint that is whole, if any"
     )
+    grace_s: PositiveFloat = Field(
+        60.0, description="what a run that is asked to end (SIGTERM) has for its step and a checkpoint"
+    )
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 
 

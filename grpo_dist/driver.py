@@ -16,6 +16,7 @@ The workers come as an argument, so this very loop runs in unit tests on fakes. 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
@@ -24,6 +25,7 @@ from grpo_dist.evaluate import EvalSet, evaluate
 from grpo_dist.health import HealthWatch
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline
+from grpo_dist.preemption import Preempted
 from grpo_dist.progress import Progress
 from grpo_dist.staging import Staging
 from grpo_dist.types import Group, Prompt
@@ -56,12 +58,13 @@ async def run(
     *,
     start: int = 0,
     progress: Progress | None = None,
+    asked_to_end: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train from step ``start`` to ``config.steps``; the engines hold version ``start`` when this begins.
 
     ``progress`` is what a checkpoint kept of the run so far. Raises what a worker raises,
-    TimeoutError naming the stage when a deadline of `cluster.timeouts` passes, and Unhealthy when `health`
-    says stop.
+    TimeoutError naming the stage when a deadline of `cluster.timeouts` passes, Unhealthy when `health` says
+    stop, and Preempted after the checkpoint of a step at whose end ``asked_to_end`` is true.
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
@@ -105,9 +108,12 @@ async def run(
         health.act(step + 1, alarms, batch.sampled.groups)
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
-        if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps:
+        if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
             recorder.flush()
             await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
+        if asked_to_end():  # also when it was while saving
+            pipeline.abandon()
+            raise Preempted(f"ended as asked after step {step + 1}, saved; the same command goes on from it")
 
 
 def steered(kl_coef: float, kl: KL, observed: float | None) -> float:

@@ -124,6 +124,11 @@ class Pipeline:
         rates = self._curriculum.rates if self._curriculum else {}
         return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health)
 
+    def abandon(self) -> None:
+        """What is launched is not waited for: its workers are about to end."""
+        for _, task in self._launched:
+            task.cancel()
+
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with deadline(
             self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"

@@ -24,6 +24,7 @@ from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
+from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
@@ -47,7 +48,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
     from actors.cluster import check_fits
 
     identity = identity or config
-    with refusals():
+    with ended_by_sigterm(), refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)
@@ -90,7 +91,9 @@ async def _train(
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
-    async with Cluster(config) as cluster:
+    interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
+    async with interruption, Cluster(config) as cluster:
+        interruption.listen()  # Ray has put a handler of its own in place
         async with deadline(timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         if newest is not None:
@@ -101,16 +104,18 @@ async def _train(
                 async with deadline(timeouts.save_s, f"reference: restore from {newest}"):
                     await workers.reference.load(newest / REFERENCE)
             await workers.sync.push(version=start)
-        await driver.run(
-            config,
-            workers,
-            prepared.prompts,
-            prepared.eval_sets,
-            tracker,
-            checkpoints,
-            start=start,
-            progress=progress,
-        )
+        with interruption.finishing():
+            await driver.run(
+                config,
+                workers,
+                prepared.prompts,
+                prepared.eval_sets,
+                tracker,
+                checkpoints,
+                start=start,
+                progress=progress,
+                asked_to_end=interruption.asked,
+            )
         if not config.checkpoint.export:
             return {}
         await workers.policy.export(run_dir / "model", tokenizer_dir=prepared.model_dir)
