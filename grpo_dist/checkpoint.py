@@ -5,33 +5,43 @@
         reference.safetensors  the reference, where it is renewed during the run
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts
-                        chosen, pass rates, tracker run id
+                        chosen, pass rates, tracker run id, what health watches remember
         config.yaml     the configuration of the run
+        manifest.json   size and checksum of every other file
 
 A directory is written under a temporary name, flushed, and renamed; one that carries its final name is
-complete.
+complete. Whether it still is what was written, the manifest tells before it is loaded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.durable import flush, publish
-from grpo_dist.progress import Progress, SampledBatch
+from grpo_dist.manifest import find_damage, write_manifest
+from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
 REFERENCE = "reference.safetensors"
+# Sections and keys that may change on resume.
+_FREE = ("name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster")
+_SPLIT = {"policy.num_workers", "policy.zero_stage"}
+_TOLD = 3  # differences a message names
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -46,6 +56,7 @@ class State:
     chosen: Mapping[str, list[int]] = field(default_factory=dict)
     pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
     wandb_id: str | None = None
+    health: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -85,24 +96,54 @@ class Checkpoints:
             {str(batch): indices for batch, indices in progress.chosen.items()},
             {uid: list(rate) for uid, rate in progress.pass_rates.items()},
             self._wandb_id,
+            asdict(progress.health),
         )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
+        await asyncio.to_thread(write_manifest, partial)  # the loop goes on receiving samples
         flush(partial)  # before what it replaces goes
         if final.exists():  # the same step, saved before a resume from an older one
             shutil.rmtree(final)
         publish(partial, final)
-        self._prune()
+        self._prune(step)
 
-    def _prune(self) -> None:
-        for old in list_checkpoints(self._directory)[: -self._config.checkpoint.keep]:
+    def _prune(self, step: int) -> None:
+        """Steps later than ``step`` are of damaged checkpoints that the run went back from: they do not
+        count, and each is replaced when the run comes to it.
+        """
+        own = [found for found in list_checkpoints(self._directory) if _step(found) <= step]
+        for old in own[: -self._config.checkpoint.keep]:
             shutil.rmtree(old)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = directory.iterdir() if directory.is_dir() else ()
-    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=lambda p: int(p.name.split("_")[1]))
+    return sorted((p for p in found if _NAME.fullmatch(p.name)), key=_step)
+
+
+def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is what was written; ``say`` is told of newer ones that are not. None: there
+    are no checkpoints. Raises ValueError when all are damaged.
+    """
+    found = list_checkpoints(directory)
+    damages = []
+    for checkpoint in reversed(found):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            return checkpoint
+        damages.append(f"{checkpoint}: {damage}")
+        say(f"warning: damaged checkpoint, not used: {damages[-1]}")
+    if found:
+        raise ValueError(
+            f"no checkpoint of this run is whole ({'; '.join(damages)}). Restore one, or begin again with "
+            "`checkpoint.resume=never` or another `name`"
+        )
+    return None
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("_")[1])
 
 
 def load_state(checkpoint: Path, config: Config) -> State:
@@ -120,12 +161,10 @@ def load_state(checkpoint: Path, config: Config) -> State:
         ) from error
     if state.fingerprint != fingerprint(config):
         raise ValueError(
-            f"{checkpoint}: made with another configuration (compare its config.yaml); only `steps` "
-            "(with a constant learning rate), "
-            f"evaluation, "
-            "checkpoint, tracking and cluster settings may change on resume. Restore the old values, choose "
-            "another "
-            "`name`, or set `checkpoint.resume=never`"
+            f"{checkpoint}: made with another configuration{_differences(checkpoint, config)}; only `steps` "
+            "(with a constant learning rate), evaluation, checkpoint, tracking, cluster and most health "
+            "settings may change on resume. Restore the old values, choose another `name`, or set "
+            "`checkpoint.resume=never`"
         )
     return state
 
@@ -149,7 +188,10 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
         ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), discarded)
     chosen = {int(batch): indices for batch, indices in state.chosen.items()}
     rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
-    return Progress(ahead, state.kl_coef, chosen, rates)
+    watched = dict(state.health)
+    if "grad_norms" in watched:
+        watched["grad_norms"] = tuple(watched["grad_norms"])
+    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched))
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:
@@ -161,10 +203,47 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()[:16]
 
 
+def _differences(checkpoint: Path, config: Config) -> str:
+    """Where ``config`` differs from that of ``checkpoint``, for a message; empty where nobody can tell."""
+    try:
+        was = _flat(yaml.safe_load((checkpoint / "config.yaml").read_text()))
+    except (OSError, yaml.YAMLError):
+        return ""
+    now = _flat(yaml.safe_load(dump_config(config)))
+    changed = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
+    # A stage of a pipeline names others where its run had their directories: that is no difference.
+    kept = [key for key in changed if _counts(key, config) and "stage:" not in str(now.get(key))]
+    told = [f"`{key}` = {now.get(key)} was {was.get(key)}" for key in kept[:_TOLD]]
+    more = f" and {len(kept) - _TOLD} more" if len(kept) > _TOLD else ""
+    split = "; its optimiser state is split over ranks and by ZeRO stage" if _SPLIT & set(kept) else ""
+    return f" ({', '.join(told)}{more}{split})" if told else ""
+
+
+def _counts(key: str, config: Config) -> bool:
+    """Whether a value of ``key`` is part of the fingerprint."""
+    if key == "steps":
+        return config.policy.optimizer.schedule != "constant"
+    if key.startswith("health."):
+        return key == "health.min_signal_groups"
+    return key.split(".")[0] not in _FREE
+
+
+def _flat(tree: Any, path: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay whole."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: tree}
+    return {
+        name: value
+        for key, inner in tree.items()
+        for name, value in _flat(inner, f"{path}.{key}" if path else str(key)).items()
+    }
+
+
 def fingerprint(config: Config) -> str:
     """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
-    free = {"name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster"}
-    kept = config.model_dump(mode="json", exclude=free)
+    kept = config.model_dump(mode="json", exclude=set(_FREE))
+    # Which steps are trained on decides the numbers; when to warn or stop does not.
+    kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
         kept.pop("sft")  # nothing is made from it
     elif config.sft is not None:

@@ -11,13 +11,16 @@ from functools import partial
 from typing import Any
 
 from grpo_dist import __version__
-from grpo_dist.errors import UserError
+from grpo_dist.errors import RunEnded, UserError
 
 USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done. 2: the input cannot be used (one message says why). 1: the run failed."""
+    """Exit code 0: done. 2: the input cannot be used (one message says why). 1: the run failed. 3: it stopped
+    because of its health. 75: it was asked to end and did so in order; the same command goes on. 128 + n:
+    signal n ended it at once.
+    """
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command is None:
@@ -37,6 +40,9 @@ def _guarded(command: Callable[[Any, list[str]], None], config: str | None, over
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except RunEnded as end:
+        print(end, file=sys.stderr)
+        return end.exit_code
     except KeyboardInterrupt:
         print(
             "interrupted; the last checkpoint stands, and the same command goes on from it", file=sys.stderr

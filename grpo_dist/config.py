@@ -453,11 +453,43 @@ class Evaluation(Section):
         return self
 
 
+class Health(Section):
+    """What makes a step unfit to train on, and bounds of its metrics; null: not watched."""
+
+    action: Literal["warn", "stop"] = Field(
+        "warn", description="when a bound is passed; stop: the run ends with exit code 3, its batch kept"
+    )
+    min_signal_groups: Count = Field(
+        1,
+        description="a step with fewer groups whose rewards differ is not trained on; 0: all are. Not where "
+        "equal rewards teach, too (remax, gdpo, process, reinforce_pp)",
+    )
+    skipped_steps_above: PositiveInt | None = Field(
+        10, description="steps in a row in which a loss or gradient was not finite"
+    )
+    reward_below_share: Fraction | None = Field(
+        None, description="mean reward, as a share of its greatest so far where that is above 0, e.g. 0.5"
+    )
+    entropy_below: PositiveFloat | None = Field(None, description="of the policy, nats a token")
+    length_above: PositiveFloat | None = Field(None, description="mean completion, tokens")
+    truncated_above: Fraction | None = Field(None, description="share of completions that were cut off")
+    mismatch_above: PositiveFloat | None = Field(
+        1.0, description="mean difference of log-probs between engine and trainer, nats"
+    )
+    kl_above: PositiveFloat | None = Field(10.0, description="ref/kl, nats a token")
+    grad_norm_spike: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="gradient norm, as a multiple of its median over the last 20 steps, e.g. 20"
+    )
+
+
 class Checkpoint(Section):
     every: Count = Field(0, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest checkpoint, if any"
+        "auto", description="auto: go on from the newest checkpoint that is whole, if any"
+    )
+    grace_s: PositiveFloat = Field(
+        60.0, description="what a run that is asked to end (SIGTERM) has for its step and a checkpoint"
     )
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 
@@ -554,6 +586,7 @@ class Config(Section):
     policy: Policy = Policy()
     weight_sync: WeightSync = WeightSync()
     evaluation: Evaluation = Evaluation()
+    health: Health = Health()
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
     cluster: Cluster = Cluster()

@@ -31,6 +31,11 @@ _OTHER_REWARDS = {
 }
 
 
+def equal_rewards_teach(config: Config) -> bool:
+    """Whether a group of equal rewards can have advantages other than 0."""
+    return config.algorithm.advantage in _EQUAL_REWARDS_TEACH or config.rewards.shuffle
+
+
 def contradictions(config: Config) -> Iterator[str]:
     """Settings of `algorithm` and its neighbours that cannot hold together, or that one would ignore."""
     yield from _of_the_algorithm(config)
@@ -40,6 +45,12 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _of_the_offload(config)
     yield from _without_effect(config)
     yield from _of_the_placement(config)
+    if config.health.min_signal_groups > config.batch.prompts_per_step:
+        yield (
+            f"`health.min_signal_groups` = {config.health.min_signal_groups} is above "
+            f"`batch.prompts_per_step` = {config.batch.prompts_per_step}, so that no step would be trained "
+            "on; lower the one or raise the other"
+        )
 
 
 def _of_the_ranks(config: Config) -> Iterator[str]:

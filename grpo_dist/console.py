@@ -48,6 +48,9 @@ class Console:
             for line in eval_lines(step, metrics):
                 self._console.print(line, style="bold")
 
+    def warn(self, message: str) -> None:
+        self._console.print(message, style="bold yellow", markup=False)
+
     def close(self, *, failed: bool) -> None:
         self._progress.stop()
 

@@ -58,7 +58,7 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
             "policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
         )
     if dtype == torch.bfloat16:
-        base["bf16"] = {"enabled": True}
+        base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
         base["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(base, policy.deepspeed)
 

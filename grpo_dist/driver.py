@@ -15,14 +15,18 @@ The workers come as an argument, so this very loop runs in unit tests on fakes. 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
-from grpo_dist.config import Config
+from grpo_dist.config import KL, Config
 from grpo_dist.evaluate import EvalSet, evaluate
+from grpo_dist.health import SKIPPED, HealthWatch
 from grpo_dist.ledger import Account, account
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline
+from grpo_dist.preemption import Preempted
 from grpo_dist.progress import Progress
 from grpo_dist.staging import Staging
 from grpo_dist.types import Group, Prompt
@@ -35,6 +39,8 @@ class Recorder(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def samples(self, name: str, groups: list[Group]) -> None: ...
     def account(self, step: int, found: Account) -> None: ...
+    def aside(self, step: int, groups: list[Group]) -> str: ...
+    def warn(self, message: str) -> None: ...
     def flush(self) -> None: ...
 
 
@@ -54,15 +60,18 @@ async def run(
     *,
     start: int = 0,
     progress: Progress | None = None,
+    asked_to_end: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train from step ``start`` to ``config.steps``; the engines hold version ``start`` when this begins.
 
-    ``progress`` is what a checkpoint kept of the run so far. Raises what a worker raises, and
-    TimeoutError naming the stage when a deadline of `cluster.timeouts` passes.
+    ``progress`` is what a checkpoint kept of the run so far. Raises what a worker raises,
+    TimeoutError naming the stage when a deadline of `cluster.timeouts` passes, Unhealthy when `health` says
+    stop, and Preempted after the checkpoint of a step at whose end ``asked_to_end`` is true.
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
     staging = Staging(config, workers.policy)
+    health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
     if start == 0 and config.evaluation.before:
@@ -75,8 +84,11 @@ async def run(
         with watch("stage"):
             staged = await staging.take(step, batch, kl_coef=kl_coef)
         staging.begin(step + 1, pipeline.oldest)
+        teaches = health.teaches(step + 1, batch.sampled.groups)
         with watch("update"):
-            metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef)
+            metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef) if teaches else {}
+        metrics["health/low_signal"] = float(not teaches)
+        health.after_update(step + 1, metrics, batch.sampled.groups)
         with watch("drain"):
             await pipeline.settle()
         with watch("sync"):
@@ -90,17 +102,30 @@ async def run(
         metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
         metrics |= throughput_metrics(sampled, watch.stop())
         metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
-        metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
-        if kl.target is not None:
-            kl_coef = next_kl_coef(kl_coef, metrics["ref/kl"], target=kl.target, gain=kl.gain)
+        metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)} if teaches else {}
+        kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
+        alarms = health.examine(metrics)
         recorder.samples(f"step_{step + 1:06d}", sampled)
-        recorder.account(step + 1, account(batch.sampled.groups, batch.discarded, taught=staged.taught))
+        skipped = not teaches or metrics[SKIPPED] > 0
+        books = account(batch.sampled.groups, batch.discarded, taught=staged.taught, skipped=skipped)
+        recorder.account(step + 1, books)
         recorder.log(step + 1, metrics)
+        health.act(step + 1, alarms, batch.sampled.groups)
         if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
             recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
-        if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps:
+        if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
             recorder.flush()
-            await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef))
+            await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
+        if asked_to_end():  # also when it was while saving
+            pipeline.abandon()
+            raise Preempted(f"ended as asked after step {step + 1}, saved; the same command goes on from it")
+
+
+def steered(kl_coef: float, kl: KL, observed: float | None) -> float:
+    """The KL term's next weight; the same where nothing was trained, or with a KL that is not a number."""
+    if kl.target is None or observed is None or not math.isfinite(observed):
+        return kl_coef
+    return next_kl_coef(kl_coef, observed, target=kl.target, gain=kl.gain)
 
 
 def is_last_of_all(config: Config, step: int) -> bool:

@@ -1,4 +1,6 @@
-"""Errors that are the user's to mend. The command line prints their one message and exits with code 2."""
+"""Errors that end a run with one message, not a traceback: what the user has to mend (exit code 2), and runs
+that end themselves before their last step.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,18 @@ class UserError(ValueError):
     """Input that cannot be used: the message names key or file and row, the value, what was expected, what to
     do.
     """
+
+
+class RunEnded(Exception):
+    """A run that ended before its last step, on purpose. Its checkpoints stand."""
+
+    exit_code = 1
+
+
+class Unhealthy(RunEnded):
+    """What was watched is out of bounds. The same command would come to the same end."""
+
+    exit_code = 3
 
 
 @contextmanager

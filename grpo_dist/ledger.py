@@ -25,7 +25,7 @@ REASONS = {
     "no_signal": "without signal (no advantage but 0)",
     "unscored": "unscored",
     "put_aside": "put aside by dynamic sampling",
-    "skipped": "in skipped steps",
+    "skipped": "in steps with updates that were not made",
 }
 Account = Mapping[str, Sequence[str]]
 
@@ -37,19 +37,18 @@ def account(
 
     Args:
         taught: which of ``groups`` have a sample whose advantage is not 0.
-        skipped: the step was not trained on as a whole.
+        skipped: the step, or an update of it, was not trained on.
     """
     found: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
     for index, group in enumerate(groups):
-        fate = "skipped" if skipped else _fate(group, taught=index in taught)
-        found[fate].append(group.prompt.uid)
+        found[_fate(group, taught=index in taught, skipped=skipped)].append(group.prompt.uid)
     found["put_aside"] = [group.prompt.uid for group in discarded]
     return {name: uids for name, uids in found.items() if uids}
 
 
-def _fate(group: Group, *, taught: bool) -> str:
+def _fate(group: Group, *, taught: bool, skipped: bool) -> str:
     if taught:
-        return TRAINED
+        return "skipped" if skipped else TRAINED
     return "unscored" if np.isnan(group.rewards).all() else "no_signal"
 
 

@@ -163,7 +163,8 @@ def finish_stats(stats: Stats) -> dict[str, float]:
 
 def _effective_share(weights: float, squares: float, tokens: float) -> float:
     """Effective sample size of importance weights as a share of the samples: (sum w)^2 / (n sum w^2)."""
-    return weights**2 / (tokens * squares) if squares else 1.0
+    # Where this is beyond a float a product is inf, and a power raises.
+    return weights * weights / (tokens * squares) if squares else 1.0
 
 
 @lru_cache

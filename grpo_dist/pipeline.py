@@ -19,7 +19,7 @@ from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import further_prompts, step_prompts
-from grpo_dist.progress import Progress, SampledBatch
+from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
@@ -112,7 +112,7 @@ class Pipeline:
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
 
-    def progress(self, *, kl_coef: float) -> Progress:
+    def progress(self, *, kl_coef: float, health: HealthState) -> Progress:
         """What a checkpoint keeps: groups of launched batches that are complete (the others are launched
         again, on the same prompts), and what decides which prompts come next.
         """
@@ -122,7 +122,12 @@ class Pipeline:
             if task.done() and not task.cancelled() and task.exception() is None
         }
         rates = self._curriculum.rates if self._curriculum else {}
-        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates))
+        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health)
+
+    def abandon(self) -> None:
+        """What is launched is not waited for: its workers are about to end."""
+        for _, task in self._launched:
+            task.cancel()
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with deadline(

@@ -21,6 +21,18 @@ class SampledBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthState:
+    """What watches remember of the steps so far. ``best_reward``: the greatest mean of a step;
+    ``grad_norms``: the latest, oldest first; ``skipped``: steps in a row, up to the last, with an update that
+    was not made.
+    """
+
+    best_reward: float | None = None
+    grad_norms: tuple[float, ...] = ()
+    skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """``ahead``: finished batches that are not trained on yet, by number. ``kl_coef`` None: as configured.
 
@@ -32,3 +44,4 @@ class Progress:
     kl_coef: float | None = None
     chosen: Mapping[int, list[int]] = field(default_factory=dict)
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    health: HealthState = HealthState()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,12 +34,14 @@ class Tracker:
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
+        self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
         self._ledger = Ledger(run_dir / LEDGER, keep_through=start)
         self._sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl", keep_through=start)]
         self.wandb_id: str | None = None
-        if config.tracking.console:
-            self._sinks.append(Console(config.name, config.steps, start))
+        self._console = Console(config.name, config.steps, start) if config.tracking.console else None
+        if self._console is not None:
+            self._sinks.append(self._console)
         if config.tracking.tensorboard:
             self._sinks.append(TensorBoard(run_dir / "tensorboard", purge_step=start + 1 if start else None))
         if config.tracking.wandb.enabled:
@@ -59,6 +62,18 @@ class Tracker:
     def account(self, step: int, found: Account) -> None:
         """What became of the prompts of ``step``, for the run's ledger."""
         self._ledger.add(step, found)
+
+    def aside(self, step: int, groups: list[Group]) -> str:
+        """Keep the batch of a step that went wrong, whatever else is kept; returns where."""
+        path = self._aside_dir / f"step_{step:06d}.parquet"
+        write_groups(path, groups)
+        return str(path)
+
+    def warn(self, message: str) -> None:
+        if self._console is not None:
+            self._console.warn(message)
+        else:
+            print(message, file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Every table is on disk when this returns; raises what went wrong with one."""

@@ -13,9 +13,9 @@ from grpo_dist.checkpoint import (
     REFERENCE,
     Checkpoints,
     check_data,
-    list_checkpoints,
     load_progress,
     load_state,
+    newest_whole,
 )
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
@@ -25,6 +25,7 @@ from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
 from grpo_dist.ledger import LEDGER, summary
+from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
@@ -48,7 +49,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
     from actors.cluster import check_fits
 
     identity = identity or config
-    with refusals():
+    with ended_by_sigterm(), refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)
@@ -92,7 +93,9 @@ async def _train(
     from actors.cluster import Cluster
 
     timeouts = config.cluster.timeouts
-    async with Cluster(config) as cluster:
+    interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
+    async with interruption, Cluster(config) as cluster:
+        interruption.listen()  # Ray has put a handler of its own in place
         async with deadline(timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         if newest is not None:
@@ -103,16 +106,18 @@ async def _train(
                 async with deadline(timeouts.save_s, f"reference: restore from {newest}"):
                     await workers.reference.load(newest / REFERENCE)
             await workers.sync.push(version=start)
-        await driver.run(
-            config,
-            workers,
-            prepared.prompts,
-            prepared.eval_sets,
-            tracker,
-            checkpoints,
-            start=start,
-            progress=progress,
-        )
+        with interruption.finishing():
+            await driver.run(
+                config,
+                workers,
+                prepared.prompts,
+                prepared.eval_sets,
+                tracker,
+                checkpoints,
+                start=start,
+                progress=progress,
+                asked_to_end=interruption.asked,
+            )
         if not config.checkpoint.export:
             return {}
         await workers.policy.export(run_dir / "model", tokenizer_dir=prepared.model_dir)
@@ -152,8 +157,7 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:
-    found = list_checkpoints(run_dir / "checkpoints") if config.checkpoint.resume == "auto" else []
-    return found[-1] if found else None
+    return newest_whole(run_dir / "checkpoints", _say) if config.checkpoint.resume == "auto" else None
 
 
 def finished_steps(run_dir: Path) -> int | None:

@@ -30,6 +30,7 @@ from grpo_dist.hardware import (
     micro_batch_tokens,
     resolve_dtype,
 )
+from grpo_dist.health import BAD_WEIGHTS, SKIPPED
 from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.lora import (
     adapter_parameters,
@@ -122,8 +123,8 @@ class Trainer:
         those of the weights the step began with, or the engine's if the settings say so. Returns metrics of
         the whole step over all ranks: the mean over updates (maxima where the name says so), except
         ``mismatch/*``, which compares rollout and trainer before anything moved; ``first_update/*`` are those
-        before anything moved, too. Raises FloatingPointError, before the weights are touched, when a loss is
-        not finite.
+        before anything moved, too. An update whose loss or gradient is not finite is not made, and counted in
+        `health/skipped_updates`; `health/bad_weights` is 1 when weights are not finite afterwards.
         """
         prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
         plan = prepared * self._epochs
@@ -133,6 +134,8 @@ class Trainer:
         first = per_update[0]
         metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
         metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
+        metrics[SKIPPED] = sum(m[SKIPPED] for m in per_update)
+        metrics[BAD_WEIGHTS] = float(not self._weights_are_finite())
         # Before anything moved: of all samples where the trainer's old log-probs are known.
         unmoved = per_update[: len(batches) if self._loss.old_logprobs == "trainer" else 1]
         for name in (k for k in first if k.startswith("mismatch/")):
@@ -183,8 +186,10 @@ class Trainer:
             logprobs, entropy = self.engine(self._layout(part), with_entropy=True)
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
-            # undo that.
-            self.engine.backward(loss * self.place.world_size)
+            # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
+            # reduced gradient then tells all ranks.
+            known = torch.where(loss.detach().isfinite(), 1.0, torch.nan)
+            self.engine.backward(loss * self.place.world_size * known)
             if not self._speaks:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
@@ -200,7 +205,9 @@ class Trainer:
         return {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in trained}
 
     def step(self) -> dict[str, float]:
-        """Clip, move the weights, clear the gradients. Collective."""
+        """Clip, move the weights, clear the gradients. Where the gradient is not finite, weights, optimiser
+        and schedule stay as they are, on all ranks. Collective.
+        """
         o = self._policy.optimizer
         rate = learning_rate(
             self._updates,
@@ -215,20 +222,29 @@ class Trainer:
         # Without ZeRO every rank holds the whole gradient, and DeepSpeed reports no norm of it.
         grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if self._policy.zero_stage == 0 else None
-        self.engine.step()
-        self._updates += 1
-        norm = self.engine.get_global_grad_norm() if norm is None else norm
-        return {"policy/grad_norm": float(norm), "policy/lr": rate}
+        if norm is not None and not norm.isfinite():
+            self.engine.zero_grad()  # without ZeRO, DeepSpeed would move the weights all the same
+            made = False
+        else:
+            self.engine.step()
+            made = self.engine.was_step_applied()
+            norm = self.engine.get_global_grad_norm() if norm is None else norm
+        self._updates += made
+        grad_norm = float(norm) if made and norm is not None else torch.nan
+        return {"policy/grad_norm": grad_norm, "policy/lr": rate, SKIPPED: float(not made)}
 
     def _one_update(self, batch: TrainBatch) -> dict[str, float]:
-        metrics = self.accumulate(batch)
-        if not torch.isfinite(torch.tensor(metrics["loss/total"])):
-            raise FloatingPointError(
-                f"policy update {self._updates}: the loss is {metrics['loss/total']}; lower "
-                f"`policy.optimizer.lr`, or set "
-                "model.dtype=float32 to see whether it is a matter of precision"
-            )
-        return metrics | self.step()
+        return self.accumulate(batch) | self.step()
+
+    @torch.no_grad()
+    def _weights_are_finite(self) -> bool:
+        """Of all ranks, as far as they are in memory. Collective."""
+        trained = [p for p in self.engine.module.parameters() if p.requires_grad]
+        held = [getattr(p, "ds_tensor", p).detach() for p in trained]  # under ZeRO-3 this rank's part
+        largest = torch.nn.utils.get_total_norm([t for t in held if t.numel()], torch.inf).to(self.device)
+        bad = largest.isfinite().logical_not().int()
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
+        return not bad
 
     def _plan(self, batch: TrainBatch) -> list[list[int]]:
         """Rows of each micro-batch, as many on every rank: under ZeRO-2 and 3 each one is a collective."""

@@ -28,6 +28,8 @@ def config(**changes) -> Config:
         "sampling": {"max_new_tokens": 4},
         "evaluation": {"before": False, "after": False},
         "steps": 6,
+        # Rewards of fake samples are as good as random: every step is trained on, whatever they are.
+        "health": {"min_signal_groups": 0},
     }
     return Config.model_validate(base | changes)
 
@@ -42,6 +44,8 @@ class World:
         self.saved: dict[int, Progress] = {}
         self.accounts: dict = {}
         self.logged: dict[int, dict[str, float]] = {}
+        self.kept_aside: dict[int, list[Group]] = {}
+        self.warnings: list[str] = []
 
     def workers(self, reference: bool = False) -> Workers:
         return Workers(self, self, self if reference else None, self, self)
@@ -102,6 +106,13 @@ class World:
 
     def account(self, step, found):
         self.accounts[step] = found
+
+    def aside(self, step, groups):
+        self.kept_aside[step] = groups
+        return f"aside/step_{step:06d}.parquet"
+
+    def warn(self, message):
+        self.warnings.append(message)
 
     def flush(self):
         """The events are there already."""

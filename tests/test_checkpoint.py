@@ -8,11 +8,21 @@ import fakes
 import numpy as np
 import pytest
 
-from grpo_dist.checkpoint import Checkpoints, check_data, list_checkpoints, load_progress, load_state
-from grpo_dist.progress import Progress, SampledBatch
+from grpo_dist.checkpoint import (
+    Checkpoints,
+    check_data,
+    list_checkpoints,
+    load_progress,
+    load_state,
+    newest_whole,
+)
+from grpo_dist.cli import main
+from grpo_dist.config_files import dump_config
+from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
+HEALTH = HealthState(0.75, (1.5, 2.5), 1)
 
 
 class Disk:
@@ -46,7 +56,9 @@ def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
     asyncio.run(
         checkpoints.save(
-            step, Disk(**disk), Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)})
+            step,
+            Disk(**disk),
+            Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH),
         )
     )
 
@@ -63,6 +75,7 @@ def test_what_was_saved_is_found_again(tmp_path):
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
     assert progress.chosen == {3: [1, 0], 12: [2]} and progress.pass_rates == {"p1": (0.5, 4.0)}
+    assert progress.health == HEALTH
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 
@@ -132,3 +145,87 @@ def test_other_training_prompts_do_not_resume(tmp_path):
     for prompts in (PROMPTS[:3], PROMPTS[::-1], [*PROMPTS[:2], changed, PROMPTS[3]]):
         with pytest.raises(ValueError, match="made with other training prompts"):
             check_data(found, state, prompts)
+
+
+# --- what was written is what is loaded
+
+
+def torn(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def changed(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+FILES = ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parquet"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(torn, "bytes instead of"), (changed, "its checksum is another"), (Path.unlink, "is missing")],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, file, damage, words):
+    for step in (3, 6):
+        save(tmp_path, step, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    older, newer = list_checkpoints(tmp_path)
+    said = []
+    assert newest_whole(tmp_path, said.append) == newer and not said
+    damage(newer / file)
+    assert newest_whole(tmp_path, said.append) == older
+    (warning,) = said
+    assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: {file}") and words in warning
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint .* is whole.*manifest\.json cannot be read"):
+        newest_whole(tmp_path, print)
+
+
+def test_a_run_that_went_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
+    """Step 6 is damaged; with one checkpoint kept, that of step 4 must not be the one that goes."""
+    config = fakes.config(checkpoint={"keep": 1})
+    save(tmp_path, 6, config=config)
+    torn(tmp_path / "step_000006" / "policy" / "weights")
+    save(tmp_path, 3, config=config)
+    save(tmp_path, 4, config=config)
+    assert newest_whole(tmp_path, print) == tmp_path / "step_000004"
+    save(tmp_path, 6, config=config)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000006"]
+    assert newest_whole(tmp_path, print) == tmp_path / "step_000006"
+
+
+def test_where_no_checkpoint_is_whole_the_run_is_refused_before_anything_is_started(tmp_path, capsys):
+    config = fakes.config(name="torn", output_dir=str(tmp_path))
+    save(tmp_path / "torn" / "checkpoints", 3, config=config)
+    torn(tmp_path / "torn" / "checkpoints" / "step_000003" / "policy" / "weights")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert main(["train", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert "step_000003: policy/weights has 0 bytes instead of 1" in err and "Traceback" not in err
+    assert "warning: damaged checkpoint, not used" in out
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_workers", 2), ("zero_stage", 3)])
+def test_another_number_of_ranks_or_zero_stage_is_refused_with_the_reason(tmp_path, key, value):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    was = getattr(fakes.config().policy, key)
+    words = rf"`policy\.{key}` = {value} was {was}; its optimiser state is split over ranks"
+    with pytest.raises(ValueError, match=words):
+        load_state(found, fakes.config(policy={key: value}))
+
+
+def test_bounds_of_watches_may_change_on_resume_and_what_is_trained_on_may_not(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
+    with pytest.raises(ValueError, match=r"\(`health\.min_signal_groups` = 2 was 0\)"):
+        load_state(found, fakes.config(health={"min_signal_groups": 2, "kl_above": None}))

@@ -44,9 +44,9 @@ algorithm: {kl: {coef: 0.05}}
 CLOCK = ("time/", "throughput/", "memory/")
 
 
-def run(directory, *overrides, check=True, kill_after=None):
+def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL):
     """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
-    is there.
+    is there and the run is sent the signal ``number``.
 
     Fails when a process of the run outlives it.
     """
@@ -62,12 +62,13 @@ def run(directory, *overrides, check=True, kill_after=None):
             assert process.poll() is None, err.read_text()[-5000:]
             time.sleep(0.1)
         if kill_after:
-            process.kill()
+            process.send_signal(number)
         process.wait(timeout=400)
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     # After a kill, Ray's own agents look for their raylet before they end: that takes them a while.
-    assert not survivors(mark, seconds=90 if kill_after else 15)
+    killed = kill_after and number == signal.SIGKILL
+    assert not survivors(mark, seconds=90 if killed else 15)
     return done
 
 
@@ -139,6 +140,17 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     assert "ledger: 24 prompts sampled = " in done.stdout
     kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
     assert kept == ["step_000003", "step_000006"]
+
+
+def test_a_run_that_is_asked_to_end_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
+    done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
+    assert done.returncode == 75, done.stderr[-3000:]
+    assert "SIGTERM: ending after this step" in done.stdout and "Traceback" not in done.stderr
+    lines = metrics(tmp_path)
+    assert 3 < lines[-1]["step"] < 6
+    assert without_clock(lines) == without_clock(metrics(uninterrupted)[: len(lines)])
+    newest = max(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert newest == f"step_{lines[-1]['step']:06d}"
 
 
 def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(uninterrupted):

@@ -3,6 +3,7 @@ split.
 """
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,7 @@ from grpo_dist.planning import shard
 from grpo_dist.policy_model import TokenLogprobs
 
 TEMPERATURE = 0.9
+BF16 = {"dtype": "bfloat16"}
 ALGORITHM = Algorithm(
     kl=KL(coef=0.1), correction=Correction(kind="tis", high=2.0), aggregation="seq-mean-token-mean"
 )
@@ -31,6 +33,15 @@ class OpenWorker(PolicyWorker):
         metrics = self._trainer.accumulate(own)
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
+
+    def spoil(self, rank):
+        """From now on one parameter's gradient is not a number on ``rank`` alone; None: as ever."""
+        if rank is None:
+            self._spoiled.remove()
+        else:
+            factor = torch.nan if rank == self._trainer.place.rank else 1.0
+            first = next(self._trainer.engine.module.parameters())
+            self._spoiled = first.register_hook(lambda gradient: gradient * factor)
 
     def weights(self):
         return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
@@ -47,6 +58,7 @@ def start(
     packing=True,
     shared=1,
     deepspeed=None,
+    dtype="float32",
     **optimizer,
 ):
     return PolicyGroup(
@@ -57,7 +69,7 @@ def start(
             optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
             deepspeed=deepspeed or {},
         ),
-        model=Model(path="tiny", packing=packing),
+        model=Model(path="tiny", packing=packing, dtype=dtype),
         model_dir=str(model_dir),
         algorithm=algorithm,
         temperature=TEMPERATURE,
@@ -188,6 +200,61 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_mo
     assert exported.config.tie_word_embeddings
     assert {n: p.shape for n, p in exported.named_parameters()} == {n: w.shape for n, w in weights.items()}
     assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
+
+
+@pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)])
+def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
+    ray_cluster, tiny_model, tmp_path, ranks, stage, how
+):
+    """update, update  ==  update, one with an infinite loss on one rank, one with a gradient that is NaN on
+    one, update: weights, optimiser and schedule.
+    """
+    first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
+    # A row of one rank. The gradient of its k3 is finite: 1 - exp(-inf).
+    reference = second.ref_logprobs.clone()
+    reference[0] = -torch.inf
+    lost = replace(second, ref_logprobs=reference)
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        await group.ready()
+        await group.update(group.stage([first]))
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.load(tmp_path)
+        before = await on_all(group, "weights")
+        metrics = [await group.update(group.stage([lost]))]
+        await on_all(group, "spoil", ranks - 1)
+        metrics.append(await group.update(group.stage([second])))
+        await on_all(group, "spoil", None)
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
+    assert [m["health/bad_weights"] for m in metrics] == [0, 0]
+    assert metrics[0]["loss/total"] == math.inf  # not hidden
+    assert metrics[1]["loss/total"] == expected[0]["loss/total"]
+    assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_weights_that_are_lost_are_told(ray_cluster, tiny_model):
+    """A step so long that weights leave the range of float32."""
+
+    async def step():
+        group = start(tiny_model, ranks=1, stage=3, lr=1e39)
+        await group.ready()
+        metrics = await group.update(group.stage([samples_of_groups.batch()]))
+        await group.shutdown()
+        return metrics
+
+    metrics = asyncio.run(step())
+    assert metrics["health/bad_weights"] == 1 and metrics["health/skipped_updates"] == 0
 
 
 def test_a_missing_checkpoint_is_refused_by_name(ray_cluster, tiny_model, tmp_path):

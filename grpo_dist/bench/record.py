@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,6 +60,13 @@ class BenchRecorder:
 
     def account(self, step: int, found: Account) -> None:
         """A benchmark keeps no books."""
+
+    def aside(self, step: int, groups: list[Group]) -> str:
+        """Kept nowhere."""
+        return "nowhere"
+
+    def warn(self, message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
 
     def samples(self, name: str, groups: list[Group]) -> None:
         batch = len(self.steps)

@@ -62,7 +62,9 @@ def as_benchmark(config: Config) -> Config:
     steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
-    return config.model_copy(update={"steps": steps, "evaluation": evaluation, "checkpoint": checkpoint})
+    health = config.health.model_copy(update={"min_signal_groups": 0})  # every step is the same work
+    parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health}
+    return config.model_copy(update={"steps": steps} | parts)
 
 
 def timed(config: Config, steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -1,0 +1,127 @@
+"""A run that is asked to end takes its step with it if there is time, and says so by its exit code."""
+
+import asyncio
+import os
+import signal
+
+import fakes
+import pytest
+import torch
+
+from grpo_dist.cli import _guarded
+from grpo_dist.driver import run
+from grpo_dist.preemption import Interrupted, Interruption, Preempted, ended_by_sigterm
+
+KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
+
+
+def asked_during(world, *, step, number=signal.SIGTERM, then=None):
+    """A signal arrives in the midst of the update of ``step``, which goes on with ``then``."""
+    update = world.update
+
+    async def updated(batches, *, kl_coef):
+        metrics = await update(batches, kl_coef=kl_coef)
+        if len(world.updates) == step:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.01)  # the loop hears of it
+            if then:
+                await then()
+        return metrics
+
+    world.update = updated
+
+
+def session(world, config, said, **kwargs):
+    async def train():
+        interruption = Interruption(grace_s=config.checkpoint.grace_s, say=said.append)
+        async with interruption:
+            with interruption.finishing():
+                await run(
+                    config, world.workers(), fakes.prompts(40), [], world, world,
+                    asked_to_end=interruption.asked, **kwargs,
+                )  # fmt: skip
+
+    asyncio.run(train())
+
+
+@pytest.mark.parametrize("name", KILL)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_is_asked_to_end_finishes_its_step_and_the_same_command_goes_on(staleness, name):
+    config, said = fakes.config(steps=5, max_staleness=staleness), []
+    whole, world = fakes.World(), fakes.World()
+    session(whole, config, said)
+    asked_during(world, step=2, number=KILL[name])
+    with pytest.raises(Preempted, match="ended as asked after step 2") as ended:
+        session(world, config, said)
+    assert ended.value.exit_code == 75
+    assert len(said) == 1 and "ending after this step and its checkpoint, 60 s at most" in said[0]
+    assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
+    resumed = fakes.World()
+    resumed.version = 2
+    session(resumed, config, said, start=2, progress=world.saved[2])
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_that_is_asked_during_its_last_step_is_saved_once_and_still_ends_as_asked():
+    world, said = fakes.World(), []
+    asked_during(world, step=3)
+    with pytest.raises(Preempted):
+        session(world, fakes.config(steps=3), said)
+    assert list(world.saved) == [3]
+
+
+def test_a_step_that_takes_longer_than_the_grace_is_given_up():
+    world, said = fakes.World(), []
+    asked_during(world, step=2, then=lambda: asyncio.sleep(60))
+    config = fakes.config(steps=5, checkpoint={"grace_s": 0.05, "every": 1})
+    with pytest.raises(Interrupted, match=r"not finished within `checkpoint\.grace_s` = 0\.05 s") as ended:
+        session(world, config, said)
+    assert ended.value.exit_code == 143 and list(world.saved) == [1]
+
+
+def test_a_second_signal_ends_at_once():
+    world, said = fakes.World(), []
+
+    async def again():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    asked_during(world, step=2, then=again)
+    with pytest.raises(Interrupted, match="SIGTERM, again: ended at once") as ended:
+        session(world, fakes.config(steps=5), said)
+    assert ended.value.exit_code == 143 and not world.saved
+
+
+def test_while_starting_up_there_is_nothing_to_finish_and_what_was_started_is_ended():
+    ended_in_order = []
+
+    async def start():
+        async with Interruption(grace_s=60, say=print):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            finally:
+                ended_in_order.append(True)
+
+    with pytest.raises(Preempted, match="the same command goes on"):
+        asyncio.run(start())
+    assert ended_in_order
+
+
+def test_before_the_first_worker_sigterm_is_heard_too():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
+def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
+    def command(config, overrides):
+        raise end
+
+    assert _guarded(command, None, []) == code
+    assert capsys.readouterr().err == "x\n"
