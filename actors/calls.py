@@ -1,15 +1,13 @@
-"""Calls to actors from the driver: many at once, to the least busy one, and the last one that ends them."""
+"""Calls to actors from the driver: many at once, beside their work, and the last one that ends them."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
 
-from grpo_dist.admission import Admission
 from grpo_dist.concurrency import gather
 
 BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
@@ -27,7 +25,9 @@ async def result(ref: Any) -> Any:
 
 
 def one_at_a_time(worker: type) -> Any:
-    """An actor class whose calls wait for each other, in order, but for those in the group `BESIDE`."""
+    """An actor class whose calls wait for each other, in order, but for those in the group `BESIDE`; with
+    `max_concurrency` in its options so many run at once.
+    """
     return ray.remote(concurrency_groups={BESIDE: 1})(worker)
 
 
@@ -37,21 +37,6 @@ async def on_one_host(workers: Iterable[Any]) -> bool:
         worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for worker in workers
     )
     return len(set(nodes)) == 1
-
-
-class LeastBusy:
-    """Sends each call to the worker with the fewest calls outstanding; the first of several."""
-
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self._workers = workers
-        self._admission = Admission(len(workers), room=sys.maxsize)
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        index = await self._admission.admit(1, 1)
-        try:
-            return await getattr(self._workers[index], method).remote(*arguments)
-        finally:
-            self._admission.release(index, 1, 1)
 
 
 async def end(workers: Sequence[Any]) -> None:

@@ -126,9 +126,7 @@ class Cluster:
         )
         reference_sync = await self._reference_sync(policy, reference)
         usage = self._usage(samplers, reference, policy)
-        workers = Workers(
-            samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage
-        )
+        workers = Workers(samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage)
         if turns is None:
             return workers
         await turns.to_sampling()
@@ -141,15 +139,18 @@ class Cluster:
 
     def _usage(self, samplers: Samplers, reference: ReferencePool | None, policy: PolicyGroup) -> ActorUsage:
         rewards = samplers.rewards
-        roles = {
-            "rollout": samplers.rollouts.workers,
-            "reward": rewards.workers,
-            "reward_model": [worker for model in rewards.models for worker in model.workers],
-            "reference": reference.workers if reference else [],
-            "policy": policy.ranks,
+        teams = {
+            "rollout": [samplers.rollouts.team],
+            "reward": [rewards.team],
+            "reward_model": [model.team for model in rewards.models],
+            "reference": [reference.team] if reference else [],
         }
-        timeout_s = self._config.cluster.timeouts.sync_s
-        return ActorUsage(roles, queueing={"reference", "reward_model"}, timeout_s=timeout_s)
+        return ActorUsage(
+            {"policy": policy.ranks},
+            queueing={"reference", "reward_model"},
+            teams=teams,
+            timeout_s=self._config.cluster.timeouts.sync_s,
+        )
 
     async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> SharedDevices | None:
         """Of the engines, where they have no GPUs of their own."""
@@ -200,7 +201,13 @@ class Cluster:
         spec = EngineSpec.of(config, model_dir, colocated=shared is not None)
         options = self._options(demands["rollout"])
         places = None if shared is None else [_place(options, devices) for devices in shared.engines]
-        rollouts = self._keep(RolloutPool(spec, options=options, places=places))
+        restarts = self._restarts
+        # An engine on the policy's GPUs finds room for its start only in its turn, which may not come again
+        # before its samples are there: without one of its own, its loss ends the run.
+        rollouts = RolloutPool(
+            spec, options=options, places=places, **restarts | ({"restarts": None} if shared else {})
+        )
+        rollouts = self._keep(rollouts)
         rewards = RewardPool(
             config.rewards,
             max_new_tokens=config.sampling.max_new_tokens,
@@ -210,10 +217,12 @@ class Cluster:
                     policy=config.model,
                     policy_dir=str(model_dir),
                     options=self._options(demands["reward_models"]),
+                    **restarts,
                 )
                 for model in config.rewards.models
             ],
             options=self._options(demands["rewards"]),
+            **restarts,
         )
         return Samplers(rollouts, self._keep(rewards))
 
@@ -229,8 +238,15 @@ class Cluster:
                 temperature=config.sampling.temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,
                 options=self._options(demands["reference"]),
+                **self._restarts,
             )
         )
+
+    @property
+    def _restarts(self) -> dict[str, Any]:
+        """What the pools are told of it."""
+        cluster = self._config.cluster
+        return {"restarts": cluster.restarts, "start_s": cluster.timeouts.start_s}
 
     def _keep(self, handle: Any) -> Any:
         self._handles.append(handle)

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -42,6 +45,8 @@ class EngineThread:
         self._numbers = itertools.count()
         self._futures: dict[str, asyncio.Future[RequestOutput]] = {}
         self._failed: BaseException | None = None
+        self._steps = 0
+        self._stepping = False
         self._engine: Any = None
         self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
 
@@ -118,6 +123,18 @@ class EngineThread:
         """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
         await self.call(lambda: self._engine.wake_up(tags))
 
+    def work(self) -> float | None:
+        """A number that changes as long as the engine gets on with its work; None: it is in no step. Without
+        a GPU a step may take minutes, of a large prefill, and what tells that from one that hangs is the
+        processor's time.
+        """
+        if not self._stepping or self._thread.ident is None or not self._thread.is_alive():
+            return None
+        busy_s = 0.0
+        if not torch.cuda.is_available():
+            busy_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        return self._steps + busy_s
+
     async def shutdown(self) -> None:
         """End the engine and its worker processes, after the step it is in; requests in hand fail."""
         self._commands.put(None)
@@ -168,12 +185,16 @@ class EngineThread:
         return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
 
     def _step(self) -> None:
+        self._steps += 1
+        self._stepping = True
         try:
             outputs = self._engine.step()
         except BaseException as error:
             self._failed = error
             self._tell(self._fail_all, error)
             return
+        finally:
+            self._stepping = False
         if finished := [output for output in outputs if output.finished]:
             self._tell(self._deliver, finished)
 

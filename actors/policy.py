@@ -60,17 +60,28 @@ class PolicyWorker(Metered):
         return self._trainer.parameter_specs(adapters_only=adapters_only)
 
     def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
+        self.close_transfer(group)
         self._transports[group] = open_transport(backend, seat, timeout_s=timeout_s)
+
+    def close_transfer(self, group: str) -> None:
+        """Leave the group, if this rank is in it."""
+        if transport := self._transports.pop(group, None):
+            transport.close()
 
     @metered("sync")
     def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool) -> dict[str, float]:
         """Gather and, where this rank has a transport for ``group``, send every bucket and then the checksum
-        of all; returns the bytes sent and the seconds it took.
+        of all; returns the bytes sent and the seconds it took. What fails leaves the group: the others in it
+        learn of it at once, and what they were sent is of no use.
         """
         weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
         specs = self._trainer.parameter_specs(adapters_only=adapters_only)
-        with one_thread():
-            return send(self._transports.get(group), weights, specs, bucket_bytes)
+        try:
+            with one_thread():
+                return send(self._transports.get(group), weights, specs, bucket_bytes)
+        except Exception:
+            self.close_transfer(group)
+            raise
 
     def offload_states(self) -> None:
         self._trainer.offload_states()
@@ -122,8 +133,10 @@ class PolicyGroup:
         self.ranks = [
             actor.options(name=f"policy-{rank}", **options).remote() for rank in range(settings.num_workers)
         ]
+        self.updates = 0  # so many were asked of the ranks, which do what they are asked in that order
         self.device: DeviceType = "cpu"  # known once `ready`, as is the next
         self._attention_cost = 0.0
+        self.sent_after = 0
 
     async def ready(self) -> None:
         """All ranks joined, model loaded."""
@@ -148,7 +161,13 @@ class PolicyGroup:
     async def update(self, staged: Sequence[Any], *, kl_coef: float | None = None) -> dict[str, float]:
         """One optimiser update per batch that `stage` was given. ``kl_coef``: see `PolicyWorker.update`."""
         arguments = [(own, kl_coef) for own in staged]
+        self.updates += 1
         return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
+
+    @property
+    def update_s(self) -> float:
+        """Deadline of one step."""
+        return self._timeouts.update_s
 
     @property
     def adapter_scale(self) -> float | None:
@@ -158,8 +177,9 @@ class PolicyGroup:
 
     async def send_weights(self, bucket_bytes: int, *, group: str, adapters_only: bool) -> dict[str, float]:
         """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
-        of rank 0.
+        of rank 0. Those sent are the weights after as many `updates` as ``sent_after`` says then.
         """
+        self.sent_after = self.updates
         sending = (rank.send_weights.remote(bucket_bytes, group, adapters_only) for rank in self.ranks)
         return (await results(sending))[0]
 

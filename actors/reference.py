@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.calls import LeastBusy, kill, one_at_a_time, results
+from actors.calls import kill, one_at_a_time, results
+from actors.supervision import Team, Watched
 from actors.transport import Seat, Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.attention import choose_kernel
 from grpo_dist.batching import pad_rows
-from grpo_dist.config import Model, Reference, TransferBackend
+from grpo_dist.config import Model, Reference, Restarts, TransferBackend
 from grpo_dist.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
 from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.planning import micro_batches, packed_micro_batches
@@ -24,8 +25,15 @@ from grpo_dist.types import Prompt, Rollout, Rows
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
+# A frozen reference is what the model directory holds. One that follows the policy is nowhere but in the
+# actor and, as it was then, in a checkpoint.
+_RENEWED = (
+    "it was renewed from the policy (`reference.refresh_every`) and cannot be had again; start the same "
+    "command anew to resume from the newest checkpoint, which holds it"
+)
 
-class ReferenceWorker(Metered):
+
+class ReferenceWorker(Metered, Watched):
     """One frozen copy of the model."""
 
     def __init__(
@@ -125,22 +133,31 @@ class ReferencePool:
         temperature: float,
         chunk_mib: int | None,
         options: dict[str, Any],
+        restarts: Restarts | None = None,
+        start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(ReferenceWorker)
-        self.workers = [
-            actor.options(name=f"reference-{i}", **options).remote(
+
+        def make(name: str) -> Any:
+            return actor.options(name=name, **options).remote(
                 settings, model=model, model_dir=model_dir, temperature=temperature, chunk_mib=chunk_mib
             )
-            for i in range(settings.num_workers)
-        ]
-        self._least_busy = LeastBusy(self.workers)
+
+        self.team = Team(
+            "reference",
+            [make] * settings.num_workers,
+            restarts=restarts,
+            start_s=start_s,
+            irreplaceable=_RENEWED if settings.refresh_every else None,
+        )
+        self.workers = self.team.workers
 
     async def ready(self) -> None:
-        await results(worker.ready.remote() for worker in self.workers)
+        await self.team.ready()
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
-        return await self._least_busy.call("logprobs", prompt, rollouts)
+        return await self.team.call("logprobs", prompt, rollouts)
 
     async def save(self, path: Path) -> None:
         await self.workers[0].save.remote(str(path.absolute()))
@@ -149,4 +166,5 @@ class ReferencePool:
         await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
 
     async def shutdown(self) -> None:
+        await self.team.shutdown()
         kill(self.workers)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
+from ray.exceptions import RayActorError
 
-from actors.calls import LeastBusy, end, results
+from actors.calls import end, one_at_a_time
 from actors.reward_model import RewardModelPool
+from actors.supervision import Team, Watched, reason
 from grpo_dist.concurrency import gather
-from grpo_dist.config import Rewards
+from grpo_dist.config import Restarts, Rewards
 from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
@@ -26,8 +30,12 @@ from grpo_dist.usage import Metered, metered
 
 logger = logging.getLogger(__name__)
 
+# Actors that may be lost over one group before it counts as not scored: one may have been unlucky, but what
+# takes two with it would take them all.
+_ATTEMPTS = 2
 
-class RewardWorker(Metered):
+
+class RewardWorker(Metered, Watched):
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
     def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
@@ -57,18 +65,8 @@ class RewardWorker(Metered):
         begin = time.perf_counter()
         answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens)
         scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
-        # At most one of them is a process model; the configuration saw to that.
-        steps = next((m for m in modelled.values() if m.step_rewards is not None), None)
-        group = Group(
-            prompt=prompt,
-            rollouts=tuple(rollouts),
-            rewards=scores.rewards,
-            reward_parts=scores.parts,
-            outcomes=tuple(scores.outcomes),
-            score_s=time.perf_counter() - begin,
-            step_rewards=steps.step_rewards if steps else None,
-            step_ends=steps.step_ends if steps else None,
-        )
+        group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
+        group = replace(with_steps(group, modelled), score_s=time.perf_counter() - begin)
         return group, self._scorer.news()
 
     def close(self) -> None:
@@ -90,34 +88,59 @@ class RewardPool:
         models: Sequence[RewardModelPool] = (),
         options: dict[str, Any],
         worker: type = RewardWorker,
+        restarts: Restarts | None = None,
+        start_s: float = 600.0,
     ) -> None:
-        actor, settings = ray.remote(worker), placed(settings)
+        actor, settings = one_at_a_time(worker), placed(settings)
         in_hand = 2 * settings.processes_per_worker
-        self.workers = [
-            actor.options(name=f"reward-{i}", max_concurrency=in_hand, **options).remote(
-                settings, max_new_tokens=max_new_tokens
-            )
-            for i in range(settings.num_workers)
-        ]
-        self._least_busy = LeastBusy(self.workers)
+
+        def make(name: str) -> Any:
+            own = actor.options(name=name, max_concurrency=in_hand, **options)
+            return own.remote(settings, max_new_tokens=max_new_tokens)
+
+        self.team = Team("reward", [make] * settings.num_workers, restarts=restarts, start_s=start_s)
+        self.workers = self.team.workers
+        self._settings = settings
         self.models = list(models)
         self._told: set[str] = set()
 
     async def ready(self) -> None:
-        await gather(
-            [results(worker.ready.remote() for worker in self.workers), *(m.ready() for m in self.models)]
-        )
+        await gather([self.team.ready(), *(m.ready() for m in self.models)])
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
-        """``rollouts`` is an object reference to the samples, or the samples themselves."""
+        """``rollouts`` is an object reference to the samples, or the samples themselves. A group over which
+        two workers are lost counts as not scored.
+        """
         scores = await gather(model.score(prompt, rollouts) for model in self.models)
         modelled = {model.name: own for model, own in zip(self.models, scores, strict=True)}
-        group, news = await self._least_busy.call("score", prompt, rollouts, modelled)
-        for reason in news:
-            if reason not in self._told:
-                self._told.add(reason)
-                logger.warning("%s; a sample without a score counts as not scored", reason)
+        try:
+            group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
+        except RayActorError as error:
+            news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
+            samples = await rollouts if isinstance(rollouts, ray.ObjectRef) else rollouts
+            group = with_steps(not_scored(prompt, samples, self._settings), modelled)
+        for detail in news:
+            if detail not in self._told:
+                self._told.add(detail)
+                logger.warning("%s; a sample without a score counts as not scored", detail)
         return group
 
     async def shutdown(self) -> None:
+        await self.team.shutdown()
         await gather([end(self.workers), *(model.shutdown() for model in self.models)])
+
+
+def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
+    """``group`` with what a process model says of its steps; the configuration allows one such model."""
+    steps = next((m for m in modelled.values() if m.step_rewards is not None), None)
+    return replace(group, step_rewards=steps.step_rewards, step_ends=steps.step_ends) if steps else group
+
+
+def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: Rewards) -> Group:
+    """A group whose samples have no reward at all: NaN, an error of the math grader where there is one."""
+    specs = reward_specs(settings)
+    nothing = np.full(len(rollouts), np.nan, np.float32)
+    names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]
+    outcome = "error" if any(spec.function == "math" for spec in specs) else ""
+    parts = dict.fromkeys(names, nothing)
+    return Group(prompt, tuple(rollouts), nothing, parts, (outcome,) * len(rollouts))

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.calls import LeastBusy, kill, one_at_a_time, results
-from grpo_dist.config import Model, RewardModel
+from actors.calls import kill, one_at_a_time
+from actors.supervision import Team, Watched
+from grpo_dist.config import Model, Restarts, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.types import Prompt, Rollout
 from grpo_dist.usage import Metered, metered
 
 
-class RewardModelWorker(Metered):
+class RewardModelWorker(Metered, Watched):
     """One copy of a reward model, and the policy's tokenizer, to say at which token a step ends."""
 
     def __init__(self, settings: RewardModel, *, policy: Model, policy_dir: str) -> None:
@@ -38,24 +39,32 @@ class RewardModelPool:
     """Driver-side handle of one reward model: a group goes to the worker with the fewest in hand."""
 
     def __init__(
-        self, settings: RewardModel, *, policy: Model, policy_dir: str, options: dict[str, Any]
+        self,
+        settings: RewardModel,
+        *,
+        policy: Model,
+        policy_dir: str,
+        options: dict[str, Any],
+        restarts: Restarts | None = None,
+        start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(RewardModelWorker)
+
+        def make(name: str) -> Any:
+            return actor.options(name=name, **options).remote(settings, policy=policy, policy_dir=policy_dir)
+
         self.name = settings.name
-        self.workers = [
-            actor.options(name=f"reward-model-{settings.name}-{i}", **options).remote(
-                settings, policy=policy, policy_dir=policy_dir
-            )
-            for i in range(settings.num_workers)
-        ]
-        self._least_busy = LeastBusy(self.workers)
+        makers = [make] * settings.num_workers
+        self.team = Team(f"reward-model-{settings.name}", makers, restarts=restarts, start_s=start_s)
+        self.workers = self.team.workers
 
     async def ready(self) -> None:
-        await results(worker.ready.remote() for worker in self.workers)
+        await self.team.ready()
 
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
         """``rollouts`` is an object reference to the samples, or the samples themselves."""
-        return await self._least_busy.call("score", prompt, rollouts)
+        return await self.team.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:
+        await self.team.shutdown()
         kill(self.workers)

@@ -4,6 +4,9 @@ driver        pool: waits for room, picks the engine with the fewest outstanding
   |  sample()   |
   +-----------> | --- sample.remote ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
   | <--- reference to the group's rollouts, as soon as the group is finished
+
+What an engine that is lost had in hand is sampled by another, or by the one in its place: with the same
+seeds, so it comes out the same under the same weights.
 """
 
 from __future__ import annotations
@@ -11,17 +14,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayActorError
 
 from actors.calls import end, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
+from actors.supervision import Health, Team
 from actors.transport import Seat
-from grpo_dist.admission import Admission, Load
-from grpo_dist.config import TransferBackend
+from grpo_dist.admission import Load
+from grpo_dist.config import Restarts, TransferBackend
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
@@ -44,6 +50,8 @@ class RolloutWorker(Metered):
         self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
+        self._updating = False  # between the begin and the end of an update
+        self._received = False  # all weights of that update
 
     async def start(self) -> None:
         """Bring the engine up and run one request through it, which compiles what compiles lazily."""
@@ -137,21 +145,28 @@ class RolloutWorker(Metered):
             policy_versions=versions,
         )
 
+    async def health(self) -> Health:
+        return Health(self._engine.work())
+
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
-        """Every process of the engine takes its seat."""
+        """Every process of the engine takes its seat, and gives up the one it had."""
         info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
         await self._engine.init_transfer(info)
 
     @metered("sync")
-    async def begin_update(self) -> None:
+    async def begin_update(self) -> bool:
         """Stop generating. ``drain``: once running requests are done. ``keep``: now; they go on under the new
-        weights.
+        weights. Returns whether it still lacks weights: asked again because another engine was lost on the
+        way, it may have all of them.
 
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
         conditioned on keys and values of old weights.
         """
         await self._engine.pause(drain=self._spec.sync.mode == "drain")
-        await self._engine.start_weight_update()
+        if not self._updating:
+            await self._engine.start_weight_update()
+            self._updating = True
+        return not self._received
 
     @metered("sync")
     async def receive_weights(
@@ -159,14 +174,17 @@ class RolloutWorker(Metered):
     ) -> None:
         """``adapter_scale``: what comes are low-rank adapters, which count so many times."""
         parameters = [list(asdict(spec).values()) for spec in specs]
+        self._updating = False  # what fails on the way is begun anew
         await self._engine.update_weights(
             {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
         )
+        self._updating = self._received = True
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:
         """Serve again, from now on under ``version``; returns the version the engine itself reports."""
         await self._engine.finish_weight_update()
+        self._updating = self._received = False
         reported: int = await self._engine.set_weight_version(version)
         await self._engine.resume()
         return reported
@@ -201,19 +219,32 @@ class RolloutPool:
         options: dict[str, Any],
         places: Sequence[dict[str, Any]] | None = None,
         worker: type = RolloutWorker,
+        restarts: Restarts | None = None,
+        start_s: float = 600.0,
     ) -> None:
-        """``options`` of every actor; ``places``: those of each one, on top."""
+        """``options`` of every actor; ``places``: those of each one, on top. ``restarts``, ``start_s``: see
+        `Team`.
+        """
         actor, settings = ray.remote(worker), spec.rollout
         self.tensor_parallel_size = settings.tensor_parallel_size
         own = places or [{}] * settings.num_workers
-        self.workers = [
-            actor.options(name=f"rollout-{i}", max_concurrency=10_000, **options | place).remote(spec)
-            for i, place in enumerate(own)
-        ]
-        self._samplers = [worker.sample.options(num_returns=2) for worker in self.workers]
-        self._admission = Admission(
-            settings.num_workers, _IN_HAND * spec.max_num_seqs, on_wait=self._follow_all
+
+        def make(place: dict[str, Any], name: str) -> Any:
+            return actor.options(name=name, max_concurrency=10_000, **options | place).remote(spec)
+
+        self.team = Team(
+            "rollout",
+            [partial(make, place) for place in own],
+            restarts=restarts,
+            start_s=start_s,
+            start=lambda worker: worker.start.remote(),
+            health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
+            room=_IN_HAND * spec.max_num_seqs,
+            on_wait=self._follow_all,
         )
+        self.team.on_lost = self._forget
+        self.workers, self._admission = self.team.workers, self.team.admission
+        self._samplers = [self._two_returns(worker) for worker in self.workers]
         self._news_every = max(1, spec.max_num_seqs // 8)  # sequences, of an engine that groups wait for
         self._sent = [Load(0, 0)] * settings.num_workers
         self._finished = [Load(0, 0)] * settings.num_workers
@@ -221,20 +252,26 @@ class RolloutPool:
         self._following: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> None:
-        await results(worker.start.remote() for worker in self.workers)
+        await self.team.ready()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
         """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not
         fetched here.
         """
         load = outstanding(prompt, len(seeds), sampling)
-        index = await self._admission.admit(load.sequences, load.tokens)
-        self._sent[index] = self._sent[index].plus(load)
-        if self._admission.waiting:
-            self._follow_all()
-        finished, rollouts = self._samplers[index].remote(prompt, list(seeds), sampling)
-        self._note(index, await finished)
-        return rollouts
+        while True:
+            index = await self._admission.admit(load.sequences, load.tokens)
+            self._sent[index] = self._sent[index].plus(load)
+            if self._admission.waiting:
+                self._follow_all()
+            worker = self.workers[index]
+            finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
+            try:
+                self._note(index, worker, await finished)
+            except RayActorError as error:
+                self.team.lost(index, worker, error)
+            else:
+                return rollouts
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await results(worker.sleep.remote(keep_weights) for worker in self.workers)
@@ -245,6 +282,7 @@ class RolloutPool:
     async def shutdown(self) -> None:
         for task in self._following:
             task.cancel()
+        await self.team.shutdown()
         await end(self.workers)
 
     def _follow_all(self) -> None:
@@ -257,17 +295,38 @@ class RolloutPool:
 
     async def _follow(self, index: int) -> None:
         """Room is free as samples are finished, not only when their whole group is."""
+        worker = self.workers[index]
         try:
-            while self._admission.waiting and self._sent[index] != self._finished[index]:
+            while (
+                self._admission.waiting
+                and self.team.is_current(index, worker)
+                and self._sent[index] != self._finished[index]
+            ):
                 more = self._finished[index].sequences + self._news_every
                 at_least = min(more, self._sent[index].sequences)
-                self._note(index, await self.workers[index].finished.remote(at_least))
-        except ray.exceptions.RayActorError:
-            return  # whoever waits for its samples is told
+                self._note(index, worker, await worker.finished.remote(at_least))
+        except RayActorError as error:
+            self.team.lost(index, worker, error)
         finally:
             self._not_followed.add(index)
 
-    def _note(self, index: int, finished: Load) -> None:
+    def _sampler(self, index: int, worker: Any) -> Any:
+        """The method, made once for each engine: it is called for every group."""
+        if self._samplers[index][0] is not worker:
+            self._samplers[index] = self._two_returns(worker)
+        return self._samplers[index][1]
+
+    @staticmethod
+    def _two_returns(worker: Any) -> tuple[Any, Any]:
+        return worker, worker.sample.options(num_returns=2)
+
+    def _forget(self, index: int) -> None:
+        """The engine in the place of a lost one begins to count anew."""
+        self._sent[index] = self._finished[index] = Load(0, 0)
+
+    def _note(self, index: int, worker: Any, finished: Load) -> None:
+        if not self.team.is_current(index, worker):
+            return
         known = self._finished[index]
         if finished > known:  # replies may overtake each other
             self._finished[index] = finished

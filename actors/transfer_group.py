@@ -55,6 +55,25 @@ class TransferGroup:
     specs: list[ParameterSpec]
     bucket_bytes: int
     adapters_only: bool
+    workers: tuple[Any, ...]
+    settings: SyncSettings
+    processes_each: int
+
+    async def again(self, workers: Sequence[Any], *, name: str, timeout_s: float) -> TransferGroup:
+        """One of the same policy with other ``workers``, which do not share its devices."""
+        return await TransferGroup.open(
+            name,
+            self.policy,
+            workers,
+            self.settings,
+            processes_each=self.processes_each,
+            adapters_only=self.adapters_only,
+            timeout_s=timeout_s,
+        )
+
+    async def close(self) -> None:
+        """The policy's side; the caller holds the deadline."""
+        await results(rank.close_transfer.remote(self.name) for rank in self.policy.ranks)
 
     @classmethod
     async def open(
@@ -92,7 +111,8 @@ class TransferGroup:
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         specs = await policy.ranks[0].parameter_specs.remote(adapters_only)
-        return cls(policy, name, specs, bucket_bytes, adapters_only)
+        members = tuple(workers)
+        return cls(policy, name, specs, bucket_bytes, adapters_only, members, settings, processes_each)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
         """The weights, while the workers are ``receiving``; returns metrics of the sender. The caller holds

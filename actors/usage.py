@@ -3,33 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from actors.calls import BESIDE, results
-from grpo_dist.concurrency import deadline
+from ray.exceptions import RayActorError
+
+from actors.calls import BESIDE
+from actors.supervision import Team
+from grpo_dist.concurrency import deadline, gather
 from grpo_dist.usage import Usage, usage_metrics
 
 
 class ActorUsage:
     """Driver-side handle. ``actors``: those of each role. ``queueing``: roles of `calls.one_at_a_time`, which
-    have work of later batches before them, and are asked beside it. ``latest``: by actor, as `read` last
-    found it.
+    have work of later batches before them, and are asked beside it. ``teams``: of roles whose actors may be
+    replaced. ``latest``: by actor, as `read` last found it.
     """
 
     def __init__(
-        self, actors: Mapping[str, Sequence[Any]], *, queueing: Collection[str], timeout_s: float
+        self,
+        actors: Mapping[str, Sequence[Any]],
+        *,
+        queueing: Collection[str],
+        teams: Mapping[str, Sequence[Team]] = MappingProxyType({}),
+        timeout_s: float,
     ) -> None:
-        self._ask = {
-            f"{role}-{i}": actor.usage.options(concurrency_group=BESIDE) if role in queueing else actor.usage
-            for role, own in actors.items()
-            for i, actor in enumerate(own)
-        }
+        self._actors, self._queueing, self._teams = actors, queueing, teams
         self._timeout_s = timeout_s
         self.latest: dict[str, Usage] = {}
 
     async def read(self) -> dict[str, float]:
-        """Metrics of what was done since the last call."""
-        async with deadline(self._timeout_s, f"usage of {len(self._ask)} actors"):
-            found = await results(ask.remote() for ask in self._ask.values())
-        self.latest = dict(zip(self._ask, found, strict=True))
-        return usage_metrics(self.latest)
+        """Metrics of what was done since the last call, and of how many actors were replaced."""
+        named = {
+            f"{role}-{i}": (role, actor)
+            for role, own in self._serving().items()
+            for i, actor in enumerate(own)
+        }
+        async with deadline(self._timeout_s, f"usage of {len(named)} actors"):
+            found = await gather(self._asked(*who) for who in named.values())
+        self.latest = {name: usage for name, usage in zip(named, found, strict=True) if usage is not None}
+        restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
+        return usage_metrics(self.latest) | restarts
+
+    def _serving(self) -> dict[str, list[Any]]:
+        """Those of each role; one that is being replaced would only answer once it is up."""
+        of_teams = {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}
+        return {role: list(own) for role, own in self._actors.items()} | of_teams
+
+    async def _asked(self, role: str, actor: Any) -> Usage | None:
+        """None: it was lost, and with it what it did; its role is told of that by others."""
+        beside = role in self._queueing
+        ask = actor.usage.options(concurrency_group=BESIDE) if beside else actor.usage
+        try:
+            usage: Usage = await ask.remote()
+        except RayActorError:
+            if role not in self._teams:
+                raise
+            return None
+        return usage

@@ -23,12 +23,19 @@ def send(
     """Send ``weights``, the buckets of ``specs``; returns the bytes sent and the seconds of each stage.
 
     Without a transport they are only gone through: under ZeRO-3 every rank takes part in gathering what
-    others send.
+    others send. So do those that follow a send that fails.
     """
-    if transport is None:
+    weights = iter(weights)
+    try:
+        return _send(transport, weights, specs, bucket_bytes) if transport else {}
+    finally:
         for _ in weights:
             pass
-        return {}
+
+
+def _send(
+    transport: Transport, weights: Iterator[Bucket], specs: Sequence[ParameterSpec], bucket_bytes: int
+) -> dict[str, float]:
     checksum, watch = Checksum(), Stopwatch()
     sizes = _sizes(specs, bucket_bytes)
     buffers, buckets = transport.outgoing(sizes), chain(weights, [None])

@@ -5,11 +5,18 @@ driver            policy ranks                           engines
   both at once:   gather bucket, pack, send       ===>   receive, add to checksum, load
                   send checksum                   ===>   compare; a difference ends the run
   finish_update ------------------------------------->   repack, take the version, serve again
+
+An engine that is lost on the way ends the transfer for all: it is repeated with the rest, in a new group. The
+one in its place gets the weights in a group of its own, while the others go on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
+
+from ray.exceptions import RayError, RayTaskError
 
 from actors.calls import result, results
 from actors.policy import PolicyGroup
@@ -25,6 +32,10 @@ class WeightSync:
 
     def __init__(self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float) -> None:
         self._group, self._rollouts, self._timeout_s = group, rollouts, timeout_s
+        self._is_open = True
+        self._version, self._updates = 0, group.policy.updates  # those last pushed
+        self._one_at_a_time = asyncio.Lock()
+        rollouts.team.catch_up = self.catch_up
 
     @classmethod
     async def connect(
@@ -52,25 +63,81 @@ class WeightSync:
         return cls(group, rollouts, timeout_s)
 
     async def push(self, version: int) -> dict[str, float]:
-        """All engines hold the policy's weights as ``version`` when this returns; metrics say what it took.
+        """All engines that serve hold the policy's weights as ``version`` when this returns; metrics say what
+        it took.
 
         Raises TimeoutError naming the stage past the deadline, RuntimeError when an engine received other
         bytes than were sent or reports another version.
         """
-        workers, watch = self._rollouts.workers, Stopwatch()
+        team, watch = self._rollouts.team, Stopwatch()
+        async with self._one_at_a_time:
+            sent: dict[str, float] = {}
+            while True:
+                team.check()
+                workers = team.alive()
+                try:
+                    sent = await self._bring(version, workers, watch) or sent
+                    break
+                except RayError as error:
+                    self._is_open = False
+                    await team.weed_out(workers, error)
+            self._version, self._updates = version, self._group.policy.updates
+        return sent | watch.phases()
+
+    async def catch_up(self, worker: Any) -> None:
+        """Give an engine that was started anew the weights as they are now. The policy may have been updated
+        since the last push, or be at it: then they are of a version that nobody else has yet, and say so.
+        """
+        policy, own = self._group.policy, "rollout anew"
+        async with self._one_at_a_time:
+            try:
+                # The ranks may be in the middle of an update.
+                seconds = self._timeout_s + policy.update_s
+                async with deadline(seconds, "weight sync: a restarted engine joins"):
+                    group = await self._group.again([worker], name=own, timeout_s=seconds)
+                async with deadline(seconds, "weight sync: a restarted engine receives"):
+                    await worker.begin_update.remote()
+                    await self._send(group, [worker])
+                version = self._version + policy.sent_after - self._updates
+                async with deadline(seconds, f"weight sync: a restarted engine takes version {version}"):
+                    reported = await worker.finish_update.remote(version)
+                    await group.close()
+                self._is_open = False  # the common group lacks this engine
+            except RayTaskError:  # perhaps only how the policy saw that the engine is gone
+                async with deadline(self._timeout_s, "weight sync: a restarted engine says how it is"):
+                    await worker.health.remote()
+                raise
+        _check_versions([reported], version)
+
+    async def _bring(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
+        """To ``workers`` that lack it; returns metrics of the sender, {} where none did. May be repeated."""
         async with deadline(self._timeout_s, f"weight sync: engines stop for version {version}"):
             with watch("sync_stop"):
-                await results(worker.begin_update.remote() for worker in workers)
+                lacks = await results(worker.begin_update.remote() for worker in workers)
+        sent = {}
         async with deadline(self._timeout_s, f"weight sync: version {version} travels"):
             with watch("sync_travel"):
-                group = self._group
-                arguments = group.specs, group.bucket_bytes, group.policy.adapter_scale
-                receiving = [result(worker.receive_weights.remote(*arguments)) for worker in workers]
-                sent = await group.send(receiving)
+                if receivers := [worker for worker, lack in zip(workers, lacks, strict=True) if lack]:
+                    await self._open(receivers)
+                    sent = await self._send(self._group, receivers)
         async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
             with watch("sync_take"):
                 reported = await results(worker.finish_update.remote(version) for worker in workers)
-        wrong = {f"rollout-{i}": r for i, r in enumerate(reported) if r != version}
-        if wrong:
-            raise RuntimeError(f"weight sync: engines should hold version {version} but report {wrong}")
-        return sent | watch.phases()
+        _check_versions(reported, version)
+        return sent
+
+    async def _open(self, receivers: list[Any]) -> None:
+        if self._is_open and list(self._group.workers) == receivers:
+            return
+        self._group = await self._group.again(receivers, name=self._group.name, timeout_s=self._timeout_s)
+        self._is_open = True
+
+    async def _send(self, group: TransferGroup, receivers: list[Any]) -> dict[str, float]:
+        arguments = group.specs, group.bucket_bytes, group.policy.adapter_scale
+        return await group.send([result(worker.receive_weights.remote(*arguments)) for worker in receivers])
+
+
+def _check_versions(reported: Sequence[int], version: int) -> None:
+    wrong = {f"rollout-{i}": r for i, r in enumerate(reported) if r != version}
+    if wrong:
+        raise RuntimeError(f"weight sync: engines should hold version {version} but report {wrong}")

@@ -61,10 +61,12 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _transport: Transport | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()  # of a group that has lost an engine, or won one
         seat = init_info.seats[self.parallel_config.rank]
         self._transport = open_transport(init_info.backend, seat, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
+        forget_what_came(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -101,6 +103,16 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+
+def forget_what_came(model: torch.nn.Module) -> None:
+    """Of an update that broke off: a layer that had a part of its parameters would count them twice and be
+    processed before it has all.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights, info.load_numel = [], 0
 
 
 def keep_what_waits(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> None:

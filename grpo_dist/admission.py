@@ -3,6 +3,7 @@
     admit(4 sequences) -> worker 1     the one with the fewest outstanding tokens that has room
     admit(4 sequences) -> waits        first come, first served
     release(1, 4)      -> the first who waits takes worker 1
+    withdraw(1)        -> worker 1 is lost with all it had in hand; nobody is sent to it until restore(1)
 
 A decision costs O(log workers), and a release wakes only those who have room now: with a thousand groups
 waiting for 64 engines the driver does not look at all of them each time a group is finished.
@@ -52,6 +53,8 @@ class Admission:
         # something of it is released.
         self._open = [(0, i, 0) for i in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
+        self._withdrawn: set[int] = set()
+        self._failure: BaseException | None = None
 
     @property
     def waiting(self) -> bool:
@@ -59,7 +62,11 @@ class Admission:
         return bool(self._waiting)
 
     async def admit(self, sequences: int, tokens: int) -> int:
-        """The worker that takes the group, whose load it is from now on until `release`."""
+        """The worker that takes the group, whose load it is from now on until `release`. Raises what `fail`
+        was given.
+        """
+        if self._failure is not None:
+            raise self._failure
         index = None if self._waiting else self._take(sequences, tokens)
         if index is not None:
             return index
@@ -75,7 +82,32 @@ class Admission:
 
     def release(self, index: int, sequences: int, tokens: int) -> None:
         """So much of worker ``index`` is finished; those who waited for it longest go on."""
+        if index in self._withdrawn:  # it has nothing in hand any more
+            return
         self._change(index, -sequences, -tokens)
+        self._serve()
+
+    def withdraw(self, index: int) -> None:
+        """Worker ``index`` is lost: what it had in hand is nobody's, and it is given nothing."""
+        self._withdrawn.add(index)
+        load = self._loads[index]
+        self._loads[index] = _Hand(stamp=load.stamp + 1)  # no entry of the heap speaks of it any more
+
+    def restore(self, index: int) -> None:
+        """There is a worker ``index`` again, with nothing in hand."""
+        self._withdrawn.discard(index)
+        self._change(index, 0, 0)
+        self._serve()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise ``error`` at all who wait and all who come."""
+        self._failure = error
+        while self._waiting:
+            place = self._waiting.popleft()[2]
+            if not place.done():
+                place.set_exception(error)
+
+    def _serve(self) -> None:
         while self._waiting:
             wanted, cost, place = self._waiting[0]
             if not place.done():  # a cancelled one only leaves the queue

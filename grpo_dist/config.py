@@ -520,6 +520,26 @@ class Timeouts(Section):
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
 
 
+class Restarts(Section):
+    """Of actors that hold nothing which cannot be had again: engines, rewards, reward models, reference."""
+
+    max_per_worker: Count = Field(3, description="of one actor in a run; 0: its loss ends the run")
+    backoff_s: PositiveFloat = Field(1.0, description="before the first restart; doubles with each further")
+    health_s: PositiveFloat = Field(5.0, description="between two questions whether an actor is well")
+    hang_s: PositiveFloat = Field(
+        15.0, description="an actor that neither answers nor goes on within it is replaced"
+    )
+
+    @model_validator(mode="after")
+    def _asked_before_it_is_late(self) -> Restarts:
+        if self.hang_s <= self.health_s:
+            raise ValueError(
+                f"hang_s = {self.hang_s:g} must be above health_s = {self.health_s:g}, at which actors are "
+                "asked; raise the one or lower the other"
+            )
+        return self
+
+
 class Lengths(Section):
     """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
 
@@ -562,6 +582,7 @@ class Cluster(Section):
         "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
     )
     timeouts: Timeouts = Timeouts()
+    restarts: Restarts = Restarts()
 
 
 class Config(Section):

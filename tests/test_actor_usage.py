@@ -4,10 +4,11 @@ import asyncio
 import threading
 
 import ray
+from ray.exceptions import ActorDiedError
 
 from actors.calls import one_at_a_time
 from actors.usage import ActorUsage
-from grpo_dist.usage import Metered, metered
+from grpo_dist.usage import Metered, Usage, metered
 
 
 class Slow(Metered):
@@ -35,3 +36,38 @@ def test_an_actor_with_a_queue_tells_what_it_did_without_working_it_off(ray_clus
     assert ray.get(queued)[-1] == [0, 1, 2, 3]  # one at a time, in order
     assert asyncio.run(usage.read())["time/reference_work_busy_s"] > 0
     ray.kill(actor)
+
+
+class Method:
+    """Stands for one of an actor that answers, or is dead."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def remote(self):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Restarted:
+    """A team of which one actor serves, one has just died, and one is being replaced."""
+
+    def __init__(self, *answers):
+        self._actors = [type("Actor", (), {"usage": Method(answer)})() for answer in answers]
+        self._restarts = [2.0, 0.0]
+
+    def alive(self):
+        return self._actors
+
+    def restarted(self):
+        return self._restarts.pop(0)
+
+
+def test_restarts_are_counted_and_a_lost_actor_holds_nobody_up():
+    team = Restarted(Usage({"sample": 2.0}), ActorDiedError())
+    usage = ActorUsage({}, queueing=(), teams={"rollout": [team], "reference": []}, timeout_s=60)
+    metrics = asyncio.run(usage.read())
+    assert metrics["restarts/rollout"] == 2.0 and metrics["time/rollout_sample_busy_s"] == 2.0
+    assert list(usage.latest) == ["rollout-0"] and "restarts/reference" not in metrics
+    assert asyncio.run(usage.read())["restarts/rollout"] == 0.0

@@ -62,6 +62,41 @@ def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
     asyncio.run(session())
 
 
+def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back():
+    async def session():
+        admission = Admission(2, room=4)
+        assert [await admission.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
+        waiting = asyncio.create_task(admission.admit(4, 5))
+        admission.withdraw(0)
+        admission.release(0, 4, 10)  # word of what the lost one did comes late
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        admission.release(1, 4, 20)
+        assert await waiting == 1
+        waiting = asyncio.create_task(admission.admit(4, 5))
+        await asyncio.sleep(0)
+        admission.restore(0)
+        assert await waiting == 0
+        admission.release(0, 4, 5)
+        assert await admission.admit(1, 1) == 0  # the one with nothing in hand, counted as such
+
+    asyncio.run(session())
+
+
+def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
+    async def session():
+        admission = Admission(1, room=1)
+        await admission.admit(1, 1)
+        waiting = asyncio.create_task(admission.admit(1, 1))
+        await asyncio.sleep(0)
+        admission.fail(RuntimeError("no engine is left"))
+        for late in (waiting, admission.admit(1, 1)):
+            with pytest.raises(RuntimeError, match="no engine is left"):
+                await late
+
+    asyncio.run(session())
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     workers=st.integers(1, 5),

@@ -156,12 +156,12 @@ def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path
     workers = [RewardWorker(settings, max_new_tokens=24) for _ in range(2)]
 
     class InTurn:
-        async def call(self, method, *arguments):
+        async def call(self, method, *arguments, attempts):
             workers.append(workers.pop(0))
             return getattr(workers[0], method)(*arguments)
 
     pool = object.__new__(RewardPool)
-    pool._least_busy, pool.models, pool._told = InTurn(), [], set()
+    pool.team, pool.models, pool._told = InTurn(), [], set()
     with caplog.at_level("WARNING"):
         groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
     for worker in workers:

@@ -103,6 +103,26 @@ def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, act
     other.join()
 
 
+def test_who_cannot_send_any_more_still_gathers_with_the_other_ranks():
+    """Under ZeRO-3 they wait for this one in every bucket that is left."""
+
+    class Broken:
+        def outgoing(self, sizes):
+            yield torch.empty(sizes[0], dtype=torch.uint8)
+            raise RuntimeError("the other one is gone")
+
+    gathered = []
+
+    def buckets():
+        for bucket in buckets_of(weights(1)):
+            gathered.append([name for name, _ in bucket])
+            yield bucket
+
+    with pytest.raises(RuntimeError, match="is gone"):
+        send(Broken(), buckets(), SPECS, BUCKET)
+    assert gathered == [["a", "b", "c"], ["big"], ["d"]]
+
+
 def test_nobody_there_is_said_by_the_deadline():
     with pytest.raises(TimeoutError):
         join("shared_memory", free_port("127.0.0.1"), 0, 2, timeout_s=0.2)

@@ -1,0 +1,274 @@
+"""The actors of one role: each is watched, and replaced where it dies or hangs.
+
+    serving --lost--> back-off, made anew, started, given what it lacks --> serving
+                        | again, as often as the budget goes
+                        v
+                      the role has failed: whoever waits for one of its actors is told
+
+For actors whose state can be had again. The call that a lost one was in is repeated on another: whoever
+called gets one answer, however many actors worked at it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from actors.calls import BESIDE, kill, result, results
+from grpo_dist.admission import Admission
+from grpo_dist.concurrency import deadline, gather
+from grpo_dist.config import Restarts
+
+logger = logging.getLogger("grpo_dist")
+
+_LATE_S = 1.0  # a deadline noticed so much later says that the driver itself was held up
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """``work``: a number that changes as long as the work in hand goes on; None: nothing is in hand."""
+
+    work: float | None = None
+
+
+class Watched:
+    """A worker that can be asked how it is."""
+
+    def health(self) -> Health:
+        return Health()
+
+
+class WorkerLost(RuntimeError):
+    """An actor is gone and is not replaced; says which, and why."""
+
+
+def ask_beside(worker: Any) -> Any:
+    """`Watched.health` of an actor class made by `one_at_a_time`."""
+    return worker.health.options(concurrency_group=BESIDE).remote()
+
+
+def ready(worker: Any) -> Any:
+    return worker.ready.remote()
+
+
+class Team:
+    """Driver-side handle of the actors of one role; made and used on one event loop. ``workers`` is the list
+    of them, always as it is now.
+
+    Args:
+        makers: of each actor, given its name.
+        restarts: None: nobody watches, and a loss ends the run.
+        start_s: deadline of one restart.
+        start: begins the start of an actor, which can serve when what it returns is done.
+        health: asks an actor how it is.
+        room: sequences that one may have in hand, see `Admission`.
+        irreplaceable: why a lost one cannot be replaced, and what to do; None: it can.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        makers: Sequence[Callable[[str], Any]],
+        *,
+        restarts: Restarts | None,
+        start_s: float,
+        start: Callable[[Any], Any] = ready,
+        health: Callable[[Any], Any] = ask_beside,
+        room: int = sys.maxsize,
+        on_wait: Callable[[], None] = lambda: None,
+        irreplaceable: str | None = None,
+    ) -> None:
+        self._role, self._makers, self._start_s, self._start = role, makers, start_s, start
+        self._restarts, self._health, self._irreplaceable = restarts, health, irreplaceable
+        self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
+        self.admission = Admission(len(self.workers), room, on_wait=on_wait)
+        # What an actor that was started anew has to be given before it serves.
+        self.catch_up: Callable[[Any], Awaitable[None]] | None = None
+        self.on_lost: Callable[[int], None] = lambda _: None
+        self._used = [0] * len(self.workers)
+        self._told = 0
+        self._replacing: dict[int, asyncio.Task[None]] = {}
+        self._watching: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+
+    async def ready(self) -> None:
+        await results(self._start(worker) for worker in self.workers)
+        if self._restarts is not None:
+            for index in range(len(self.workers)):
+                task = asyncio.create_task(self._watch(index), name=f"health of {self._name(index)}")
+                task.add_done_callback(self._ended)
+                self._watching.append(task)
+
+    def alive(self) -> list[Any]:
+        """The actors that serve."""
+        return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
+
+    def is_current(self, index: int, worker: Any) -> bool:
+        """Whether ``worker`` is the one that serves as number ``index``."""
+        return index not in self._replacing and self.workers[index] is worker
+
+    def check(self) -> None:
+        """Raises what ended the role, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def restarted(self) -> float:
+        """How many actors were replaced since this was last asked."""
+        total, told = sum(self._used), self._told
+        self._told = total
+        return float(total - told)
+
+    async def call(self, method: str, *arguments: Any, attempts: int | None = None) -> Any:
+        """What the actor with the fewest calls in hand answers; of one that is lost meanwhile, another.
+        Raises RayActorError when ``attempts`` actors were lost over it.
+        """
+        made = 0
+        while True:
+            index = await self.admission.admit(1, 1)
+            worker, made = self.workers[index], made + 1
+            try:
+                return await getattr(worker, method).remote(*arguments)
+            except RayActorError as error:
+                self.lost(index, worker, error)
+                if made == attempts:
+                    raise
+            finally:
+                if self.is_current(index, worker):
+                    self.admission.release(index, 1, 1)
+
+    def lost(self, index: int, worker: Any, error: BaseException) -> None:
+        """``worker``, number ``index``, answers no more: replace it. Whoever notices says so."""
+        if not self.is_current(index, worker) or self._failure is not None:
+            return
+        self.admission.withdraw(index)
+        self.on_lost(index)
+        try:
+            delay_s = self._take(index, error)
+        except WorkerLost as failure:
+            kill([worker])
+            self._fail(failure)
+            return
+        task = asyncio.create_task(self._replace(index, delay_s), name=f"restart of {self._name(index)}")
+        self._replacing[index] = task
+        task.add_done_callback(self._ended)
+
+    async def weed_out(self, workers: Sequence[Any], error: BaseException) -> None:
+        """Something failed on several of ``workers`` at once: find out who is lost. Raises ``error`` where
+        none is, for then it has another reason.
+        """
+        numbers = [self._number(worker) for worker in workers]
+        found = await gather(self._is_well(i, w) for i, w in zip(numbers, workers, strict=True))
+        if all(found):
+            raise error
+
+    async def _is_well(self, index: int | None, worker: Any) -> bool:
+        if index is None or not self.is_current(index, worker):
+            return False
+        limit_s = self._restarts.hang_s if self._restarts else self._start_s
+        try:
+            async with deadline(limit_s, f"{self._name(index)} says how it is"):
+                await self._health(worker)
+        except (RayActorError, TimeoutError) as error:
+            self.lost(index, worker, error)
+            return False
+        return True
+
+    def _number(self, worker: Any) -> int | None:
+        return next((i for i, own in enumerate(self.workers) if own is worker), None)
+
+    async def shutdown(self) -> None:
+        """Nobody is watched or replaced any more; the actors are the caller's to end."""
+        tasks = [*self._watching, *self._replacing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _replace(self, index: int, delay_s: float) -> None:
+        while True:
+            kill([self.workers[index]])
+            await asyncio.sleep(delay_s)
+            # Not the name of the one before: it may not be free yet.
+            worker = self._makers[index](f"{self._name(index)}.{self._used[index]}")
+            self.workers[index] = worker
+            try:
+                async with deadline(self._start_s, f"restart: {self._name(index)} comes up"):
+                    await result(self._start(worker))
+                if self.catch_up is not None:
+                    await self.catch_up(worker)
+            except (RayActorError, TimeoutError) as error:
+                delay_s = self._take(index, error)
+                continue
+            # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
+            del self._replacing[index]
+            self.admission.restore(index)
+            logger.warning("%s serves again", self._name(index))
+            return
+
+    def _take(self, index: int, error: BaseException) -> float:
+        """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left."""
+        allowed = self._restarts.max_per_worker if self._restarts else 0
+        lost = f"{self._name(index)} is lost ({reason(error)})"
+        if self._irreplaceable is not None:
+            raise WorkerLost(f"{lost}: {self._irreplaceable}") from error
+        if self._restarts is None or self._used[index] >= allowed:
+            after = (
+                f" after {allowed} restart(s), all of `cluster.restarts.max_per_worker`" if allowed else ""
+            )
+            raise WorkerLost(lost + after) from error
+        self._used[index] += 1
+        delay_s = self._restarts.backoff_s * 2 ** (self._used[index] - 1)
+        logger.warning("%s; restart %d of %d in %g s", lost, self._used[index], allowed, delay_s)
+        return delay_s
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What went wrong in a task that nobody awaits is told to all who want an actor of this role."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self.admission.fail(self._failure)
+
+    async def _watch(self, index: int) -> None:
+        assert self._restarts is not None
+        every_s, limit_s = self._restarts.health_s, self._restarts.hang_s - self._restarts.health_s
+        seen: tuple[Any, float] | None = None
+        since = 0.0
+        while self._failure is None:
+            await asyncio.sleep(every_s)
+            worker, asked = self.workers[index], time.monotonic()
+            if not self.is_current(index, worker):
+                continue
+            try:
+                async with deadline(limit_s, f"{self._name(index)} says how it is"):
+                    health = await self._health(worker)
+            except RayActorError as error:
+                self.lost(index, worker, error)
+                continue
+            except TimeoutError as error:
+                if time.monotonic() - asked < limit_s + _LATE_S:
+                    self.lost(index, worker, error)
+                continue
+            now = time.monotonic()
+            if health.work is None:
+                seen = None
+            elif seen != (worker, health.work):
+                seen, since = (worker, health.work), now
+            elif now - since >= limit_s:
+                stuck = f"{self._name(index)}: its work has not gone on for {now - since:.0f} s"
+                self.lost(index, worker, TimeoutError(stuck))
+
+    def _name(self, index: int) -> str:
+        return f"{self._role}-{index}"
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what ``error`` says; Ray adds a page."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

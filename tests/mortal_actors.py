@@ -1,0 +1,67 @@
+"""Actors that stand for real ones until they die or hang. They import little, so that they start at once."""
+
+import asyncio
+import os
+import signal
+import time
+
+from actors.simulated import SimulatedReward, SimulatedRollout
+from actors.supervision import Health, Watched
+
+
+class Engine(SimulatedRollout):
+    """Answers after a while, with who it was; stops in a step when told to."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self._stuck = False
+
+    async def health(self):
+        return Health(1.0 if self._stuck else None)
+
+    async def stick(self):
+        self._stuck = True
+
+    async def sample(self, prompt, seeds, sampling):
+        finished, _ = await super().sample(prompt, seeds, sampling)
+        await asyncio.sleep(0.05)
+        while self._stuck:
+            await asyncio.sleep(0.05)
+        return finished, (prompt.uid, tuple(seeds), os.getpid())
+
+    async def process(self):
+        return os.getpid()
+
+
+class Busy(Watched):
+    def work(self, seconds):
+        time.sleep(seconds)
+        return os.getpid()
+
+    def ready(self):
+        """Up."""
+
+
+class Grader(SimulatedReward, Watched):
+    """Some prompts kill whoever scores them, or only the first who does."""
+
+    def score(self, prompt, rollouts, modelled):
+        mark = prompt.columns.get("mark")
+        if prompt.uid == "poison" or (mark and not os.path.exists(mark)):
+            if mark:
+                open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().score(prompt, rollouts, modelled)
+
+
+class Frozen(Watched):
+    """In the place of a reference worker."""
+
+    def __init__(self, settings, **others):
+        """Settings of the real one."""
+
+    def ready(self):
+        """Up."""
+
+    def logprobs(self, prompt, rollouts):
+        return [len(rollout) for rollout in rollouts]
