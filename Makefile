@@ -37,6 +37,7 @@ test: $(READY)
 evidence: $(READY)
 	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
 	    tests/evidence_offload.py tests/evidence_resume.py $(ARGS)
+	$(BIN)/python -m pytest -m evidence tests $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -91,7 +91,12 @@ CPU = {
 }
 
 
-@pytest.mark.parametrize("name", CPU)
+SLOW = ("optimiser, ZeRO-1", "optimiser, ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in CPU]
+)
 def test_offload_to_the_cpu_trains_as_without(without, tiny_model, tmp_path, name):
     directory = tmp_path / "policy" if name in ("optimiser, ZeRO-2", "all, ZeRO-3") else None
     result = asyncio.run(two_updates(tiny_model, directory, **CPU[name]))

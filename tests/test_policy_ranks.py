@@ -134,8 +134,8 @@ def reference(tiny_model, batch):
         (2, 2, 40, {"shared": 2}),
         (2, 3, 40, {}),
         (2, 3, 10_000, {"shared": 2}),
-        (4, 2, 40, {"shared": 2}),
-        (4, 0, 10_000, {"shared": 4}),
+        pytest.param(4, 2, 40, {"shared": 2}, marks=pytest.mark.evidence),
+        pytest.param(4, 0, 10_000, {"shared": 4}, marks=pytest.mark.evidence),
     ],
 )
 def test_gradient_is_that_of_the_whole_batch(
@@ -165,7 +165,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(ray_cluster, tiny_model):
     assert relative(flat(two), flat(one)) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.evidence), 2, 3])
 def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
@@ -202,7 +202,10 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_mo
     assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
 
 
-@pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
+)
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     ray_cluster, tiny_model, tmp_path, ranks, stage, how
 ):
@@ -280,7 +283,12 @@ FAMILY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FAMILY)
+SLOW = ("the tokens of highest entropy", "ratios to the engine")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in FAMILY]
+)
 def test_two_ranks_and_small_micro_batches_update_as_one_does(ray_cluster, tiny_model, name):
     """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
     changes, epochs = FAMILY[name]
@@ -336,7 +344,10 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
     assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("stage", "optimizer_on"), [(1, "none"), (2, "none"), (3, "cpu")])
+@pytest.mark.parametrize(
+    ("stage", "optimizer_on"),
+    [pytest.param(1, "none", marks=pytest.mark.evidence), (2, "none"), (3, "cpu")],
+)
 def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage, optimizer_on):
     """Two steps with all states moved to host memory in between are two steps."""
 
