@@ -41,6 +41,7 @@ evaluation: {after: false, samples_per_prompt: 2, k: [1, 2]}
 checkpoint: {export: false, every: 3}
 algorithm: {kl: {coef: 0.05}}
 """
+KILLED: list[str] = []  # marks of killed runs whose processes have not been looked for yet
 CLOCK = ("time/", "throughput/", "memory/")
 
 
@@ -66,9 +67,14 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
         process.wait(timeout=400)
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
-    # After a kill, Ray's own agents look for their raylet before they end: that takes them a while.
-    killed = kill_after and number == signal.SIGKILL
-    assert not survivors(mark, seconds=90 if killed else 15)
+    if kill_after and number == signal.SIGKILL:
+        # Ray's own agents look for their raylet before they end. That takes them a while: the next run does
+        # not wait for it, and finds at its end that they are gone.
+        KILLED.append(mark)
+        return done
+    assert not survivors(mark, seconds=15)
+    while KILLED:
+        assert not survivors(KILLED.pop(), seconds=90)
     return done
 
 
