@@ -115,7 +115,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     assert relative(flat(gradients), flat(expected_gradients(tiny_model, low_rank, second))) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.evidence), 3])
 def test_checkpoint_holds_the_adapters_and_resumes_exactly(ray_cluster, tiny_model, tmp_path, stage):
     """update, save, update  ==  (other processes) load, update; the export is the model and its adapter."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
