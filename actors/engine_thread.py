@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
+from grpo_dist.hardware import device_type
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -131,7 +131,7 @@ class EngineThread:
         if not self._stepping or self._thread.ident is None or not self._thread.is_alive():
             return None
         busy_s = 0.0
-        if not torch.cuda.is_available():
+        if device_type() == "cpu":
             busy_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
         return self._steps + busy_s
 

@@ -13,6 +13,14 @@ def publish(partial: Path, final: Path) -> None:
     _flush(final.parent)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Atomic and durable: a reader finds the old file or the new one, also after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    publish(partial, path)
+
+
 def flush(path: Path) -> None:
     """fsync a file, or a directory and everything below."""
     for inner in (*path.rglob("*"), path):

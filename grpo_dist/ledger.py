@@ -9,13 +9,13 @@ checkpoint, and their lines with them, so that the file always tells of one unin
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grpo_dist.durable import write_text
 from grpo_dist.types import Group
 
 LEDGER = "ledger.jsonl"
@@ -57,10 +57,8 @@ class Ledger:
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
         self._path = path
-        kept = [json.dumps(line) + "\n" for line in read(path) if line["step"] <= keep_through]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(kept))
-        os.replace(partial, path)
+        kept = [line for line in read(path) if line["step"] <= keep_through]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, step: int, found: Account) -> None:
         with self._path.open("a") as file:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from grpo_dist.background import Background
 from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
+from grpo_dist.durable import write_text
 from grpo_dist.ledger import LEDGER, Account, Ledger
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
@@ -113,9 +114,7 @@ class MetricsFile:
         self._last: dict[str, Any] | None = None
         lines = path.read_text().splitlines() if path.exists() and keep_through > 0 else []
         kept = [line for line in lines if _is_step_up_to(line, keep_through)]
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        os.replace(partial, path)
+        write_text(path, "".join(line + "\n" for line in kept))
         self._last_offset = path.stat().st_size
         if kept:
             self._last = json.loads(kept[-1])

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.durable import publish
+from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError
 
 SCHEMA = 1  # raise it when a figure changes its meaning
@@ -51,9 +51,7 @@ class Result:
     timeline_s: float
 
     def write(self, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
-        publish(partial, path)
+        write_text(path, json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Result:

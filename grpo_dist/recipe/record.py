@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from grpo_dist.cache import fingerprint
 from grpo_dist.config import Rewards
+from grpo_dist.durable import write_text
 from grpo_dist.recipe.config import Kind, Stage, paths
-from grpo_dist.recipe.files import write_text
 from grpo_dist.secrets import HIDDEN, masked
 
 FILE = "stage.json"

@@ -19,10 +19,10 @@ from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
+from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import sample_groups
 from grpo_dist.prepare import Say, check_length, load_tokenizer, resolve_model, train_prompts
-from grpo_dist.recipe.files import write_text
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.seeds import derived_seed

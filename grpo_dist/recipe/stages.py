@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.durable import publish
+from grpo_dist.durable import publish, write_text
 from grpo_dist.errors import refusals
 from grpo_dist.prepare import Say
 from grpo_dist.recipe.check import evaluates
 from grpo_dist.recipe.config import Kind, Stage
-from grpo_dist.recipe.files import write_text
 from grpo_dist.recipe.record import Record
 
 Measures = dict[str, float | None]  # eval/SET/pass@1 and the like; None: could not be estimated
