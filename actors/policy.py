@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +16,7 @@ from actors.weight_stream import send
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
 from grpo_dist.hardware import DeviceType, one_thread
+from grpo_dist.kernels import build_in_own_directory
 from grpo_dist.loss import LossSettings
 from grpo_dist.planning import shard
 from grpo_dist.trainer import Rank, Trainer
@@ -46,8 +45,7 @@ class PolicyWorker(Metered):
 
     def start(self, place: Rank, policy: Policy, **settings: Any) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`."""
-        # DeepSpeed compiles its CPU kernels at first use with the ninja of this very environment.
-        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        build_in_own_directory()
         self._trainer = Trainer(place, policy, **settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
