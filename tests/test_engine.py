@@ -70,11 +70,34 @@ class CountingWorker(RolloutWorker):
         return values
 
 
-class World:
-    """The engine, the rank and their sync, on an event loop of their own."""
+def one_rank(model, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
+    return PolicyGroup(
+        settings, model=model, model_dir=str(model_dir), algorithm=Algorithm(),
+        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
+        options=OPTIONS, worker=worker,
+    )  # fmt: skip
+
+
+class OnALoop:
+    """``rollouts`` and ``policy``, handles of actors that are used on an event loop of their own."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+    def close(self):
+        self.run(self.rollouts.shutdown())
+        self.run(self.policy.shutdown())
+        self.loop.close()
+
+
+class World(OnALoop):
+    """The engine, the rank and their sync."""
 
     def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
-        self.loop = asyncio.new_event_loop()
+        super().__init__()
         self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker))
         self.version = 0
 
@@ -84,16 +107,9 @@ class World:
         sync = SyncSettings(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
         rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
-        policy = PolicyGroup(
-            policy_settings, model=model, model_dir=str(model_dir), algorithm=Algorithm(),
-            temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
-            options=OPTIONS, worker=worker,
-        )  # fmt: skip
+        policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())
         return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=60)
-
-    def run(self, coroutine):
-        return self.loop.run_until_complete(coroutine)
 
     async def sample(self, prompt, seeds, **sampling):
         reference = await self.rollouts.sample(
@@ -116,11 +132,6 @@ class World:
     def push(self):
         self.version += 1
         return self.run(self.sync.push(self.version))
-
-    def close(self):
-        self.run(self.rollouts.shutdown())
-        self.run(self.policy.shutdown())
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ import time
 
 import pytest
 import torch
-from test_engine import OPTIONS, PROMPTS, MovingWorker, difference, same
+from test_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
 from transformers import AutoModelForCausalLM
 
 import actors.weight_transfer
-from actors.policy import PolicyGroup
 from actors.rollout import EngineSpec, RolloutPool, RolloutWorker
 from actors.weight_sync import WeightSync
-from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts
+from grpo_dist.config import Model, Restarts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.types import Sampling
@@ -41,9 +40,9 @@ class MortalWorker(RolloutWorker):
         actors.weight_transfer.keep_what_waits = count
 
 
-class World:
+class World(OnALoop):
     def __init__(self, model_dir):
-        self.loop = asyncio.new_event_loop()
+        super().__init__()
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         self.run(self._start(model_dir))
 
@@ -54,16 +53,12 @@ class World:
         self.rollouts = RolloutPool(
             spec, options=OPTIONS, worker=MortalWorker, restarts=Restarts(backoff_s=0.1), start_s=120
         )
-        self.policy = PolicyGroup(
-            Policy(zero_stage=2), model=model, model_dir=str(model_dir), algorithm=Algorithm(),
-            temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
-            options=OPTIONS, worker=MovingWorker,
-        )  # fmt: skip
+        self.policy = one_rank(model, model_dir)
         await asyncio.gather(self.rollouts.ready(), self.policy.ready())
         self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=60)
 
     def run(self, coroutine):
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 120))
+        return super().run(asyncio.wait_for(coroutine, 120))
 
     async def sample_all(self):
         async def one(prompt):
@@ -94,11 +89,6 @@ class World:
         for group in groups:
             assert all((r.policy_versions == version).all() for r in group)
             assert difference(self.model, PROMPTS[0], group) < 1e-5
-
-    def close(self):
-        self.run(self.rollouts.shutdown())
-        self.run(self.policy.shutdown())
-        self.loop.close()
 
 
 @pytest.fixture(scope="module")
