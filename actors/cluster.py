@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine import EngineSpec
@@ -27,21 +30,37 @@ from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
+from actors.supervision import reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import StateLost, UserError, WorkerLost, refusals
 from grpo_dist.hardware import available_cpus, device_type, thread_environment
 from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
+
+logger = logging.getLogger("grpo_dist")
+
+# An engine on the policy's GPUs finds room for its start only in its turn, which may not come again before
+# its samples are there.
+_SHARES = "it shares GPUs with the policy, and all start anew together"
 
 
 @dataclass(frozen=True)
 class Samplers:
     rollouts: RolloutPool
     rewards: RewardPool
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of a training run."""
+
+    policy: PolicyGroup
+    samplers: Samplers
+    reference: ReferencePool | None
 
 
 @dataclass(frozen=True)
@@ -80,6 +99,8 @@ class Cluster:
         self._config = config
         self._handles: list[Any] = []
         self._owns_ray = False
+        self._generation = 0  # of policy groups
+        self._parts: Parts | None = None
 
     async def __aenter__(self) -> Cluster:
         self._owns_ray = _connect(self._config)
@@ -97,58 +118,84 @@ class Cluster:
         not fit.
         """
         config, demands = self._config, self._placement(training=True)
-        policy = self._keep(
-            PolicyGroup(
-                config.policy,
-                model=config.model,
-                model_dir=str(model_dir),
-                algorithm=config.algorithm,
-                temperature=config.sampling.temperature,
-                token_budget=config.batch.micro_batch_tokens,
-                epochs=config.batch.epochs_per_batch,
-                total_updates=config.total_updates,
-                timeouts=config.cluster.timeouts,
-                seed=config.seed,
-                options=self._options(demands["policy"]),
-            )
-        )
+        policy = self._create_policy(model_dir, demands)
         shared = await self._shared_devices(policy, demands["rollout"])
         samplers = self._create_samplers(model_dir, demands, shared)
         reference = self._create_reference(model_dir, demands)
+        parts = Parts(policy, samplers, reference)
         turns = Turns(policy, samplers.rollouts, timeout_s=config.cluster.timeouts.sync_s) if shared else None
         await self._ready(turns, policy, samplers.rollouts)
-        sync = await WeightSync.connect(
-            policy,
-            samplers.rollouts,
-            config.weight_sync,
-            beside=shared.beside if shared else None,
-            timeout_s=config.cluster.timeouts.sync_s,
-        )
-        reference_sync = await self._reference_sync(policy, reference)
-        usage = self._usage(samplers, reference, policy)
-        workers = Workers(samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage)
+        workers = await self._connected(parts, shared)
         if turns is None:
+            self._parts = parts
             return workers
         await turns.to_sampling()
         return replace(
             workers,
             policy=ColocatedPolicy(policy, turns),
-            sync=ColocatedSync(sync, turns),
-            reference_sync=reference_sync and ColocatedReferenceSync(reference_sync, turns),
+            sync=ColocatedSync(workers.sync, turns),
+            reference_sync=workers.reference_sync and ColocatedReferenceSync(workers.reference_sync, turns),
         )
 
-    def _usage(self, samplers: Samplers, reference: ReferencePool | None, policy: PolicyGroup) -> ActorUsage:
-        rewards = samplers.rewards
+    @asynccontextmanager
+    async def losses_told(self) -> AsyncIterator[None]:
+        """Within, the death of an actor that whoever met it could not make good is a StateLost."""
+        try:
+            yield
+        except RayActorError as error:
+            raise StateLost(f"an actor is lost ({reason(error)}), and others with it") from error
+
+    async def start_again(self, model_dir: Path) -> Workers:
+        """Workers after the loss of one that cannot be replaced alone; the policy is as when the run began.
+        What has devices of its own and lost nothing stays as it is: engines, rewards, a frozen reference.
+        """
+        self._generation += 1
+        if self._parts is not None and not self._config.reference.refresh_every:
+            try:
+                return await self._with_new_policy(self._parts, model_dir)
+            except (RayError, WorkerLost) as error:  # another was lost meanwhile
+                logger.warning("%s: all workers start anew", reason(error))
+        self._parts = None
+        await self.stop_workers()
+        return await self.start_training(model_dir)
+
+    async def _with_new_policy(self, old: Parts, model_dir: Path) -> Workers:
+        self._handles.remove(old.policy)
+        await old.policy.shutdown()
+        parts = replace(old, policy=self._create_policy(model_dir, self._placement(training=True)))
+        await gather([parts.policy.ready(), old.samplers.rollouts.abandon()])
+        if not old.samplers.rollouts.team.is_whole:
+            raise WorkerLost("an engine is being replaced")
+        workers = await self._connected(parts, None)
+        self._parts = parts
+        return workers
+
+    async def _connected(self, parts: Parts, shared: SharedDevices | None) -> Workers:
+        """All of them are ready."""
+        policy, samplers, reference = parts.policy, parts.samplers, parts.reference
+        sync = await WeightSync.connect(
+            policy,
+            samplers.rollouts,
+            self._config.weight_sync,
+            beside=shared.beside if shared else None,
+            timeout_s=self._config.cluster.timeouts.sync_s,
+        )
+        reference_sync = await self._reference_sync(policy, reference)
+        usage = self._usage(parts)
+        return Workers(samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage)
+
+    def _usage(self, parts: Parts) -> ActorUsage:
+        rewards, reference = parts.samplers.rewards, parts.reference
         teams = {
-            "rollout": [samplers.rollouts.team],
+            "rollout": [parts.samplers.rollouts.team],
             "reward": [rewards.team],
             "reward_model": [model.team for model in rewards.models],
             "reference": [reference.team] if reference else [],
+            "policy": [parts.policy.team],
         }
         return ActorUsage(
-            {"policy": policy.ranks},
-            queueing={"reference", "reward_model"},
-            teams=teams,
+            teams,
+            queueing={"reference", "reward_model", "policy"},
             timeout_s=self._config.cluster.timeouts.sync_s,
         )
 
@@ -194,6 +241,26 @@ class Cluster:
         with refusals():
             await gather([*(handle.ready() for handle in own), *([turns.start()] if turns else [])])
 
+    def _create_policy(self, model_dir: Path, demands: dict[str, Demand]) -> PolicyGroup:
+        config = self._config
+        policy = PolicyGroup(
+            config.policy,
+            model=config.model,
+            model_dir=str(model_dir),
+            algorithm=config.algorithm,
+            temperature=config.sampling.temperature,
+            token_budget=config.batch.micro_batch_tokens,
+            epochs=config.batch.epochs_per_batch,
+            total_updates=config.total_updates,
+            timeouts=config.cluster.timeouts,
+            seed=config.seed,
+            options=self._options(demands["policy"]),
+            restarts=config.cluster.restarts,
+            generation=self._generation,
+        )
+        self._handles.insert(0, policy)
+        return policy
+
     def _create_samplers(
         self, model_dir: Path, demands: dict[str, Demand], shared: SharedDevices | None
     ) -> Samplers:
@@ -202,12 +269,15 @@ class Cluster:
         options = self._options(demands["rollout"])
         places = None if shared is None else [_place(options, devices) for devices in shared.engines]
         restarts = self._restarts
-        # An engine on the policy's GPUs finds room for its start only in its turn, which may not come again
-        # before its samples are there: without one of its own, its loss ends the run.
-        rollouts = RolloutPool(
-            spec, options=options, places=places, **restarts | ({"restarts": None} if shared else {})
+        rollouts = self._keep(
+            RolloutPool(
+                spec,
+                options=options,
+                places=places,
+                irreplaceable=_SHARES if shared else None,
+                **restarts,
+            )
         )
-        rollouts = self._keep(rollouts)
         rewards = RewardPool(
             config.rewards,
             max_new_tokens=config.sampling.max_new_tokens,

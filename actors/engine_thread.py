@@ -82,6 +82,10 @@ class EngineThread:
         self._put(command)
         return await future
 
+    async def abandon(self) -> None:
+        """What is in hand is not wanted any more: it is dropped, and fails."""
+        await self.call(self._abandon)
+
     async def pause(self, *, drain: bool) -> None:
         """Stop stepping and drop the key-value cache. ``drain``: once all requests in the cache are finished
         (not those that wait for room in it, also again); else now, and they go on after `resume`, their keys
@@ -204,6 +208,12 @@ class EngineThread:
             self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         except BaseException as error:
             self._tell(self._refuse, request_id, error)
+
+    def _abandon(self) -> None:
+        states = dict(self._engine.output_processor.request_states)
+        self._engine.abort_request(list(states), internal=True)
+        for state in states.values():
+            self._tell(self._refuse, state.external_req_id, RuntimeError("rollout: not wanted any more"))
 
     def _pause(self, drain: bool) -> None:
         from vllm.v1.core.sched.interface import PauseState

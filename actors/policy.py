@@ -1,20 +1,28 @@
-"""Policy workers: one Ray actor per ZeRO rank, and the group that speaks for all of them."""
+"""Policy workers: one Ray actor per ZeRO rank, and the group that speaks for all of them.
+
+A rank that dies or hangs takes the others with it: what they hold is one state in shards. Whoever asks the
+group for anything is told at once (StateLost), and the run goes on with a new group from a checkpoint.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayTaskError
 
-from actors.calls import kill, results
+from actors.calls import kill, one_at_a_time, results
 from actors.placement import Devices
+from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
 from actors.weight_stream import send
-from grpo_dist.concurrency import deadline
-from grpo_dist.config import Algorithm, Model, Policy, Timeouts, TransferBackend
+from grpo_dist.concurrency import deadline, gather
+from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts, TransferBackend
+from grpo_dist.errors import StateLost
 from grpo_dist.hardware import DeviceType, one_thread
 from grpo_dist.kernels import build_in_own_directory
 from grpo_dist.loss import LossSettings
@@ -24,8 +32,10 @@ from grpo_dist.types import TrainBatch
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
+_SHARDED = "all ranks go back to a checkpoint together"
 
-class PolicyWorker(Metered):
+
+class PolicyWorker(Metered, Watched):
     """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
 
     def __init__(self) -> None:
@@ -115,7 +125,10 @@ class PolicyGroup:
         seed: int,
         options: dict[str, Any],
         worker: type[PolicyWorker] = PolicyWorker,
+        restarts: Restarts | None = None,
+        generation: int = 0,
     ) -> None:
+        """``restarts``: of `Team`; None: nobody watches. ``generation``: so many groups were before it."""
         self._settings, self._timeouts = settings, timeouts
         self._arguments = {
             "model": model,
@@ -127,10 +140,21 @@ class PolicyGroup:
             "total_updates": total_updates,
             "seed": seed,
         }
-        actor = ray.remote(worker)
-        self.ranks = [
-            actor.options(name=f"policy-{rank}", **options).remote() for rank in range(settings.num_workers)
-        ]
+        actor = one_at_a_time(worker)
+
+        def make(name: str) -> Any:
+            # The name of the one before may not be free yet.
+            return actor.options(name=f"{name}.{generation}" if generation else name, **options).remote()
+
+        self.team = Team(
+            "policy",
+            [make] * settings.num_workers,
+            restarts=restarts,
+            start_s=timeouts.start_s,
+            irreplaceable=_SHARDED,
+            told=-min(generation, 1),
+        )
+        self.ranks = self.team.workers
         self.updates = 0  # so many were asked of the ranks, which do what they are asked in that order
         self.device: DeviceType = "cpu"  # known once `ready`, as is the next
         self._attention_cost = 0.0
@@ -146,6 +170,7 @@ class PolicyGroup:
             for rank, place in zip(self.ranks, places, strict=True)
         )
         self.device, self._attention_cost = started[0]
+        self.team.watch()
 
     def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
         """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that
@@ -160,7 +185,12 @@ class PolicyGroup:
         """One optimiser update per batch that `stage` was given. ``kl_coef``: see `PolicyWorker.update`."""
         arguments = [(own, kl_coef) for own in staged]
         self.updates += 1
-        return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
+        try:
+            return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
+        except RayTaskError as error:
+            if isinstance(cause := error.cause, RuntimeError):  # of CUDA, NCCL, gloo: not of what was asked
+                raise StateLost(f"policy: an update failed ({reason(cause)}): {_SHARDED}") from error
+            raise
 
     @property
     def update_s(self) -> float:
@@ -178,8 +208,13 @@ class PolicyGroup:
         of rank 0. Those sent are the weights after as many `updates` as ``sent_after`` says then.
         """
         self.sent_after = self.updates
-        sending = (rank.send_weights.remote(bucket_bytes, group, adapters_only) for rank in self.ranks)
-        return (await results(sending))[0]
+        arguments = bucket_bytes, group, adapters_only
+        return (await self._answers("send_weights", [arguments] * len(self.ranks)))[0]
+
+    async def check(self) -> None:
+        """Ask every rank how it is. Raises StateLost where one is gone or hangs."""
+        await self.team.ask_all()
+        self.team.check()
 
     async def devices(self) -> list[Devices]:
         """Of each rank; also before `ready`."""
@@ -187,11 +222,11 @@ class PolicyGroup:
 
     async def offload_states(self) -> None:
         """Everything the ranks hold on their GPUs goes to host memory; the caller holds the deadline."""
-        await results(rank.offload_states.remote() for rank in self.ranks)
+        await self._answers("offload_states", [()] * len(self.ranks))
 
     async def reload_states(self) -> None:
         """The reverse of `offload_states`, before anything else is asked of the ranks."""
-        await results(rank.reload_states.remote() for rank in self.ranks)
+        await self._answers("reload_states", [()] * len(self.ranks))
 
     async def save(self, directory: Path) -> None:
         await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")
@@ -204,6 +239,7 @@ class PolicyGroup:
         await self._same("export", *arguments, stage=f"export to {directory}")
 
     async def shutdown(self) -> None:
+        await self.team.shutdown()
         kill(self.ranks)
 
     async def _same(self, method: str, *arguments: Any, stage: str) -> None:
@@ -212,10 +248,41 @@ class PolicyGroup:
     async def _on_all(
         self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str
     ) -> list[Any]:
-        async with deadline(seconds, f"policy: {stage} on {len(self.ranks)} rank(s)"):
-            return await results(
-                getattr(rank, method).remote(*own) for rank, own in zip(self.ranks, arguments, strict=True)
-            )
+        """Raises StateLost when a rank is gone or late, and what a rank raises itself."""
+        what = f"policy: {stage} on {len(self.ranks)} rank(s)"
+        try:
+            async with deadline(seconds, what):
+                return await self._answers(method, arguments)
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
+        except RayTaskError as error:
+            await self.check()  # a rank that is gone may be why the others could not go on
+            raise error
+
+    async def _answers(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """Of all ranks. Raises StateLost as soon as one is known to be lost, whoever waits for whom."""
+        self.team.check()
+        lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
+        answers = asyncio.create_task(
+            gather(self._answer(i, method, own) for i, own in enumerate(arguments)), name=f"policy {method}"
+        )
+        try:
+            await asyncio.wait([lost, answers], return_when=asyncio.FIRST_COMPLETED)
+            self.team.check()
+            return await answers
+        finally:
+            lost.cancel()
+            answers.cancel()
+            answers.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _answer(self, index: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        rank = self.ranks[index]
+        try:
+            return await getattr(rank, method).remote(*arguments)
+        except RayActorError as error:
+            self.team.lost(index, rank, error)
+            self.team.check()
+            raise
 
 
 def loss_settings(algorithm: Algorithm) -> LossSettings:

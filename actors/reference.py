@@ -28,8 +28,7 @@ from grpo_dist.weight_buckets import ParameterSpec
 # A frozen reference is what the model directory holds. One that follows the policy is nowhere but in the
 # actor and, as it was then, in a checkpoint.
 _RENEWED = (
-    "it was renewed from the policy (`reference.refresh_every`) and cannot be had again; start the same "
-    "command anew to resume from the newest checkpoint, which holds it"
+    "it was renewed from the policy (`reference.refresh_every`) and cannot be had again but from a checkpoint"
 )
 
 
@@ -164,6 +163,11 @@ class ReferencePool:
 
     async def load(self, path: Path) -> None:
         await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
+
+    async def check(self) -> None:
+        """Ask every worker how it is. Raises StateLost where one that was renewed is gone or hangs."""
+        await self.team.ask_all()
+        self.team.check()
 
     async def shutdown(self) -> None:
         await self.team.shutdown()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from ray.exceptions import RayError
+
 from actors.calls import result
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.transfer_group import TransferGroup
-from grpo_dist.concurrency import deadline
+from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import WeightSync as SyncSettings
 
 
@@ -37,8 +39,12 @@ class ReferenceSync:
 
     async def refresh(self) -> None:
         """Every reference worker holds (1 - mix) of its own weights and mix of the policy's when this
-        returns.
+        returns. Raises StateLost where one of them, or the policy, is lost.
         """
-        async with deadline(self._timeout_s, "reference: the policy's weights travel"):
-            arguments = self._group.specs, self._group.bucket_bytes, self._mix
-            await self._group.send(result(w.mix_in.remote(*arguments)) for w in self._reference.workers)
+        try:
+            async with deadline(self._timeout_s, "reference: the policy's weights travel"):
+                arguments = self._group.specs, self._group.bucket_bytes, self._mix
+                await self._group.send(result(w.mix_in.remote(*arguments)) for w in self._reference.workers)
+        except RayError:
+            await gather([self._group.policy.check(), self._reference.check()])
+            raise

@@ -189,6 +189,10 @@ class RolloutWorker(Metered):
         await self._engine.resume()
         return reported
 
+    async def abandon(self) -> None:
+        """Drop what is in hand: whoever wanted it has gone back to before it was asked for."""
+        await self._engine.abandon()
+
     async def sleep(self, keep_weights: bool) -> None:
         """Leave the GPU's memory to others, the cache's and, in host memory or not at all, the weights'."""
         await self._engine.sleep(level=1 if keep_weights else 2)
@@ -221,9 +225,10 @@ class RolloutPool:
         worker: type = RolloutWorker,
         restarts: Restarts | None = None,
         start_s: float = 600.0,
+        irreplaceable: str | None = None,
     ) -> None:
-        """``options`` of every actor; ``places``: those of each one, on top. ``restarts``, ``start_s``: see
-        `Team`.
+        """``options`` of every actor; ``places``: those of each one, on top. ``restarts``, ``start_s``,
+        ``irreplaceable``: see `Team`.
         """
         actor, settings = ray.remote(worker), spec.rollout
         self.tensor_parallel_size = settings.tensor_parallel_size
@@ -241,6 +246,7 @@ class RolloutPool:
             health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
             room=_IN_HAND * spec.max_num_seqs,
             on_wait=self._follow_all,
+            irreplaceable=irreplaceable,
         )
         self.team.on_lost = self._forget
         self.workers, self._admission = self.team.workers, self.team.admission
@@ -272,6 +278,10 @@ class RolloutPool:
                 self.team.lost(index, worker, error)
             else:
                 return rollouts
+
+    async def abandon(self) -> None:
+        """Nobody waits for what is in hand."""
+        await results(worker.abandon.remote() for worker in self.team.alive())
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await results(worker.sleep.remote(keep_weights) for worker in self.workers)

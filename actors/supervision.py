@@ -25,6 +25,8 @@ from actors.calls import BESIDE, kill, result, results
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
+from grpo_dist.errors import StateLost, WorkerLost
+from grpo_dist.restarts import Budget
 
 logger = logging.getLogger("grpo_dist")
 
@@ -43,10 +45,6 @@ class Watched:
 
     def health(self) -> Health:
         return Health()
-
-
-class WorkerLost(RuntimeError):
-    """An actor is gone and is not replaced; says which, and why."""
 
 
 def ask_beside(worker: Any) -> Any:
@@ -69,7 +67,8 @@ class Team:
         start: begins the start of an actor, which can serve when what it returns is done.
         health: asks an actor how it is.
         room: sequences that one may have in hand, see `Admission`.
-        irreplaceable: why a lost one cannot be replaced, and what to do; None: it can.
+        irreplaceable: why a lost one cannot be replaced alone; None: it can.
+        told: minus the restarts that `restarted` is to tell of first, of those before these.
     """
 
     def __init__(
@@ -84,6 +83,7 @@ class Team:
         room: int = sys.maxsize,
         on_wait: Callable[[], None] = lambda: None,
         irreplaceable: str | None = None,
+        told: int = 0,
     ) -> None:
         self._role, self._makers, self._start_s, self._start = role, makers, start_s, start
         self._restarts, self._health, self._irreplaceable = restarts, health, irreplaceable
@@ -92,14 +92,19 @@ class Team:
         # What an actor that was started anew has to be given before it serves.
         self.catch_up: Callable[[Any], Awaitable[None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
-        self._used = [0] * len(self.workers)
-        self._told = 0
+        self._budgets = [Budget(restarts) for _ in self.workers]
+        self._told = told
+        self.failed = asyncio.Event()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
     async def ready(self) -> None:
         await results(self._start(worker) for worker in self.workers)
+        self.watch()
+
+    def watch(self) -> None:
+        """From now on, whoever dies or hangs is noticed; `ready` does it, too."""
         if self._restarts is not None:
             for index in range(len(self.workers)):
                 task = asyncio.create_task(self._watch(index), name=f"health of {self._name(index)}")
@@ -114,6 +119,11 @@ class Team:
         """Whether ``worker`` is the one that serves as number ``index``."""
         return index not in self._replacing and self.workers[index] is worker
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every actor serves."""
+        return not self._replacing and self._failure is None
+
     def check(self) -> None:
         """Raises what ended the role, if anything did."""
         if self._failure is not None:
@@ -121,7 +131,7 @@ class Team:
 
     def restarted(self) -> float:
         """How many actors were replaced since this was last asked."""
-        total, told = sum(self._used), self._told
+        total, told = sum(budget.used for budget in self._budgets), self._told
         self._told = total
         return float(total - told)
 
@@ -168,6 +178,10 @@ class Team:
         if all(found):
             raise error
 
+    async def ask_all(self) -> None:
+        """Find out who is lost, see `check`."""
+        await gather(self._is_well(i, worker) for i, worker in enumerate(list(self.workers)))
+
     async def _is_well(self, index: int | None, worker: Any) -> bool:
         if index is None or not self.is_current(index, worker):
             return False
@@ -195,7 +209,7 @@ class Team:
             kill([self.workers[index]])
             await asyncio.sleep(delay_s)
             # Not the name of the one before: it may not be free yet.
-            worker = self._makers[index](f"{self._name(index)}.{self._used[index]}")
+            worker = self._makers[index](f"{self._name(index)}.{self._budgets[index].used}")
             self.workers[index] = worker
             try:
                 async with deadline(self._start_s, f"restart: {self._name(index)} comes up"):
@@ -212,19 +226,17 @@ class Team:
             return
 
     def _take(self, index: int, error: BaseException) -> float:
-        """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left."""
-        allowed = self._restarts.max_per_worker if self._restarts else 0
+        """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left,
+        StateLost when it cannot be replaced alone.
+        """
         lost = f"{self._name(index)} is lost ({reason(error)})"
         if self._irreplaceable is not None:
-            raise WorkerLost(f"{lost}: {self._irreplaceable}") from error
-        if self._restarts is None or self._used[index] >= allowed:
-            after = (
-                f" after {allowed} restart(s), all of `cluster.restarts.max_per_worker`" if allowed else ""
-            )
-            raise WorkerLost(lost + after) from error
-        self._used[index] += 1
-        delay_s = self._restarts.backoff_s * 2 ** (self._used[index] - 1)
-        logger.warning("%s; restart %d of %d in %g s", lost, self._used[index], allowed, delay_s)
+            raise StateLost(f"{lost}: {self._irreplaceable}") from error
+        budget = self._budgets[index]
+        delay_s = budget.take()
+        if delay_s is None:
+            raise WorkerLost(lost + budget.spent) from error
+        logger.warning("%s; %s in %g s", lost, budget, delay_s)
         return delay_s
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -235,6 +247,7 @@ class Team:
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self.admission.fail(self._failure)
+        self.failed.set()
 
     async def _watch(self, index: int) -> None:
         assert self._restarts is not None

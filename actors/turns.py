@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.policy import PolicyGroup
-from actors.reference_sync import ReferenceSync
 from actors.rollout import RolloutPool
-from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import deadline
 from grpo_dist.types import TrainBatch
+from grpo_dist.workers import ReferenceSync, WeightSync
 
 
 class Turns:

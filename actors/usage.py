@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from ray.exceptions import RayActorError
@@ -15,21 +14,14 @@ from grpo_dist.usage import Usage, usage_metrics
 
 
 class ActorUsage:
-    """Driver-side handle. ``actors``: those of each role. ``queueing``: roles of `calls.one_at_a_time`, which
-    have work of later batches before them, and are asked beside it. ``teams``: of roles whose actors may be
-    replaced. ``latest``: by actor, as `read` last found it.
+    """Driver-side handle. ``teams``: of each role. ``queueing``: roles of `calls.one_at_a_time`, which have
+    work of later batches before them, and are asked beside it. ``latest``: by actor, as `read` last found it.
     """
 
     def __init__(
-        self,
-        actors: Mapping[str, Sequence[Any]],
-        *,
-        queueing: Collection[str],
-        teams: Mapping[str, Sequence[Team]] = MappingProxyType({}),
-        timeout_s: float,
+        self, teams: Mapping[str, Sequence[Team]], *, queueing: Collection[str], timeout_s: float
     ) -> None:
-        self._actors, self._queueing, self._teams = actors, queueing, teams
-        self._timeout_s = timeout_s
+        self._teams, self._queueing, self._timeout_s = teams, queueing, timeout_s
         self.latest: dict[str, Usage] = {}
 
     async def read(self) -> dict[str, float]:
@@ -47,8 +39,7 @@ class ActorUsage:
 
     def _serving(self) -> dict[str, list[Any]]:
         """Those of each role; one that is being replaced would only answer once it is up."""
-        of_teams = {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}
-        return {role: list(own) for role, own in self._actors.items()} | of_teams
+        return {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}
 
     async def _asked(self, role: str, actor: Any) -> Usage | None:
         """None: it was lost, and with it what it did; its role is told of that by others."""
@@ -57,7 +48,5 @@ class ActorUsage:
         try:
             usage: Usage = await ask.remote()
         except RayActorError:
-            if role not in self._teams:
-                raise
             return None
         return usage

@@ -80,6 +80,7 @@ class WeightSync:
                     break
                 except RayError as error:
                     self._is_open = False
+                    await self._group.policy.check()
                     await team.weed_out(workers, error)
             self._version, self._updates = version, self._group.policy.updates
         return sent | watch.phases()

@@ -37,6 +37,7 @@ from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
+CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
 # Sections and keys that may change on resume.
 _FREE = ("name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster")
@@ -57,6 +58,19 @@ class State:
     pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
     wandb_id: str | None = None
     health: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run goes on. ``checkpoint`` None: at its beginning."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    wandb_id: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.checkpoint or "the beginning of the run")
 
 
 class Checkpoints:
@@ -169,6 +183,18 @@ def load_state(checkpoint: Path, config: Config) -> State:
     return state
 
 
+def load_place(
+    checkpoint: Path | None, state: State | None, prompts: Sequence[Prompt]
+) -> Place:
+    """The place that ``checkpoint`` with its ``state`` is of, or the beginning where there is none. Raises
+    ValueError where it was made with other training prompts.
+    """
+    if checkpoint is None or state is None:
+        return Place()
+    check_data(checkpoint, state, prompts)
+    return Place(checkpoint, state.step, load_progress(checkpoint, state, prompts), state.wandb_id)
+
+
 def check_data(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> None:
     """Raises ValueError when the training prompts are not those the checkpoint was made with."""
     if state.data != data_digest(prompts):
@@ -189,8 +215,8 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     chosen = {int(batch): indices for batch, indices in state.chosen.items()}
     rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
     watched = dict(state.health)
-    if "grad_norms" in watched:
-        watched["grad_norms"] = tuple(watched["grad_norms"])
+    for name in {"grad_norms", "avoid"} & watched.keys():
+        watched[name] = tuple(watched[name])
     return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched))
 
 

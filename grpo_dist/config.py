@@ -456,9 +456,12 @@ class Evaluation(Section):
 class Health(Section):
     """What makes a step unfit to train on, and bounds of its metrics; null: not watched."""
 
-    action: Literal["warn", "stop"] = Field(
-        "warn", description="when a bound is passed; stop: the run ends with exit code 3, its batch kept"
+    action: Literal["warn", "stop", "rollback"] = Field(
+        "warn",
+        description="when a bound is passed; stop: the run ends with exit code 3, its batch kept; rollback: "
+        "it goes on from its last checkpoint, and does not train on that batch",
     )
+    max_rollbacks: PositiveInt = Field(3, description="of a run; after so many, as stop")
     min_signal_groups: Count = Field(
         1,
         description="a step with fewer groups whose rewards differ is not trained on; 0: all are. Not where "
@@ -521,9 +524,10 @@ class Timeouts(Section):
 
 
 class Restarts(Section):
-    """Of actors that hold nothing which cannot be had again: engines, rewards, reward models, reference."""
+    """Of actors, each alone, or, where it held what only a checkpoint has, with all policy ranks."""
 
-    max_per_worker: Count = Field(3, description="of one actor in a run; 0: its loss ends the run")
+    max_per_worker: Count = Field(3, description="of one actor within window_s; 0: its loss ends the run")
+    window_s: PositiveFloat = Field(3600.0, description="restarts longer ago than this do not count")
     backoff_s: PositiveFloat = Field(1.0, description="before the first restart; doubles with each further")
     health_s: PositiveFloat = Field(5.0, description="between two questions whether an actor is well")
     hang_s: PositiveFloat = Field(

@@ -74,51 +74,57 @@ async def run(
     health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
-    if start == 0 and config.evaluation.before:
-        recorder.log(0, await evaluate(config, workers, eval_sets, recorder, step=0))
-    for step in range(start, config.steps):
-        watch = Stopwatch()
-        pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
-        with watch("sample"):
-            batch = await pipeline.next()
-        with watch("stage"):
-            staged = await staging.take(step, batch, kl_coef=kl_coef)
-        staging.begin(step + 1, pipeline.oldest)
-        teaches = health.teaches(step + 1, batch.sampled.groups)
-        with watch("update"):
-            metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef) if teaches else {}
-        metrics["health/low_signal"] = float(not teaches)
-        health.after_update(step + 1, metrics, batch.sampled.groups)
-        with watch("drain"):
-            await pipeline.settle()
-        with watch("sync"):
-            metrics |= await workers.sync.push(version=step + 1)
-        if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
-            with watch("reference"):
-                await pipeline.renew_reference(workers.reference_sync.refresh)
-        if workers.usage:
-            metrics |= await workers.usage.read()
-        sampled = batch.sampled.sampled
-        metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
-        metrics |= throughput_metrics(sampled, watch.stop())
-        metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
-        metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)} if teaches else {}
-        kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
-        alarms = health.examine(metrics)
-        recorder.samples(f"step_{step + 1:06d}", sampled)
-        skipped = not teaches or metrics[SKIPPED] > 0
-        books = account(batch.sampled.groups, batch.discarded, taught=staged.taught, skipped=skipped)
-        recorder.account(step + 1, books)
-        recorder.log(step + 1, metrics)
-        health.act(step + 1, alarms, batch.sampled.groups)
-        if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
-            recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
-        if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
-            recorder.flush()
-            await checkpoints.save(step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
-        if asked_to_end():  # also when it was while saving
-            pipeline.abandon()
-            raise Preempted(f"ended as asked after step {step + 1}, saved; the same command goes on from it")
+    async with pipeline:
+        if start == 0 and config.evaluation.before:
+            recorder.log(0, await evaluate(config, workers, eval_sets, recorder, step=0))
+        for step in range(start, config.steps):
+            watch = Stopwatch()
+            pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
+            with watch("sample"):
+                batch = await pipeline.next()
+            with watch("stage"):
+                staged = await staging.take(step, batch, kl_coef=kl_coef)
+            staging.begin(step + 1, pipeline.oldest)
+            teaches = health.teaches(step + 1, batch.sampled.groups)
+            with watch("update"):
+                metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef) if teaches else {}
+            metrics["health/low_signal"] = float(not teaches)
+            health.after_update(step + 1, metrics, batch.sampled.groups)
+            with watch("drain"):
+                await pipeline.settle()
+            with watch("sync"):
+                metrics |= await workers.sync.push(version=step + 1)
+            if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
+                with watch("reference"):
+                    await pipeline.renew_reference(workers.reference_sync.refresh)
+            if workers.usage:
+                metrics |= await workers.usage.read()
+            sampled = batch.sampled.sampled
+            metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
+            metrics |= throughput_metrics(sampled, watch.stop())
+            metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
+            metrics |= (
+                {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)} if teaches else {}
+            )
+            kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
+            alarms = health.examine(metrics)
+            recorder.samples(f"step_{step + 1:06d}", sampled)
+            skipped = not teaches or metrics[SKIPPED] > 0
+            books = account(batch.sampled.groups, batch.discarded, taught=staged.taught, skipped=skipped)
+            recorder.account(step + 1, books)
+            recorder.log(step + 1, metrics)
+            health.act(step + 1, alarms, batch.sampled.groups)
+            if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
+                recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
+            if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
+                recorder.flush()
+                await checkpoints.save(
+                    step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state)
+                )
+            if asked_to_end():  # also when it was while saving
+                raise Preempted(
+                    f"ended as asked after step {step + 1}, saved; the same command goes on from it"
+                )
 
 
 def steered(kl_coef: float, kl: KL, observed: float | None) -> float:

@@ -26,6 +26,22 @@ class Unhealthy(RunEnded):
     exit_code = 3
 
 
+class Rollback(Exception):
+    """What was watched is out of bounds after ``step``: the run goes on from before it, without its batch."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+class WorkerLost(RuntimeError):
+    """An actor is gone and is not replaced; says which, and why."""
+
+
+class StateLost(WorkerLost):
+    """What is gone held what only a checkpoint has now: the run goes on from there."""
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Within, a ValueError or OSError (a file that cannot be read or written) is a refusal of the input.

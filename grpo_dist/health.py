@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from grpo_dist.config import Config, Health
 from grpo_dist.config_checks import equal_rewards_teach
-from grpo_dist.errors import Unhealthy
+from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.progress import HealthState
 from grpo_dist.types import Group, has_signal
 
@@ -65,7 +65,10 @@ class HealthWatch:
         self.state = state
 
     def teaches(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether enough groups carry a signal for the step to be trained on."""
+        """Whether enough groups carry a signal for the step to be trained on, and it is not one to avoid."""
+        if step in self.state.avoid:
+            self._record.warn(f"step {step}: not trained on, the run was rolled back from it")
+            return False
         carrying = sum(has_signal(group.rewards) for group in groups)
         if carrying < self._needed:
             self._record.warn(
@@ -85,10 +88,14 @@ class HealthWatch:
             )
         if metrics.get(BAD_WEIGHTS):
             self._record.log(step, metrics)
-            raise Unhealthy(
+            found = (
                 f"step {step}: the weights are not finite after the update (gradient norm "
-                f"{metrics.get('policy/grad_norm', math.nan):.4g}); the batch is kept in "
-                f"{self._record.aside(step, groups)}. The same command goes on from the last checkpoint; "
+                f"{metrics.get('policy/grad_norm', math.nan):.4g})"
+            )
+            kept = self._record.aside(step, groups)
+            self._roll_back(step, found, kept)
+            raise Unhealthy(
+                f"{found}; the batch is kept in {kept}. The same command goes on from the last checkpoint; "
                 "lower `policy.optimizer.lr` in a new run, or set `model.dtype=float32` to see whether it is "
                 "a matter of precision"
             )
@@ -103,26 +110,34 @@ class HealthWatch:
         metrics["health/alarms"] = float(len(alarms))
         norm, reward = _known(metrics, "policy/grad_norm"), _known(metrics, "reward/mean")
         best = self.state.best_reward
-        self.state = HealthState(
-            best if reward is None else max(reward, reward if best is None else best),
-            (*self.state.grad_norms, *([] if norm is None else [norm]))[-_REMEMBERED:],
-            skipped,
+        self.state = replace(
+            self.state,
+            best_reward=best if reward is None else max(reward, reward if best is None else best),
+            grad_norms=(*self.state.grad_norms, *([] if norm is None else [norm]))[-_REMEMBERED:],
+            skipped=skipped,
         )
         return alarms
 
     def act(self, step: int, alarms: Sequence[Alarm], groups: list[Group]) -> None:
-        """Warn of ``alarms``, or raise Unhealthy: as `health.action` says."""
+        """Warn of ``alarms``, or raise Unhealthy or Rollback: as `health.action` says."""
         if not alarms:
             return
         found = f"step {step}: {'; '.join(map(str, alarms))}"
         if self._settings.action == "warn":
             self._record.warn(found)
             return
+        kept = self._record.aside(step, groups)
+        self._roll_back(step, found, kept)
         raise Unhealthy(
-            f"{found}. Stopped (`health.action` = stop); the batch is kept in "
-            f"{self._record.aside(step, groups)}. Nothing of this step is in a checkpoint: the same command "
-            "goes on from the one before, and comes to this step again unless the bound is another"
+            f"{found}. Stopped (`health.action` = {self._settings.action}); the batch is kept in {kept}. "
+            "Nothing of this step is in a checkpoint: the same command goes on from the one before, and "
+            "comes to this step again unless the bound is another"
         )
+
+    def _roll_back(self, step: int, found: str, kept: str) -> None:
+        """Raises Rollback where `health.action` says so, until the run has been rolled back too often."""
+        if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
+            raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
 
 
 def _alarms(settings: Health, metrics: Mapping[str, float], state: HealthState) -> Iterator[Alarm]:

@@ -48,7 +48,7 @@ class ScoredBatch:
 
 
 class Pipeline:
-    """Launched batches, oldest first. ``progress`` is what a checkpoint kept of them."""
+    """Launched batches, oldest first; a context manager. ``progress`` is what a checkpoint kept of them."""
 
     def __init__(
         self,
@@ -124,10 +124,15 @@ class Pipeline:
         rates = self._curriculum.rates if self._curriculum else {}
         return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health)
 
-    def abandon(self) -> None:
-        """What is launched is not waited for: its workers are about to end."""
-        for _, task in self._launched:
+    async def __aenter__(self) -> Pipeline:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """What is launched is not waited for, whyever the run has ended."""
+        tasks = [task for _, task in self._launched]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
         async with deadline(

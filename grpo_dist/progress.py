@@ -24,12 +24,13 @@ class SampledBatch:
 class HealthState:
     """What watches remember of the steps so far. ``best_reward``: the greatest mean of a step;
     ``grad_norms``: the latest, oldest first; ``skipped``: steps in a row, up to the last, with an update that
-    was not made.
+    was not made; ``avoid``: steps that the run was rolled back from, and that are not trained on.
     """
 
     best_reward: float | None = None
     grad_norms: tuple[float, ...] = ()
     skipped: int = 0
+    avoid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

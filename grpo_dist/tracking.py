@@ -34,19 +34,26 @@ class Tracker:
     """All sinks of a run. Use as a context manager, so that they are flushed whatever happens."""
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
+        """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on."""
+        self._config, self._run_dir = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
+        self._sinks: list[Sink] = []
+        self.wandb_id: str | None = wandb_id
+        self._open(start)
+
+    def _open(self, start: int) -> None:
+        config, run_dir = self._config, self._run_dir
         self._ledger = Ledger(run_dir / LEDGER, keep_through=start)
-        self._sinks: list[Sink] = [MetricsFile(run_dir / "metrics.jsonl", keep_through=start)]
-        self.wandb_id: str | None = None
+        self._sinks.append(MetricsFile(run_dir / "metrics.jsonl", keep_through=start))
         self._console = Console(config.name, config.steps, start) if config.tracking.console else None
         if self._console is not None:
             self._sinks.append(self._console)
         if config.tracking.tensorboard:
             self._sinks.append(TensorBoard(run_dir / "tensorboard", purge_step=start + 1 if start else None))
         if config.tracking.wandb.enabled:
-            run = WandbSink(config.tracking.wandb, config, run_dir, wandb_id)
+            run = WandbSink(config.tracking.wandb, config, run_dir, self.wandb_id)
             self.wandb_id = run.run_id
             self._sinks.append(run)
 
@@ -75,6 +82,13 @@ class Tracker:
             self._console.warn(message)
         else:
             print(message, file=sys.stderr, flush=True)
+
+    def back_to(self, step: int) -> None:
+        """What was written of later steps comes again: it is taken back, as at a resume."""
+        self.flush()
+        while self._sinks:
+            self._sinks.pop().close(failed=False)
+        self._open(step)
 
     def flush(self) -> None:
         """Every table is on disk when this returns; raises what went wrong with one."""

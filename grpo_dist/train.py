@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist import driver
 from grpo_dist.checkpoint import (
+    CHECKPOINTS,
     REFERENCE,
     Checkpoints,
-    check_data,
-    load_progress,
+    Place,
+    load_place,
     load_state,
     newest_whole,
 )
@@ -22,7 +24,7 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.readers import read_all
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import Rollback, StateLost, UserError, refusals
 from grpo_dist.evaluate import evaluate
 from grpo_dist.ledger import LEDGER, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
@@ -35,8 +37,9 @@ from grpo_dist.prepare import (
     prepare_eval,
     resolve_model,
 )
-from grpo_dist.progress import Progress
+from grpo_dist.recovery import Recovery
 from grpo_dist.tracking import NoSamples, Tracker
+from grpo_dist.workers import Workers
 
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
@@ -56,80 +59,104 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
         state = load_state(newest, identity) if newest else None
         check_fits(config)
         prepared = prepare(config, _say)
-        progress = Progress()
-        if newest and state:
-            check_data(newest, state, prepared.prompts)
-            progress = load_progress(newest, state, prepared.prompts)
-    start = state.step if state else 0
-    if start >= config.steps and finished_steps(run_dir) == start:
+        place = load_place(newest, state, prepared.prompts)
+    if place.step >= config.steps and finished_steps(run_dir) == place.step:
         raise UserError(
-            f"{run_dir}: the run is complete ({start} steps); choose another `name`, or set "
+            f"{run_dir}: the run is complete ({place.step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
-    with Tracker(config, run_dir, start=start, wandb_id=state.wandb_id if state else None) as tracker:
+    with Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id) as tracker:
         checkpoints = Checkpoints(
-            run_dir / "checkpoints", config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
+            run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
         )
-        final = asyncio.run(_train(config, prepared, run_dir, tracker, checkpoints, newest, start, progress))
+        run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
+        final = asyncio.run(_train(run, place))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
     _say(summary(run_dir / LEDGER))
     return run_dir
 
 
-async def _train(
-    config: Config,
-    prepared: Prepared,
-    run_dir: Path,
-    tracker: Tracker,
-    checkpoints: Checkpoints,
-    newest: Path | None,
-    start: int,
-    progress: Progress,
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Run:
+    """What a training session works with from its start to its end."""
+
+    config: Config
+    identity: Config
+    prepared: Prepared
+    directory: Path
+    tracker: Tracker
+    checkpoints: Checkpoints
+
+    def newest(self) -> Place:
+        """Where it can go on from when it has to go back."""
+        checkpoint = newest_whole(self.directory / CHECKPOINTS, self.tracker.warn)
+        state = load_state(checkpoint, self.identity) if checkpoint else None
+        return load_place(checkpoint, state, self.prepared.prompts)
+
+
+async def _train(run: Run, place: Place) -> dict[str, float]:
     """The whole session; the evaluation of the exported model, {} where there is none."""
     from actors.cluster import Cluster
 
-    timeouts = config.cluster.timeouts
+    config, model_dir = run.config, run.prepared.model_dir
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
     async with interruption, Cluster(config) as cluster:
         interruption.listen()  # Ray has put a handler of its own in place
-        async with deadline(timeouts.start_s, "start: actors up and models loaded"):
-            workers = await cluster.start_training(prepared.model_dir)
-        if newest is not None:
-            _say(f"resuming from {newest}")
-            with refusals():
-                await workers.policy.load(newest / "policy")
-            if workers.reference is not None and config.reference.refresh_every:
-                async with deadline(timeouts.save_s, f"reference: restore from {newest}"):
-                    await workers.reference.load(newest / REFERENCE)
-            await workers.sync.push(version=start)
-        with interruption.finishing():
-            await driver.run(
-                config,
-                workers,
-                prepared.prompts,
-                prepared.eval_sets,
-                tracker,
-                checkpoints,
-                start=start,
-                progress=progress,
-                asked_to_end=interruption.asked,
-            )
-        if not config.checkpoint.export:
-            return {}
-        await workers.policy.export(run_dir / "model", tokenizer_dir=prepared.model_dir)
-        if not (config.evaluation.after and prepared.eval_sets):
+        async with deadline(config.cluster.timeouts.start_s, "start: actors up and models loaded"):
+            workers = await cluster.start_training(model_dir)
+        if place.checkpoint is not None:
+            _say(f"resuming from {place}")
+        recovery = Recovery(config, cluster, run.tracker, run.newest, model_dir)
+        while True:
+            try:
+                async with cluster.losses_told():
+                    await _go_on(run, place, workers, interruption)
+                    break
+            except (StateLost, Rollback) as why:
+                place, workers = await recovery.go_back(why, workers)
+        if not (config.checkpoint.export and config.evaluation.after and run.prepared.eval_sets):
             return {}
         await cluster.stop_workers()
         # A fresh engine on the exported files: the reported number is that of the model a user gets.
-        async with deadline(timeouts.start_s, "start: engine on the exported model"):
-            samplers = await cluster.start_evaluation(run_dir / "model")
-        final = await evaluate(config, samplers, prepared.eval_sets, tracker, step=config.steps)
-        tracker.log(config.steps, final)
+        async with deadline(config.cluster.timeouts.start_s, "start: engine on the exported model"):
+            samplers = await cluster.start_evaluation(run.directory / "model")
+        final = await evaluate(config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps)
+        run.tracker.log(config.steps, final)
         return final
+
+
+async def _go_on(run: Run, place: Place, workers: Workers, interruption: Interruption) -> None:
+    """From ``place`` to the exported model. Raises what the driver does."""
+    config, prepared = run.config, run.prepared
+    await _restore(config, place, workers)
+    with interruption.finishing():
+        await driver.run(
+            config,
+            workers,
+            prepared.prompts,
+            prepared.eval_sets,
+            run.tracker,
+            run.checkpoints,
+            start=place.step,
+            progress=place.progress,
+            asked_to_end=interruption.asked,
+        )
+    if config.checkpoint.export:
+        await workers.policy.export(run.directory / "model", tokenizer_dir=prepared.model_dir)
+
+
+async def _restore(config: Config, place: Place, workers: Workers) -> None:
+    """Weights, optimiser and reference as at ``place``, in the engines too."""
+    if place.checkpoint is not None:
+        with refusals():
+            await workers.policy.load(place.checkpoint / "policy")
+        if workers.reference is not None and config.reference.refresh_every:
+            async with deadline(config.cluster.timeouts.save_s, f"reference: restore from {place}"):
+                await workers.reference.load(place.checkpoint / REFERENCE)
+    await workers.sync.push(version=place.step)
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
@@ -157,7 +184,7 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:
-    return newest_whole(run_dir / "checkpoints", _say) if config.checkpoint.resume == "auto" else None
+    return newest_whole(run_dir / CHECKPOINTS, _say) if config.checkpoint.resume == "auto" else None
 
 
 def finished_steps(run_dir: Path) -> int | None:

@@ -24,6 +24,7 @@ StagedRef = Any
 
 class Rollouts(Protocol):
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef: ...
+    async def abandon(self) -> None: ...
 
 
 class Rewards(Protocol):

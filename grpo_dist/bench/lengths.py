@@ -40,3 +40,6 @@ class ForcedLengths:
         drawn: list[Any] = [length_of(seed, self._lengths, cap=sampling.max_new_tokens) for seed in seeds]
         forced = sampling if None in drawn else replace(sampling, lengths=tuple(drawn))
         return await self._rollouts.sample(prompt, seeds=seeds, sampling=forced)
+
+    async def abandon(self) -> None:
+        await self._rollouts.abandon()

@@ -1,0 +1,79 @@
+"""Back to the last checkpoint within the same job: after the loss of what only a checkpoint has, and from a
+step that must not have been.
+
+driver.run --- StateLost or Rollback ---> what was written after the checkpoint is taken back
+                                          workers: all that can stay as they are, the others anew
+           <--- Place, Workers ---------- restored and synced as at any resume
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from grpo_dist.checkpoint import Place
+from grpo_dist.concurrency import deadline
+from grpo_dist.config import Config
+from grpo_dist.errors import Rollback, StateLost
+from grpo_dist.restarts import Budget
+from grpo_dist.workers import Workers
+
+
+class Restartable(Protocol):
+    """`actors.cluster.Cluster` in production."""
+
+    async def start_again(self, model_dir: Path) -> Workers: ...
+
+
+class Record(Protocol):
+    def warn(self, message: str) -> None: ...
+    def back_to(self, step: int) -> None: ...
+
+
+class Recovery:
+    """Of one run. ``newest`` finds where it can go on from."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster: Restartable,
+        record: Record,
+        newest: Callable[[], Place],
+        model_dir: Path,
+    ) -> None:
+        self._config, self._cluster, self._record = config, cluster, record
+        self._newest, self._model_dir = newest, model_dir
+        self._budget = Budget(config.cluster.restarts)
+        self._avoid: set[int] = set()
+
+    async def go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
+        """Where the run goes on and with whom, the weights not restored yet. Raises ``why`` when that was the
+        last of the restarts.
+        """
+        place = self._newest()
+        started_anew = isinstance(why, StateLost) or place.checkpoint is None
+        if isinstance(why, Rollback):
+            self._avoid.add(why.step)
+            self._record.warn(f"{why}; rolled back to {place}")
+        else:
+            await self._wait_for_restart(why, place)
+        self._record.back_to(place.step)
+        health = place.progress.health
+        avoid = tuple(sorted(self._avoid | set(health.avoid)))
+        place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
+        if started_anew:
+            async with deadline(self._config.cluster.timeouts.start_s, "recovery: workers up again"):
+                return place, await self._cluster.start_again(self._model_dir)
+        await workers.rollouts.abandon()
+        return place, workers
+
+    async def _wait_for_restart(self, why: StateLost, place: Place) -> None:
+        delay_s = self._budget.take()
+        if delay_s is None:
+            self._record.warn(f"{why}{self._budget.spent}: ending; the same command goes on from {place}")
+            raise why
+        self._record.warn(f"{why}; going back to {place} in {delay_s:g} s, {self._budget}")
+        await asyncio.sleep(delay_s)

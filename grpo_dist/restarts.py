@@ -1,0 +1,46 @@
+"""How often what is lost is started again, and how long that waits."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from grpo_dist.config import Restarts
+
+
+class Budget:
+    """Of one actor, or of a whole role. None of ``settings``: nothing is started again."""
+
+    def __init__(self, settings: Restarts | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings, self._clock = settings, clock
+        self._recent: deque[float] = deque()
+        self.used = 0  # in all
+
+    def take(self) -> float | None:
+        """Seconds to wait before the restart that this is; None: none is left."""
+        if self._settings is None:
+            return None
+        now = self._clock()
+        while self._recent and now - self._recent[0] > self._settings.window_s:
+            self._recent.popleft()
+        if len(self._recent) >= self._settings.max_per_worker:
+            return None
+        self._recent.append(now)
+        self.used += 1
+        return float(self._settings.backoff_s * 2 ** (len(self._recent) - 1))
+
+    def __str__(self) -> str:
+        """Of the restart last taken: "restart 2 of 3"."""
+        allowed = self._settings.max_per_worker if self._settings else 0
+        return f"restart {len(self._recent)} of {allowed}"
+
+    @property
+    def spent(self) -> str:
+        """Why there is none left, to go behind what was lost; nothing where none was ever allowed."""
+        if self._settings is None or not self._recent:
+            return ""
+        return (
+            f" after {len(self._recent)} restart(s) within {self._settings.window_s:g} s, all of "
+            "`cluster.restarts.max_per_worker`"
+        )
