@@ -9,7 +9,8 @@ driver.run --- StateLost or Rollback ---> what was written after the checkpoint 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,7 @@ from grpo_dist.workers import Workers
 class Restartable(Protocol):
     """`actors.cluster.Cluster` in production."""
 
+    def losses_told(self) -> AbstractAsyncContextManager[None]: ...
     async def start_again(self, model_dir: Path) -> Workers: ...
 
 
@@ -49,10 +51,21 @@ class Recovery:
         self._budget = Budget(config.cluster.restarts)
         self._avoid: set[int] = set()
 
-    async def go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
-        """Where the run goes on and with whom, the weights not restored yet. Raises ``why`` when that was the
-        last of the restarts.
+    async def carry_through(
+        self, go_on: Callable[[Place, Workers], Awaitable[None]], place: Place, workers: Workers
+    ) -> None:
+        """``go_on`` from ``place``, again from a checkpoint as often as it takes. Raises what it raises,
+        StateLost when no restart is left.
         """
+        while True:
+            try:
+                async with self._cluster.losses_told():
+                    return await go_on(place, workers)
+            except (StateLost, Rollback) as why:
+                place, workers = await self._go_back(why, workers)
+
+    async def _go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
+        """Where the run goes on and with whom, the weights not restored yet."""
         place = self._newest()
         started_anew = isinstance(why, StateLost) or place.checkpoint is None
         if isinstance(why, Rollback):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from grpo_dist import driver
@@ -24,7 +25,7 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.readers import read_all
-from grpo_dist.errors import Rollback, StateLost, UserError, refusals
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
 from grpo_dist.ledger import LEDGER, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
@@ -110,13 +111,7 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
         if place.checkpoint is not None:
             _say(f"resuming from {place}")
         recovery = Recovery(config, cluster, run.tracker, run.newest, model_dir)
-        while True:
-            try:
-                async with cluster.losses_told():
-                    await _go_on(run, place, workers, interruption)
-                    break
-            except (StateLost, Rollback) as why:
-                place, workers = await recovery.go_back(why, workers)
+        await recovery.carry_through(partial(_go_on, run, interruption), place, workers)
         if not (config.checkpoint.export and config.evaluation.after and run.prepared.eval_sets):
             return {}
         await cluster.stop_workers()
@@ -128,7 +123,7 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
         return final
 
 
-async def _go_on(run: Run, place: Place, workers: Workers, interruption: Interruption) -> None:
+async def _go_on(run: Run, interruption: Interruption, place: Place, workers: Workers) -> None:
     """From ``place`` to the exported model. Raises what the driver does."""
     config, prepared = run.config, run.prepared
     await _restore(config, place, workers)

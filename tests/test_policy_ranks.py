@@ -59,6 +59,8 @@ def start(
     shared=1,
     deepspeed=None,
     dtype="float32",
+    worker=OpenWorker,
+    restarts=None,
     **optimizer,
 ):
     return PolicyGroup(
@@ -79,7 +81,8 @@ def start(
         timeouts=Timeouts(),
         seed=0,
         options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
-        worker=OpenWorker,
+        worker=worker,
+        restarts=restarts,
     )
 
 

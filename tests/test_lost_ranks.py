@@ -1,0 +1,76 @@
+"""Real ZeRO ranks of which one dies, hangs, or loses its connection in the middle of an update."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import samples_of_groups
+from test_policy_ranks import OpenWorker, on_all, start
+
+from grpo_dist.config import Restarts
+from grpo_dist.errors import StateLost
+
+
+class MortalRank(OpenWorker):
+    def arm(self, rank, what):
+        self._what = what if rank == self._trainer.place.rank else None
+        return os.getpid()
+
+    def update(self, shards, kl_coef):
+        what = getattr(self, "_what", None)
+        if isinstance(what, Exception):
+            raise what
+        if what is not None:
+            os.kill(os.getpid(), what)
+        return super().update(shards, kl_coef)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (signal.SIGKILL, "policy-1 is lost"),
+        (signal.SIGSTOP, "policy-1 is lost"),
+        (RuntimeError("Connection closed by peer"), r"an update failed \(Connection closed by peer\)"),
+    ],
+)
+def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it(
+    ray_cluster, tiny_model, tmp_path, what, words
+):
+    """The other rank is in a collective that does not end by itself for half an hour."""
+
+    async def lose():
+        restarts = Restarts(health_s=1, hang_s=4)
+        group = start(tiny_model, ranks=2, stage=2, worker=MortalRank, restarts=restarts)
+        await group.ready()
+        staged = group.stage([samples_of_groups.batch()])
+        await group.update(staged)
+        processes = await on_all(group, "arm", 1, what)
+        began = time.monotonic()
+        with pytest.raises(StateLost, match=words):
+            await group.update(staged)
+        took = time.monotonic() - began
+        if isinstance(what, signal.Signals):
+            with pytest.raises(StateLost, match=words):  # and so is who asks later
+                await group.save(tmp_path)
+        await group.shutdown()
+        return took, processes
+
+    took, processes = asyncio.run(lose())
+    assert took < 15
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=15)
+    assert not alive  # the one that was stopped, and the one that waited, too
+
+
+def test_what_a_rank_refuses_is_not_a_loss(ray_cluster, tiny_model):
+    async def refuse():
+        group = start(tiny_model, ranks=1, stage=2, worker=MortalRank)
+        await group.ready()
+        await on_all(group, "arm", 0, ValueError("no such batch"))
+        with pytest.raises(ValueError, match="no such batch"):
+            await group.update(group.stage([samples_of_groups.batch()]))
+        await group.shutdown()
+
+    asyncio.run(refuse())

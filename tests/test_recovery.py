@@ -1,0 +1,159 @@
+"""Back to the last checkpoint within the same job: the books and the weights are those of a run that was
+never disturbed.
+"""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import fakes
+import pytest
+
+from grpo_dist.checkpoint import Place, State, load_progress
+from grpo_dist.config import Restarts
+from grpo_dist.driver import run
+from grpo_dist.errors import StateLost, Unhealthy
+from grpo_dist.recovery import Recovery
+from grpo_dist.restarts import Budget
+
+
+class Job(fakes.World):
+    """Workers, cluster and records of one job. Its only weight is the number of its updates."""
+
+    def __init__(self, **config):
+        super().__init__(jitter=False)
+        self.config = fakes.config(
+            checkpoint={"every": 2}, cluster={"restarts": {"backoff_s": 0.001}}, **config
+        )
+        self.weight, self.weights, self.starts, self.abandoned = 0, {}, 0, 0
+        self.trained = []
+        self.die_at, self.metrics_at = {}, {}
+
+    async def update(self, batches, *, kl_coef):
+        step = self.version + 1
+        if self.die_at.get(step):
+            self.die_at[step] -= 1
+            self.weight = None
+            raise StateLost(f"policy-1 is lost in step {step}")
+        self.weight += 1
+        self.trained.append((step, self.weight))
+        return {"loss/policy": 0.0, **self.metrics_at.get(step, {})}
+
+    async def save(self, step, workers, progress):
+        await super().save(step, workers, progress)
+        self.weights[step] = self.weight
+
+    async def start_again(self, model_dir):
+        self.starts, self.weight = self.starts + 1, 0
+        return self.workers()
+
+    async def abandon(self):
+        self.abandoned += 1
+
+    @asynccontextmanager
+    async def losses_told(self):
+        yield
+
+    def back_to(self, step):
+        for kept in (self.logged, self.accounts):
+            for later in [s for s in kept if s > step]:
+                del kept[later]
+
+    def newest(self):
+        if not self.saved:
+            return Place()
+        step = max(self.saved)
+        return Place(Path(f"step_{step:06d}"), step, self.saved[step])
+
+    async def go_on(self, place, workers):
+        if place.checkpoint is not None:
+            self.weight = self.weights[place.step]
+        await self.push(place.step)
+        await run(
+            self.config, workers, fakes.prompts(40), [], self, self,
+            start=place.step, progress=place.progress,
+        )  # fmt: skip
+
+    def carry_through(self):
+        recovery = Recovery(self.config, self, self, self.newest, Path("model"))
+        asyncio.run(recovery.carry_through(self.go_on, Place(), self.workers()))
+        return self
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("lost", "again_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
+def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(staleness, lost, again_from):
+    whole, hit = Job(max_staleness=staleness).carry_through(), Job(max_staleness=staleness)
+    hit.die_at = {lost: 1}
+    hit.carry_through()
+    assert hit.starts == 1 and whole.starts == 0
+    assert hit.accounts == whole.accounts and list(hit.accounts) == [1, 2, 3, 4, 5, 6]
+    assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
+    assert all(step == weight for step, weight in hit.trained)  # none is trained twice into the weights
+    (line,) = hit.warnings
+    place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
+    assert f"policy-1 is lost in step {lost}; going back to {place} in 0.001 s, restart 1 of 3" in line
+
+
+def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
+    job = Job()
+    job.die_at = {3: 10}
+    with pytest.raises(StateLost, match="policy-1 is lost in step 3"):
+        job.carry_through()
+    assert job.starts == 3 and list(job.accounts) == [1, 2]
+    assert job.warnings[-1] == (
+        "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
+        "`cluster.restarts.max_per_worker`: ending; the same command goes on from step_000002"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
+    job = Job(max_staleness=staleness, health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
+    job.metrics_at = {4: {"ref/kl": 5.0}}
+    job.carry_through()
+    assert job.starts == 0 and job.abandoned == 1  # the workers stay
+    assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
+    assert job.weight == 5  # of six steps, one is not in it
+    assert "skipped" in job.accounts[4] and "trained" not in job.accounts[4]
+    assert all("trained" in job.accounts[s] and "skipped" not in job.accounts[s] for s in (3, 5))
+    assert list(job.kept_aside) == [4]
+    assert "ref/kl = 5 is above 1" in job.warnings[0] and "rolled back to step_000002" in job.warnings[0]
+    assert job.warnings[1] == "step 4: not trained on, the run was rolled back from it"
+
+
+def test_rolling_back_ends_where_every_step_is_out_of_bounds():
+    job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0, "max_rollbacks": 2})
+    job.metrics_at = {step: {"ref/kl": 5.0} for step in range(1, 7)}
+    with pytest.raises(Unhealthy, match=r"step 3: .*Stopped"):
+        job.carry_through()
+    assert [step for step, _ in job.trained] == [1, 2, 3]
+    assert job.starts == 2  # there was no checkpoint to load: the first weights come from new ranks
+
+
+def test_weights_that_are_lost_are_rolled_back_too():
+    job = Job(health={"min_signal_groups": 0, "action": "rollback"})
+    job.metrics_at = {3: {"health/bad_weights": 1.0}}
+    job.carry_through()
+    assert "trained" not in job.accounts[3] and job.weight == 5
+
+
+def test_restarts_long_ago_do_not_count():
+    now = [0.0]
+    budget = Budget(Restarts(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
+    assert (budget.take(), budget.take(), budget.take()) == (1.0, 2.0, None)
+    now[0] = 101.0
+    assert budget.take() == 1.0 and budget.used == 3
+    assert Budget(None).take() is None and Budget(None).spent == ""
+    assert Budget(Restarts(max_per_worker=0)).take() is None
+
+
+def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
+    job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
+    job.metrics_at = {4: {"ref/kl": 5.0}}
+    job.carry_through()
+    assert job.saved[2].health.avoid == () and job.saved[4].health.avoid == (4,)
+    state = State(4, "", "", health=json.loads(json.dumps(asdict(job.saved[4].health))))
+    assert load_progress(tmp_path, state, []).health == job.saved[4].health
