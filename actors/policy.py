@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.calls import kill, one_at_a_time, results
+from actors.calls import BESIDE, kill, one_at_a_time, results
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
@@ -32,6 +32,7 @@ from grpo_dist.types import TrainBatch
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
 
+_WRITING_S = 0.2  # between two questions whether files are written
 _SHARDED = "all ranks go back to a checkpoint together"
 
 
@@ -97,8 +98,12 @@ class PolicyWorker(Metered, Watched):
     def reload_states(self) -> None:
         self._trainer.reload_states()
 
-    def save(self, directory: str) -> None:
-        self._trainer.save(Path(directory))
+    def save(self, directory: str, beside: bool) -> None:
+        self._trainer.save(Path(directory), beside=beside)
+
+    def is_saved(self) -> bool:
+        """Called beside an update."""
+        return bool(self._trainer.is_saved())
 
     def load(self, directory: str) -> None:
         self._trainer.load(Path(directory))
@@ -228,8 +233,20 @@ class PolicyGroup:
         """The reverse of `offload_states`, before anything else is asked of the ranks."""
         await self._answers("reload_states", [()] * len(self.ranks))
 
-    async def save(self, directory: Path) -> None:
-        await self._same("save", str(directory.absolute()), stage=f"checkpoint to {directory}")
+    async def save(self, directory: Path, *, beside: bool = False) -> None:
+        """``beside``: updates may follow before the files are there, for which `saved` waits."""
+        await self._same("save", str(directory.absolute()), beside, stage=f"checkpoint to {directory}")
+
+    async def saved(self) -> None:
+        """Returns when every rank has written what it saved last. Raises StateLost when one is gone or late,
+        and what went wrong with a file.
+        """
+        try:
+            async with deadline(self._timeouts.save_s, f"policy: files of {len(self.ranks)} rank(s)"):
+                while not all(await self._answers("is_saved", [()] * len(self.ranks), group=BESIDE)):
+                    await asyncio.sleep(_WRITING_S)
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
 
     async def load(self, directory: Path) -> None:
         await self._same("load", str(directory.absolute()), stage=f"restore from {directory}")
@@ -259,12 +276,15 @@ class PolicyGroup:
             await self.check()  # a rank that is gone may be why the others could not go on
             raise error
 
-    async def _answers(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    async def _answers(
+        self, method: str, arguments: list[tuple[Any, ...]], group: str | None = None
+    ) -> list[Any]:
         """Of all ranks. Raises StateLost as soon as one is known to be lost, whoever waits for whom."""
         self.team.check()
         lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
         answers = asyncio.create_task(
-            gather(self._answer(i, method, own) for i, own in enumerate(arguments)), name=f"policy {method}"
+            gather(self._answer(i, method, own, group) for i, own in enumerate(arguments)),
+            name=f"policy {method}",
         )
         try:
             await asyncio.wait([lost, answers], return_when=asyncio.FIRST_COMPLETED)
@@ -275,10 +295,11 @@ class PolicyGroup:
             answers.cancel()
             answers.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _answer(self, index: int, method: str, arguments: tuple[Any, ...]) -> Any:
+    async def _answer(self, index: int, method: str, arguments: tuple[Any, ...], group: str | None) -> Any:
         rank = self.ranks[index]
+        call = getattr(rank, method)
         try:
-            return await getattr(rank, method).remote(*arguments)
+            return await (call.options(concurrency_group=group) if group else call).remote(*arguments)
         except RayActorError as error:
             self.team.lost(index, rank, error)
             self.team.check()

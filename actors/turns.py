@@ -78,9 +78,12 @@ class ColocatedPolicy:
         await self._turns.to_training()
         return await self._policy.update(staged, kl_coef=kl_coef)
 
-    async def save(self, directory: Path) -> None:
+    async def save(self, directory: Path, *, beside: bool = False) -> None:
         async with self._turns.training():
-            await self._policy.save(directory)
+            await self._policy.save(directory, beside=beside)
+
+    async def saved(self) -> None:
+        await self._policy.saved()
 
     async def load(self, directory: Path) -> None:
         async with self._turns.training():

@@ -37,6 +37,11 @@ class Background:
         if not done:
             raise self._too_late()
 
+    def is_idle(self) -> bool:
+        """Whether everything handed in is done."""
+        self._raise_failure()
+        return not self._work.unfinished_tasks
+
     def close(self) -> None:
         """`flush`, and the end of the thread."""
         self._work.put(None)

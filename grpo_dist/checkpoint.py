@@ -88,16 +88,42 @@ class Checkpoints:
         """``identity``: see `load_state`."""
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
+        self._writing: asyncio.Task[None] | None = None
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
+        """Take the state of ``step``; it is written beside the steps that follow, unless
+        `checkpoint.background` is off. Raises what went wrong with the one before.
+        """
+        await self.settle()
         final = self._directory / f"step_{step:06d}"
         partial = self._directory / f".partial_{final.name}"
         shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while saving
         partial.mkdir(parents=True)
-        await workers.policy.save(partial / "policy")
+        beside = self._config.checkpoint.background
+        await workers.policy.save(partial / "policy", beside=beside)
         if workers.reference is not None and self._config.reference.refresh_every:
             async with deadline(self._config.cluster.timeouts.save_s, f"reference: checkpoint to {partial}"):
                 await workers.reference.save(partial / REFERENCE)
+        finish = self._finish(step, partial, final, workers, progress)
+        self._writing = asyncio.create_task(finish, name=f"checkpoint {step}")
+        if not beside:
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Returns when the checkpoint that is being written is there. Raises what went wrong with it."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
+
+    async def _finish(
+        self, step: int, partial: Path, final: Path, workers: Workers, progress: Progress
+    ) -> None:
+        await workers.policy.saved()
+        async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
+            await asyncio.to_thread(self._publish, step, partial, final, progress)
+
+    def _publish(self, step: int, partial: Path, final: Path, progress: Progress) -> None:
+        """In a thread: the loop goes on receiving samples."""
         for number, batch in progress.ahead.items():
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
             if batch.discarded:
@@ -114,7 +140,7 @@ class Checkpoints:
         )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
-        await asyncio.to_thread(write_manifest, partial)  # the loop goes on receiving samples
+        write_manifest(partial)
         flush(partial)  # before what it replaces goes
         if final.exists():  # the same step, saved before a resume from an older one
             shutil.rmtree(final)

@@ -491,6 +491,9 @@ class Checkpoint(Section):
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: go on from the newest checkpoint that is whole, if any"
     )
+    background: bool = Field(
+        True, description="written while training goes on, from a copy in the host memory of each rank"
+    )
     grace_s: PositiveFloat = Field(
         60.0, description="what a run that is asked to end (SIGTERM) has for its step and a checkpoint"
     )

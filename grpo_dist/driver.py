@@ -45,9 +45,10 @@ class Recorder(Protocol):
 
 
 class Checkpointer(Protocol):
-    """`checkpoint.Checkpoints` in production."""
+    """`checkpoint.Checkpoints` in production: writes beside the loop; `settle` waits for it."""
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
+    async def settle(self) -> None: ...
 
 
 async def run(
@@ -122,9 +123,11 @@ async def run(
                     step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state)
                 )
             if asked_to_end():  # also when it was while saving
+                await checkpoints.settle()
                 raise Preempted(
                     f"ended as asked after step {step + 1}, saved; the same command goes on from it"
                 )
+        await checkpoints.settle()
 
 
 def steered(kl_coef: float, kl: KL, observed: float | None) -> float:

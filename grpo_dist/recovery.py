@@ -43,7 +43,7 @@ class Recovery:
         config: Config,
         cluster: Restartable,
         record: Record,
-        newest: Callable[[], Place],
+        newest: Callable[[], Awaitable[Place]],
         model_dir: Path,
     ) -> None:
         self._config, self._cluster, self._record = config, cluster, record
@@ -66,7 +66,7 @@ class Recovery:
 
     async def _go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
         """Where the run goes on and with whom, the weights not restored yet."""
-        place = self._newest()
+        place = await self._newest()
         started_anew = isinstance(why, StateLost) or place.checkpoint is None
         if isinstance(why, Rollback):
             self._avoid.add(why.step)

@@ -91,8 +91,16 @@ class Run:
     tracker: Tracker
     checkpoints: Checkpoints
 
-    def newest(self) -> Place:
+    async def settle(self) -> None:
+        """The checkpoint that is being written is finished, or given up: the one before it stands."""
+        try:
+            await self.checkpoints.settle()
+        except Exception as error:
+            self.tracker.warn(f"the checkpoint that was being written is given up ({error})")
+
+    async def newest(self) -> Place:
         """Where it can go on from when it has to go back."""
+        await self.settle()
         checkpoint = newest_whole(self.directory / CHECKPOINTS, self.tracker.warn)
         state = load_state(checkpoint, self.identity) if checkpoint else None
         return load_place(checkpoint, state, self.prepared.prompts)
@@ -111,7 +119,11 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
         if place.checkpoint is not None:
             _say(f"resuming from {place}")
         recovery = Recovery(config, cluster, run.tracker, run.newest, model_dir)
-        await recovery.carry_through(partial(_go_on, run, interruption), place, workers)
+        try:
+            await recovery.carry_through(partial(_go_on, run, interruption), place, workers)
+        except Exception:
+            await run.settle()
+            raise
         if not (config.checkpoint.export and config.evaluation.after and run.prepared.eval_sets):
             return {}
         await cluster.stop_workers()

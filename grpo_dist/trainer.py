@@ -115,6 +115,7 @@ class Trainer:
         module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib, ranks=self._shared)
         self.attention_cost = attention_cost(causal_lm)
         self.engine = _initialize(module, policy, settings)
+        self._files = _own_files(self.engine)
 
     def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """One optimiser update per batch and epoch, this rank's rows of each. Collective.
@@ -315,13 +316,20 @@ class Trainer:
         """What `offload_states` moved is where it was, bit by bit."""
         self.engine.reload_states()
 
-    def save(self, directory: Path) -> None:
-        """DeepSpeed's sharded state of what is trained, its optimiser and counters. Collective."""
+    def save(self, directory: Path, *, beside: bool = False) -> None:
+        """DeepSpeed's sharded state of what is trained, its optimiser and counters. Collective. ``beside``:
+        return once it is copied in host memory; `is_saved` tells when the files are there.
+        """
+        self._files.beside = beside
         state = {"updates": self._updates, "rng": torch.get_rng_state()}
         frozen = self._policy.lora is not None  # all but the adapters, and that is in the model's directory
         self.engine.save_checkpoint(
             str(directory), tag=_TAG, client_state=state, exclude_frozen_parameters=frozen
         )
+
+    def is_saved(self) -> bool:
+        """Of what was saved beside training. May be called by another thread; raises what went wrong."""
+        return self._files.written()
 
     def load(self, directory: Path) -> None:
         """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
@@ -415,6 +423,14 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
     )
     engine.train()
     return engine
+
+
+def _own_files(engine: Any) -> Any:
+    """The `PolicyFiles` of ``engine`` from now on."""
+    from grpo_dist.policy_files import PolicyFiles  # after `_join`: deepspeed reads its environment
+
+    engine.checkpoint_engine = PolicyFiles()
+    return engine.checkpoint_engine
 
 
 def _blank(batch: TrainBatch) -> TrainBatch:

@@ -119,3 +119,6 @@ class World:
 
     async def save(self, step, workers, progress):
         self.saved[step] = progress
+
+    async def settle(self):
+        """Saved at once."""

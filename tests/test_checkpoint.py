@@ -28,12 +28,20 @@ HEALTH = HealthState(0.75, (1.5, 2.5), 1)
 class Disk:
     """The policy of a run that only saves; ``fails`` makes it die half way."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails=False, writing=None):
         self.policy, self.reference, self._fails = self, None, fails
+        self._writing = writing  # an event until which the files are not there
 
-    async def save(self, directory: Path):
+    async def save(self, directory: Path, *, beside: bool):
         directory.mkdir()
-        (directory / "weights").write_text("1")
+        self._directory = directory
+        if not beside:
+            await self.saved()
+
+    async def saved(self):
+        if self._writing is not None:
+            await self._writing.wait()
+        (self._directory / "weights").write_text("1")
         if self._fails:
             raise RuntimeError("disk full")
 
@@ -54,13 +62,13 @@ def group(prompt):
 
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
-    asyncio.run(
-        checkpoints.save(
-            step,
-            Disk(**disk),
-            Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH),
-        )
-    )
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH)
+    asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
+
+
+async def whole(checkpoints, step, disk, progress):
+    await checkpoints.save(step, disk, progress)
+    await checkpoints.settle()
 
 
 def test_what_was_saved_is_found_again(tmp_path):
@@ -85,6 +93,30 @@ def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_pa
         save(tmp_path, 1, fails=True)
     assert list_checkpoints(tmp_path) == []
     save(tmp_path, 1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+
+
+def test_a_checkpoint_is_written_beside_the_steps_that_follow_and_the_next_waits_for_it(tmp_path):
+    async def steps():
+        checkpoints, writing = Checkpoints(tmp_path, fakes.config(), PROMPTS), asyncio.Event()
+        await checkpoints.save(1, Disk(writing=writing), Progress({}))  # does not wait
+        assert list_checkpoints(tmp_path) == []
+        second = asyncio.create_task(checkpoints.save(2, Disk(), Progress({})))
+        await asyncio.sleep(0.05)
+        assert not second.done() and list_checkpoints(tmp_path) == []
+        writing.set()
+        await second
+        assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+        await checkpoints.settle()
+        assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
+        await checkpoints.settle()  # nothing is left to wait for
+
+    asyncio.run(steps())
+
+
+def test_without_a_background_it_is_there_when_the_loop_goes_on(tmp_path):
+    config = fakes.config(checkpoint={"background": False})
+    asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress({})))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
@@ -131,7 +163,7 @@ def test_what_the_cold_start_was_made_with_counts_where_there_is_one(tmp_path):
 def test_a_run_may_have_an_identity_that_outlives_its_paths(tmp_path):
     identity = fakes.config(model={"path": "stage:cold"})
     checkpoints = Checkpoints(tmp_path, fakes.config(model={"path": "here"}), PROMPTS, identity=identity)
-    asyncio.run(checkpoints.save(1, Disk(), Progress({})))
+    asyncio.run(whole(checkpoints, 1, Disk(), Progress({})))
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, identity).step == 1
     assert "path: here" in (found / "config.yaml").read_text()

@@ -61,7 +61,7 @@ class Job(fakes.World):
             for later in [s for s in kept if s > step]:
                 del kept[later]
 
-    def newest(self):
+    async def newest(self):
         if not self.saved:
             return Place()
         step = max(self.saved)

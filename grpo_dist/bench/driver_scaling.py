@@ -115,6 +115,9 @@ class NoCheckpoints:
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         """Nothing here is worth keeping."""
 
+    async def settle(self) -> None:
+        """There is none to wait for."""
+
 
 class Instant:
     """All workers at once, in this process. What they answer is made beforehand."""

@@ -94,3 +94,6 @@ class NoCheckpoints:
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         """A benchmark leaves no model."""
+
+    async def settle(self) -> None:
+        """There is none to wait for."""
