@@ -3,7 +3,8 @@
     checkpoints/step_000020/
         policy/         DeepSpeed's model, optimiser and schedule state, one part per rank
         reference.safetensors  the reference, where it is renewed during the run
-        ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0)
+        ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0): of whole
+                        batches, and of those that were begun
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts
                         chosen, pass rates, tracker run id, what health watches remember
         config.yaml     the configuration of the run
@@ -128,6 +129,8 @@ class Checkpoints:
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
             if batch.discarded:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
+        for number, groups in progress.begun.items():
+            write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups)
         state = State(
             step,
             self._fingerprint,
@@ -233,17 +236,17 @@ def check_data(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> Non
 def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> Progress:
     """What the driver knew besides the weights; batches sampled ahead by number."""
     by_uid = {p.uid: p for p in prompts}
-    ahead = {}
-    for file in sorted((checkpoint / "ahead").glob("batch_*.parquet")):
-        put_aside = file.with_name(file.name.replace("batch_", "discarded_"))
-        discarded = read_groups(put_aside, by_uid) if put_aside.exists() else []
-        ahead[int(file.stem.split("_")[1])] = SampledBatch(read_groups(file, by_uid), discarded)
+    whole, discarded, begun = (
+        {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}
+        for kind in ("batch_*", "discarded_*", "begun_*")
+    )
+    ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
     chosen = {int(batch): indices for batch, indices in state.chosen.items()}
     rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
     watched = dict(state.health)
     for name in {"grad_norms", "avoid"} & watched.keys():
         watched[name] = tuple(watched[name])
-    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched))
+    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -62,6 +62,10 @@ class Pipeline:
         self._config, self._workers, self._prompts = config, workers, prompts
         self._next_batch = first
         self._restored = dict(progress.ahead)
+        # Of batches that are not trained on yet: groups that are sampled and scored, by uid.
+        self._finished = {
+            batch: {group.prompt.uid: group for group in groups} for batch, groups in progress.begun.items()
+        }
         self._chosen = dict(progress.chosen)
         self._curriculum = (
             Curriculum([p.uid for p in prompts], seed=config.seed, rates=progress.pass_rates)
@@ -88,6 +92,7 @@ class Pipeline:
         batch, task = self._launched.popleft()
         done = await self._wait(batch, task)
         del self._chosen[batch]
+        self._finished.pop(batch, None)
         if self._curriculum:
             self._curriculum.observe(done.sampled.sampled)
         return done
@@ -113,16 +118,21 @@ class Pipeline:
             self._launched[i] = (batch, renewed)
 
     def progress(self, *, kl_coef: float, health: HealthState) -> Progress:
-        """What a checkpoint keeps: groups of launched batches that are complete (the others are launched
-        again, on the same prompts), and what decides which prompts come next.
+        """What a checkpoint keeps: finished groups of launched batches (the others are launched again, on the
+        same prompts), and what decides which prompts come next.
         """
         ahead = {
             batch: task.result().sampled  # bounded: it is done
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
         }
+        begun = {
+            batch: list(self._finished[batch].values())
+            for batch, _ in self._launched
+            if batch not in ahead and self._finished.get(batch)
+        }
         rates = self._curriculum.rates if self._curriculum else {}
-        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health)
+        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health, begun)
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -180,6 +190,8 @@ class Pipeline:
 
     async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Reward and reference at the same time."""
+        if known := self._known(prompt, batch):
+            return await self._with_reference(known)
         rollouts = await self._sample(prompt, batch)
         if self._workers.reference is None:
             return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
@@ -189,9 +201,20 @@ class Pipeline:
         return ScoredGroup(group, ref_logprobs)
 
     async def _group(self, prompt: Prompt, batch: int) -> Group:
+        if known := self._known(prompt, batch):
+            return known
         return await self._graded(prompt, await self._sample(prompt, batch), batch)
 
+    def _known(self, prompt: Prompt, batch: int) -> Group | None:
+        """The group, where it was finished before the run was interrupted."""
+        return self._finished.get(batch, {}).get(prompt.uid)
+
     async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        group = await self._rewarded(prompt, rollouts, batch)
+        self._finished.setdefault(batch, {})[prompt.uid] = group
+        return group
+
+    async def _rewarded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
         if self._config.algorithm.advantage != "remax":
             return await self._workers.rewards.score(prompt, rollouts)
         group, baseline = await gather(

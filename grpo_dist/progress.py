@@ -35,7 +35,8 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``ahead``: finished batches that are not trained on yet, by number. ``kl_coef`` None: as configured.
+    """``ahead``: finished batches that are not trained on yet, by number; ``begun``: finished groups of those
+    that are not. ``kl_coef`` None: as configured.
 
     ``chosen``: prompts (indices) of the batches launched and not trained on yet, and ``pass_rates``: what was
     observed of each uid, (right, scored), where the order of prompts follows from it.
@@ -46,3 +47,4 @@ class Progress:
     chosen: Mapping[int, list[int]] = field(default_factory=dict)
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     health: HealthState = HealthState()
+    begun: Mapping[int, list[Group]] = field(default_factory=dict)

@@ -62,7 +62,8 @@ def group(prompt):
 
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
-    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH)
+    begun = {4: [group(PROMPTS[0])]} if ahead else {}
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH, begun)
     asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
 
 
@@ -82,6 +83,7 @@ def test_what_was_saved_is_found_again(tmp_path):
     batch = progress.ahead[3]
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
+    assert [g.prompt for g in progress.begun[4]] == [PROMPTS[0]] and list(progress.begun) == [4]
     assert progress.chosen == {3: [1, 0], 12: [2]} and progress.pass_rates == {"p1": (0.5, 4.0)}
     assert progress.health == HEALTH
     assert restored.baseline_reward == 0.5

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
 from grpo_dist.evaluate import EvalSet
 from grpo_dist.types import Group
@@ -89,6 +90,36 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
     resampled = {uid for uid, _, _ in second.sampled}
     kept = {g.prompt.uid for batch in first.saved[3].ahead.values() for g in batch.groups}
     assert not resampled & kept
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_finished_groups_of_a_batch_that_was_only_begun_are_kept(dynamic):
+    """Of the batch ahead one group is slow: the checkpoint has the other three, a resumed run samples one."""
+    config = fakes.config(
+        steps=2, max_staleness=1, checkpoint={"every": 1}, weight_sync={"mode": "keep"},
+        **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 1}} if dynamic else {}),
+    )  # fmt: skip
+    whole = fakes.World(jitter=False)
+    train(whole, config, fakes.prompts(40))
+    own = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 1)]
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if prompt.uid == own[2]:
+                while 1 not in self.saved:
+                    await asyncio.sleep(0)
+            return found
+
+    first = Slow(jitter=False)
+    train(first, config, fakes.prompts(40))
+    assert 1 not in first.saved[1].ahead
+    assert {g.prompt.uid for g in first.saved[1].begun[1]} == {*own} - {own[2]}
+    second = fakes.World(jitter=False)
+    second.version = 1
+    train(second, config, fakes.prompts(40), start=1, progress=first.saved[1])
+    assert [uid for uid, _, _ in second.sampled if uid in own] == [own[2]]
+    assert torch.equal(whole.updates[1][0].tokens, second.updates[0][0].tokens)
 
 
 def test_reference_logprobs_reach_the_batch_only_when_kl_is_on():
