@@ -119,13 +119,16 @@ class Interruption:
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Within, SIGTERM raises Preempted: for work before the first step, which leaves nothing half-written.
+    """Within, SIGTERM raises Preempted, where no `Interruption` listens: work before the first step leaves
+    nothing half-written.
 
     Only the main thread hears signals; in others nothing changes.
     """
 
+    early = Preempted(f"SIGTERM: ended while starting up; {_AGAIN}")
+
     def heard(number: int, frame: FrameType | None) -> None:
-        raise Preempted(f"SIGTERM: ended while starting up; {_AGAIN}")
+        raise early
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -133,5 +136,10 @@ def ended_by_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, heard)
     try:
         yield
+    except SystemExit as end:
+        # Ray's own handler, which is in place from its start until an `Interruption` listens again.
+        if end.code == signal.SIGTERM:
+            raise early from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)

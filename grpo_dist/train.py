@@ -50,10 +50,14 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
     Raises UserError for input that cannot be used.
     """
+    with ended_by_sigterm():
+        return _train_to_the_end(config, identity or config)
+
+
+def _train_to_the_end(config: Config, identity: Config) -> Path:
     from actors.cluster import check_fits
 
-    identity = identity or config
-    with ended_by_sigterm(), refusals():
+    with refusals():
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)

@@ -118,6 +118,14 @@ def test_before_the_first_worker_sigterm_is_heard_too():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_rays_own_handler_is_understood():
+    """It exits with the signal's number; other exits are what they are."""
+    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+        raise SystemExit(signal.SIGTERM)
+    with pytest.raises(SystemExit), ended_by_sigterm():
+        raise SystemExit(1)
+
+
 @pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
 def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
     def command(config, overrides):
