@@ -17,14 +17,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ray.exceptions import RayActorError
 
 from actors.calls import BESIDE, kill, result, results
+from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
+from grpo_dist.stacks import listen
 
 logger = logging.getLogger("grpo_dist")
 
@@ -39,7 +41,11 @@ class Health:
 
 
 class Watched:
-    """A worker that can be asked how it is."""
+    """A worker that can be asked how it is, and looked at where it does not answer."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        listen()  # before anything that a constructor does: it may hang, too
+        return super().__new__(cls)
 
     def health(self) -> Health:
         return Health()
@@ -110,6 +116,10 @@ class Team:
         """The actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
 
+    def named(self) -> dict[str, Any]:
+        """All actors by name, also those that are being replaced."""
+        return numbered(self._role, self.workers)
+
     def is_current(self, index: int, worker: Any) -> bool:
         """Whether ``worker`` is the one that serves as number ``index``."""
         return index not in self._replacing and self.workers[index] is worker
@@ -175,10 +185,18 @@ class Team:
         try:
             async with deadline(limit_s, f"{self._name(index)} says how it is"):
                 await self._health(worker)
-        except (RayActorError, TimeoutError) as error:
+        except RayActorError as error:
             self.lost(index, worker, error)
             return False
+        except TimeoutError as error:
+            await self._hangs(index, worker, str(error))
+            return False
         return True
+
+    async def _hangs(self, index: int, worker: Any, how: str) -> None:
+        """`lost`, with where it is stuck: once it is killed nobody will know."""
+        where = await where_stuck({self._name(index): worker})
+        self.lost(index, worker, TimeoutError(f"{how}\n{where}"))
 
     def _number(self, worker: Any) -> int | None:
         return next((i for i, own in enumerate(self.workers) if own is worker), None)
@@ -198,7 +216,8 @@ class Team:
             worker = self._makers[index](f"{self._name(index)}.{self._used[index]}")
             self.workers[index] = worker
             try:
-                async with deadline(self._start_s, f"restart: {self._name(index)} comes up"):
+                stage = f"restart: {self._name(index)} comes up"
+                async with deadline_of({self._name(index): worker}, self._start_s, stage):
                     await result(self._start(worker))
                 if self.catch_up is not None:
                     await self.catch_up(worker)
@@ -215,16 +234,17 @@ class Team:
         """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left."""
         allowed = self._restarts.max_per_worker if self._restarts else 0
         lost = f"{self._name(index)} is lost ({reason(error)})"
+        where = _where(error)
         if self._irreplaceable is not None:
-            raise WorkerLost(f"{lost}: {self._irreplaceable}") from error
+            raise WorkerLost(f"{lost}: {self._irreplaceable}{where}") from error
         if self._restarts is None or self._used[index] >= allowed:
             after = (
                 f" after {allowed} restart(s), all of `cluster.restarts.max_per_worker`" if allowed else ""
             )
-            raise WorkerLost(lost + after) from error
+            raise WorkerLost(lost + after + where) from error
         self._used[index] += 1
         delay_s = self._restarts.backoff_s * 2 ** (self._used[index] - 1)
-        logger.warning("%s; restart %d of %d in %g s", lost, self._used[index], allowed, delay_s)
+        logger.warning("%s; restart %d of %d in %g s%s", lost, self._used[index], allowed, delay_s, where)
         return delay_s
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -254,7 +274,7 @@ class Team:
                 continue
             except TimeoutError as error:
                 if time.monotonic() - asked < limit_s + _LATE_S:
-                    self.lost(index, worker, error)
+                    await self._hangs(index, worker, str(error))
                 continue
             now = time.monotonic()
             if health.work is None:
@@ -263,7 +283,7 @@ class Team:
                 seen, since = (worker, health.work), now
             elif now - since >= limit_s:
                 stuck = f"{self._name(index)}: its work has not gone on for {now - since:.0f} s"
-                self.lost(index, worker, TimeoutError(stuck))
+                await self._hangs(index, worker, stuck)
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"
@@ -272,3 +292,9 @@ class Team:
 def reason(error: BaseException) -> str:
     """The first line of what ``error`` says; Ray adds a page."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _where(error: BaseException) -> str:
+    """The lines after that one, of an error that says where an actor hangs."""
+    _, newline, where = str(error).partition("\n")
+    return newline + where if type(error) is TimeoutError else ""
