@@ -30,9 +30,10 @@ from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
-from actors.supervision import reason
+from actors.supervision import Team, reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
+from actors.watchdog import where_stuck
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
@@ -123,7 +124,12 @@ class Cluster:
         samplers = self._create_samplers(model_dir, demands, shared)
         reference = self._create_reference(model_dir, demands)
         parts = Parts(policy, samplers, reference)
-        turns = Turns(policy, samplers.rollouts, timeout_s=config.cluster.timeouts.sync_s) if shared else None
+        limit_s = config.cluster.timeouts.sync_s
+        turns = (
+            Turns(policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck)
+            if shared
+            else None
+        )
         await self._ready(turns, policy, samplers.rollouts)
         workers = await self._connected(parts, shared)
         if turns is None:
@@ -136,6 +142,14 @@ class Cluster:
             sync=ColocatedSync(workers.sync, turns),
             reference_sync=workers.reference_sync and ColocatedReferenceSync(workers.reference_sync, turns),
         )
+
+    async def where_stuck(self) -> str:
+        """Where each actor is in its code."""
+        return await where_stuck({name: w for team in self._teams() for name, w in team.named().items()})
+
+    def _teams(self) -> list[Team]:
+        models = [m.team for pool in self._handles if isinstance(pool, RewardPool) for m in pool.models]
+        return [handle.team for handle in self._handles] + models
 
     @asynccontextmanager
     async def losses_told(self) -> AsyncIterator[None]:
@@ -182,7 +196,16 @@ class Cluster:
         )
         reference_sync = await self._reference_sync(policy, reference)
         usage = self._usage(parts)
-        return Workers(samplers.rollouts, samplers.rewards, reference, policy, sync, reference_sync, usage)
+        return Workers(
+            samplers.rollouts,
+            samplers.rewards,
+            reference,
+            policy,
+            sync,
+            reference_sync,
+            usage,
+            self.where_stuck,
+        )
 
     def _usage(self, parts: Parts) -> ActorUsage:
         rewards, reference = parts.samplers.rewards, parts.reference

@@ -19,8 +19,9 @@ from actors.calls import BESIDE, kill, one_at_a_time, results
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
+from actors.watchdog import deadline_of
 from actors.weight_stream import send
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import gather
 from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts, TransferBackend
 from grpo_dist.errors import StateLost
 from grpo_dist.hardware import DeviceType, one_thread
@@ -242,7 +243,8 @@ class PolicyGroup:
         and what went wrong with a file.
         """
         try:
-            async with deadline(self._timeouts.save_s, f"policy: files of {len(self.ranks)} rank(s)"):
+            stage = f"policy: files of {len(self.ranks)} rank(s)"
+            async with deadline_of(self.team.named(), self._timeouts.save_s, stage):
                 while not all(await self._answers("is_saved", [()] * len(self.ranks), group=BESIDE)):
                     await asyncio.sleep(_WRITING_S)
         except TimeoutError as error:
@@ -268,7 +270,7 @@ class PolicyGroup:
         """Raises StateLost when a rank is gone or late, and what a rank raises itself."""
         what = f"policy: {stage} on {len(self.ranks)} rank(s)"
         try:
-            async with deadline(seconds, what):
+            async with deadline_of(self.team.named(), seconds, what):
                 return await self._answers(method, arguments)
         except TimeoutError as error:
             raise StateLost(f"{error}: {_SHARDED}") from error

@@ -24,10 +24,11 @@ from ray.exceptions import RayActorError
 from actors.calls import end, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
-from actors.supervision import Health, Team
+from actors.supervision import Health, Team, Watched
 from actors.transport import Seat
 from grpo_dist.admission import Load
 from grpo_dist.config import Restarts, TransferBackend
+from grpo_dist.stacks import calls_in_hand
 from grpo_dist.types import Prompt, Rollout, Sampling
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 _IN_HAND = 2
 
 
-class RolloutWorker(Metered):
+class RolloutWorker(Metered, Watched):
     """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -145,8 +146,12 @@ class RolloutWorker(Metered):
             policy_versions=versions,
         )
 
-    async def health(self) -> Health:
+    async def health(self) -> Health:  # type: ignore[override]  # on the event loop, like all the rest
         return Health(self._engine.work())
+
+    async def calls(self) -> str:
+        """At what the calls in hand wait."""
+        return calls_in_hand()
 
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
         """Every process of the engine takes its seat, and gives up the one it had."""

@@ -17,16 +17,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from ray.exceptions import RayActorError
 
 from actors.calls import BESIDE, kill, result, results
+from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
 from grpo_dist.errors import StateLost, WorkerLost
 from grpo_dist.restarts import Budget
+from grpo_dist.stacks import listen
 
 logger = logging.getLogger("grpo_dist")
 
@@ -41,7 +43,11 @@ class Health:
 
 
 class Watched:
-    """A worker that can be asked how it is."""
+    """A worker that can be asked how it is, and looked at where it does not answer."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        listen()  # before anything that a constructor does: it may hang, too
+        return super().__new__(cls)
 
     def health(self) -> Health:
         return Health()
@@ -114,6 +120,10 @@ class Team:
     def alive(self) -> list[Any]:
         """The actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
+
+    def named(self) -> dict[str, Any]:
+        """All actors by name, also those that are being replaced."""
+        return numbered(self._role, self.workers)
 
     def is_current(self, index: int, worker: Any) -> bool:
         """Whether ``worker`` is the one that serves as number ``index``."""
@@ -189,10 +199,18 @@ class Team:
         try:
             async with deadline(limit_s, f"{self._name(index)} says how it is"):
                 await self._health(worker)
-        except (RayActorError, TimeoutError) as error:
+        except RayActorError as error:
             self.lost(index, worker, error)
             return False
+        except TimeoutError as error:
+            await self._hangs(index, worker, str(error))
+            return False
         return True
+
+    async def _hangs(self, index: int, worker: Any, how: str) -> None:
+        """`lost`, with where it is stuck: once it is killed nobody will know."""
+        where = await where_stuck({self._name(index): worker})
+        self.lost(index, worker, TimeoutError(f"{how}\n{where}"))
 
     def _number(self, worker: Any) -> int | None:
         return next((i for i, own in enumerate(self.workers) if own is worker), None)
@@ -212,7 +230,8 @@ class Team:
             worker = self._makers[index](f"{self._name(index)}.{self._budgets[index].used}")
             self.workers[index] = worker
             try:
-                async with deadline(self._start_s, f"restart: {self._name(index)} comes up"):
+                stage = f"restart: {self._name(index)} comes up"
+                async with deadline_of({self._name(index): worker}, self._start_s, stage):
                     await result(self._start(worker))
                 if self.catch_up is not None:
                     await self.catch_up(worker)
@@ -230,13 +249,14 @@ class Team:
         StateLost when it cannot be replaced alone.
         """
         lost = f"{self._name(index)} is lost ({reason(error)})"
+        where = _where(error)
         if self._irreplaceable is not None:
-            raise StateLost(f"{lost}: {self._irreplaceable}") from error
+            raise StateLost(f"{lost}: {self._irreplaceable}{where}") from error
         budget = self._budgets[index]
         delay_s = budget.take()
         if delay_s is None:
-            raise WorkerLost(lost + budget.spent) from error
-        logger.warning("%s; %s in %g s", lost, budget, delay_s)
+            raise WorkerLost(lost + budget.spent + where) from error
+        logger.warning("%s; %s in %g s%s", lost, budget, delay_s, where)
         return delay_s
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -267,7 +287,7 @@ class Team:
                 continue
             except TimeoutError as error:
                 if time.monotonic() - asked < limit_s + _LATE_S:
-                    self.lost(index, worker, error)
+                    await self._hangs(index, worker, str(error))
                 continue
             now = time.monotonic()
             if health.work is None:
@@ -276,7 +296,7 @@ class Team:
                 seen, since = (worker, health.work), now
             elif now - since >= limit_s:
                 stuck = f"{self._name(index)}: its work has not gone on for {now - since:.0f} s"
-                self.lost(index, worker, TimeoutError(stuck))
+                await self._hangs(index, worker, stuck)
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"
@@ -285,3 +305,9 @@ class Team:
 def reason(error: BaseException) -> str:
     """The first line of what ``error`` says; Ray adds a page."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _where(error: BaseException) -> str:
+    """The lines after that one, of an error that says where an actor hangs."""
+    _, newline, where = str(error).partition("\n")
+    return newline + where if type(error) is TimeoutError else ""

@@ -10,8 +10,8 @@ a checkpoint, after which none comes, they are kept in host memory.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,17 @@ from grpo_dist.workers import ReferenceSync, WeightSync
 class Turns:
     """Whose turn it is. The engines have the first."""
 
-    def __init__(self, policy: PolicyGroup, rollouts: RolloutPool, *, timeout_s: float) -> None:
-        """``timeout_s``: deadline of one change of turns."""
+    def __init__(
+        self,
+        policy: PolicyGroup,
+        rollouts: RolloutPool,
+        *,
+        timeout_s: float,
+        where_stuck: Callable[[], Awaitable[str]] | None = None,
+    ) -> None:
+        """``timeout_s``: deadline of one change of turns; ``where_stuck``: see `Workers`."""
         self._policy, self._rollouts, self._timeout_s = policy, rollouts, timeout_s
+        self._where_stuck = where_stuck
         self._training = False
 
     async def start(self) -> None:
@@ -40,13 +48,13 @@ class Turns:
     async def to_training(self, *, keep_engine_weights: bool = False) -> None:
         if self._training:
             return
-        async with deadline(self._timeout_s, "placement: the engines leave their GPUs to the policy"):
+        async with self._deadline("the engines leave their GPUs to the policy"):
             await self._rollouts.sleep(keep_weights=keep_engine_weights)
             await self._policy.reload_states()
         self._training = True
 
     async def to_sampling(self, *, weights_are_awake: bool = False) -> None:
-        async with deadline(self._timeout_s, "placement: the policy leaves its GPUs to the engines"):
+        async with self._deadline("the policy leaves its GPUs to the engines"):
             await self._policy.offload_states()
             await self._rollouts.wake_up(*(["kv_cache"] if weights_are_awake else []))
         self._training = False
@@ -54,8 +62,11 @@ class Turns:
     async def receive(self) -> None:
         """Both on the GPU: the policy, and the engines' memory for weights."""
         await self.to_training()
-        async with deadline(self._timeout_s, "placement: the engines take memory for new weights"):
+        async with self._deadline("the engines take memory for new weights"):
             await self._rollouts.wake_up("weights")
+
+    def _deadline(self, what: str) -> AbstractAsyncContextManager[None]:
+        return deadline(self._timeout_s, f"placement: {what}", explain=self._where_stuck)
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

@@ -9,7 +9,8 @@ from ray.exceptions import RayActorError
 
 from actors.calls import BESIDE
 from actors.supervision import Team
-from grpo_dist.concurrency import deadline, gather
+from actors.watchdog import deadline_of
+from grpo_dist.concurrency import gather
 from grpo_dist.usage import Usage, usage_metrics
 
 
@@ -31,7 +32,8 @@ class ActorUsage:
             for role, own in self._serving().items()
             for i, actor in enumerate(own)
         }
-        async with deadline(self._timeout_s, f"usage of {len(named)} actors"):
+        all_of_them = {name: actor for name, (_, actor) in named.items()}
+        async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
             found = await gather(self._asked(*who) for who in named.values())
         self.latest = {name: usage for name, usage in zip(named, found, strict=True) if usage is not None}
         restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 
+from grpo_dist.stacks import listen
+
 WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
 
 
@@ -17,6 +19,7 @@ def register() -> None:
     if WEIGHT_TRANSFER not in Factory._registry:
         Factory.register_engine(WEIGHT_TRANSFER, "actors.weight_transfer", "PackedWeightTransfer")
     _end_with_parent()
+    listen()
 
 
 def _end_with_parent() -> None:

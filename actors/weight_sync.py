@@ -22,7 +22,7 @@ from actors.calls import result, results
 from actors.policy import PolicyGroup
 from actors.rollout import RolloutPool
 from actors.transfer_group import TransferGroup
-from grpo_dist.concurrency import deadline
+from actors.watchdog import deadline_of, numbered
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.metrics import Stopwatch
 
@@ -49,7 +49,9 @@ class WeightSync:
     ) -> WeightSync:
         """Join the policy and all engine processes in a transfer group. ``beside``: see `TransferGroup.open`.
         """
-        async with deadline(timeout_s, "weight sync: policy and engines join the transfer group"):
+        all_of_them = numbered("policy", policy.ranks) | rollouts.team.named()
+        stage = "weight sync: policy and engines join the transfer group"
+        async with deadline_of(all_of_them, timeout_s, stage):
             group = await TransferGroup.open(
                 "rollout",
                 policy,
@@ -90,42 +92,54 @@ class WeightSync:
         since the last push, or be at it: then they are of a version that nobody else has yet, and say so.
         """
         policy, own = self._group.policy, "rollout anew"
+        engine = self._engines([worker])
+        both = self._ranks() | engine
         async with self._one_at_a_time:
             try:
                 # The ranks may be in the middle of an update.
                 seconds = self._timeout_s + policy.update_s
-                async with deadline(seconds, "weight sync: a restarted engine joins"):
+                stage = "weight sync: a restarted engine"
+                async with deadline_of(both, seconds, f"{stage} joins"):
                     group = await self._group.again([worker], name=own, timeout_s=seconds)
-                async with deadline(seconds, "weight sync: a restarted engine receives"):
+                async with deadline_of(both, seconds, f"{stage} receives"):
                     await worker.begin_update.remote()
                     await self._send(group, [worker])
                 version = self._version + policy.sent_after - self._updates
-                async with deadline(seconds, f"weight sync: a restarted engine takes version {version}"):
+                async with deadline_of(both, seconds, f"{stage} takes version {version}"):
                     reported = await worker.finish_update.remote(version)
                     await group.close()
                 self._is_open = False  # the common group lacks this engine
             except RayTaskError:  # perhaps only how the policy saw that the engine is gone
-                async with deadline(self._timeout_s, "weight sync: a restarted engine says how it is"):
+                async with deadline_of(engine, self._timeout_s, f"{stage} says how it is"):
                     await worker.health.remote()
                 raise
         _check_versions([reported], version)
 
     async def _bring(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
         """To ``workers`` that lack it; returns metrics of the sender, {} where none did. May be repeated."""
-        async with deadline(self._timeout_s, f"weight sync: engines stop for version {version}"):
+        engines = self._engines(workers)
+        async with deadline_of(engines, self._timeout_s, f"weight sync: engines stop for version {version}"):
             with watch("sync_stop"):
                 lacks = await results(worker.begin_update.remote() for worker in workers)
         sent = {}
-        async with deadline(self._timeout_s, f"weight sync: version {version} travels"):
+        both = self._ranks() | engines
+        async with deadline_of(both, self._timeout_s, f"weight sync: version {version} travels"):
             with watch("sync_travel"):
                 if receivers := [worker for worker, lack in zip(workers, lacks, strict=True) if lack]:
                     await self._open(receivers)
                     sent = await self._send(self._group, receivers)
-        async with deadline(self._timeout_s, f"weight sync: engines take version {version}"):
+        async with deadline_of(engines, self._timeout_s, f"weight sync: engines take version {version}"):
             with watch("sync_take"):
                 reported = await results(worker.finish_update.remote(version) for worker in workers)
         _check_versions(reported, version)
         return sent
+
+    def _ranks(self) -> dict[str, Any]:
+        return numbered("policy", self._group.policy.ranks)
+
+    def _engines(self, workers: Sequence[Any]) -> dict[str, Any]:
+        """``workers`` by name."""
+        return {name: w for name, w in self._rollouts.team.named().items() if w in workers}
 
     async def _open(self, receivers: list[Any]) -> None:
         if self._is_open and list(self._group.workers) == receivers:

@@ -103,7 +103,11 @@ class Checkpoints:
         beside = self._config.checkpoint.background
         await workers.policy.save(partial / "policy", beside=beside)
         if workers.reference is not None and self._config.reference.refresh_every:
-            async with deadline(self._config.cluster.timeouts.save_s, f"reference: checkpoint to {partial}"):
+            async with deadline(
+                self._config.cluster.timeouts.save_s,
+                f"reference: checkpoint to {partial}",
+                explain=workers.where_stuck,
+            ):
                 await workers.reference.save(partial / REFERENCE)
         finish = self._finish(step, partial, final, workers, progress)
         self._writing = asyncio.create_task(finish, name=f"checkpoint {step}")
@@ -212,9 +216,7 @@ def load_state(checkpoint: Path, config: Config) -> State:
     return state
 
 
-def load_place(
-    checkpoint: Path | None, state: State | None, prompts: Sequence[Prompt]
-) -> Place:
+def load_place(checkpoint: Path | None, state: State | None, prompts: Sequence[Prompt]) -> Place:
     """The place that ``checkpoint`` with its ``state`` is of, or the beginning where there is none. Raises
     ValueError where it was made with other training prompts.
     """

@@ -5,7 +5,7 @@ stage.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,9 +21,11 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 @asynccontextmanager
-async def deadline(seconds: float, stage: str) -> AsyncIterator[None]:
-    """Raises TimeoutError naming ``stage`` when the body takes longer; a TimeoutError from inside keeps its
-    own words.
+async def deadline(
+    seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
+) -> AsyncIterator[None]:
+    """Raises TimeoutError naming ``stage`` when the body takes longer, and on the lines after it what
+    ``explain`` finds out then; a TimeoutError from inside keeps its own words.
     """
     timeout = asyncio.timeout(seconds)
     try:
@@ -31,5 +33,6 @@ async def deadline(seconds: float, stage: str) -> AsyncIterator[None]:
             yield
     except TimeoutError as error:
         if timeout.expired():
-            raise TimeoutError(f"stage {stage}: not finished within {seconds:g} s") from error
+            late = f"stage {stage}: not finished within {seconds:g} s"
+            raise TimeoutError(f"{late}\n{await explain()}" if explain else late) from error
         raise

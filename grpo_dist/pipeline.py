@@ -145,9 +145,8 @@ class Pipeline:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
-        async with deadline(
-            self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
-        ):
+        limit_s, stage = self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
+        async with deadline(limit_s, stage, explain=self._workers.where_stuck):
             return await task
 
     def _own_prompts(self, batch: int) -> list[int]:

@@ -28,6 +28,7 @@ class Restartable(Protocol):
 
     def losses_told(self) -> AbstractAsyncContextManager[None]: ...
     async def start_again(self, model_dir: Path) -> Workers: ...
+    async def where_stuck(self) -> str: ...
 
 
 class Record(Protocol):
@@ -70,7 +71,7 @@ class Recovery:
         started_anew = isinstance(why, StateLost) or place.checkpoint is None
         if isinstance(why, Rollback):
             self._avoid.add(why.step)
-            self._record.warn(f"{why}; rolled back to {place}")
+            self._warn(why, f"; rolled back to {place}")
         else:
             await self._wait_for_restart(why, place)
         self._record.back_to(place.step)
@@ -78,7 +79,11 @@ class Recovery:
         avoid = tuple(sorted(self._avoid | set(health.avoid)))
         place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
         if started_anew:
-            async with deadline(self._config.cluster.timeouts.start_s, "recovery: workers up again"):
+            async with deadline(
+                self._config.cluster.timeouts.start_s,
+                "recovery: workers up again",
+                explain=self._cluster.where_stuck,
+            ):
                 return place, await self._cluster.start_again(self._model_dir)
         await workers.rollouts.abandon()
         return place, workers
@@ -86,7 +91,12 @@ class Recovery:
     async def _wait_for_restart(self, why: StateLost, place: Place) -> None:
         delay_s = self._budget.take()
         if delay_s is None:
-            self._record.warn(f"{why}{self._budget.spent}: ending; the same command goes on from {place}")
+            self._warn(why, f"{self._budget.spent}: ending; the same command goes on from {place}")
             raise why
-        self._record.warn(f"{why}; going back to {place} in {delay_s:g} s, {self._budget}")
+        self._warn(why, f"; going back to {place} in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)
+
+    def _warn(self, why: Exception, what_now: str) -> None:
+        """The stacks of who is stuck come last, if there are any."""
+        first, line, stacks = str(why).partition("\n")
+        self._record.warn(f"{first}{what_now}{line}{stacks}")

@@ -118,7 +118,9 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
     async with interruption, Cluster(config) as cluster:
         interruption.listen()  # Ray has put a handler of its own in place
-        async with deadline(config.cluster.timeouts.start_s, "start: actors up and models loaded"):
+        async with deadline(
+            config.cluster.timeouts.start_s, "start: actors up and models loaded", explain=cluster.where_stuck
+        ):
             workers = await cluster.start_training(model_dir)
         if place.checkpoint is not None:
             _say(f"resuming from {place}")
@@ -132,7 +134,11 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
             return {}
         await cluster.stop_workers()
         # A fresh engine on the exported files: the reported number is that of the model a user gets.
-        async with deadline(config.cluster.timeouts.start_s, "start: engine on the exported model"):
+        async with deadline(
+            config.cluster.timeouts.start_s,
+            "start: engine on the exported model",
+            explain=cluster.where_stuck,
+        ):
             samplers = await cluster.start_evaluation(run.directory / "model")
         final = await evaluate(config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps)
         run.tracker.log(config.steps, final)
@@ -165,7 +171,11 @@ async def _restore(config: Config, place: Place, workers: Workers) -> None:
         with refusals():
             await workers.policy.load(place.checkpoint / "policy")
         if workers.reference is not None and config.reference.refresh_every:
-            async with deadline(config.cluster.timeouts.save_s, f"reference: restore from {place}"):
+            async with deadline(
+                config.cluster.timeouts.save_s,
+                f"reference: restore from {place}",
+                explain=workers.where_stuck,
+            ):
                 await workers.reference.load(place.checkpoint / REFERENCE)
     await workers.sync.push(version=place.step)
 
@@ -183,7 +193,9 @@ def evaluate_model(config: Config) -> dict[str, float]:
 
     async def session() -> dict[str, float]:
         async with Cluster(config) as cluster:
-            async with deadline(config.cluster.timeouts.start_s, "start: engine and graders up"):
+            async with deadline(
+                config.cluster.timeouts.start_s, "start: engine and graders up", explain=cluster.where_stuck
+            ):
                 samplers = await cluster.start_evaluation(model_dir)
             return await evaluate(config, samplers, eval_sets, NoSamples(), step=0)
 

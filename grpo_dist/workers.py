@@ -4,7 +4,7 @@ fit these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,7 +63,8 @@ class WorkerUsage(Protocol):
 @dataclass(frozen=True)
 class Workers:
     """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen,
-    ``usage`` when nobody counts what the workers do.
+    ``usage`` when nobody counts what the workers do. ``where_stuck`` says where each worker is in its code,
+    for a deadline that has passed.
     """
 
     rollouts: Rollouts
@@ -73,3 +74,4 @@ class Workers:
     sync: WeightSync
     reference_sync: ReferenceSync | None = None
     usage: WorkerUsage | None = None
+    where_stuck: Callable[[], Awaitable[str]] | None = None

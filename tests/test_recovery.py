@@ -52,6 +52,9 @@ class Job(fakes.World):
     async def abandon(self):
         self.abandoned += 1
 
+    async def where_stuck(self):
+        return "nowhere"
+
     @asynccontextmanager
     async def losses_told(self):
         yield

@@ -1,0 +1,145 @@
+"""Deadlines on actors that say where each of them is when time is up, on its node and in its code.
+
+    driver                                  node of the actor
+      which node, which process? <-- Ray
+      where is it? --------------------->   `grpo_dist.stacks`: state, stacks of all threads
+      text of the error <----------------
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_dist.concurrency import deadline, gather
+from grpo_dist.stacks import look
+
+T = TypeVar("T")
+
+_FIND_S = 2.0  # of Ray's table of actors
+_LOOK_S = 7.0  # on another node Ray may have to start a process for it
+_CALLS_S = 2.0  # of an event loop, for what waits in it
+
+
+def deadline_of(workers: Mapping[str, Any], seconds: float, stage: str) -> AbstractAsyncContextManager[None]:
+    """`deadline` whose error says where each of ``workers``, actors by name, is."""
+    return deadline(seconds, stage, explain=partial(where_stuck, workers))
+
+
+def numbered(role: str, workers: Iterable[Any]) -> dict[str, Any]:
+    """The actors of a role by name: "policy-0" and so on."""
+    return {f"{role}-{i}": worker for i, worker in enumerate(workers)}
+
+
+async def where_stuck(workers: Mapping[str, Any]) -> str:
+    """Of each actor its name, node, process, and Python stacks, most recent call last; actors at the same
+    place together. Takes ten seconds at most, and says what it could not find out instead of raising it.
+
+        policy-0 (node 10.0.0.2, pid 71), policy-1 (node 10.0.0.2, pid 72): in
+          File ".../trainer.py", line 120, in update
+            loss = self._micro_batches(batch)
+    """
+    nowhere = dict.fromkeys(workers, _Place(unknown="where, Ray does not say"))
+    places = await _within(_FIND_S, _aside(partial(_find, workers)), nowhere)
+    on_nodes: defaultdict[str, list[int]] = defaultdict(list)
+    for place in places.values():
+        if not place.unknown:
+            on_nodes[place.node].append(place.process)
+    looks = gather(_look_on(node, processes) for node, processes in on_nodes.items())
+    calls = gather(_calls(workers[name]) for name, place in places.items())
+    texts, in_hand = await gather([looks, calls])
+    seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
+    together: defaultdict[str, list[str]] = defaultdict(list)
+    for (name, place), waiting in zip(places.items(), in_hand, strict=True):
+        what = place.unknown or seen[place.node, place.process]
+        together["\n".join(filter(None, [what, waiting]))].append(f"{name}{place}")
+    return "\n".join(f"{', '.join(who)}: {what}" for what, who in together.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of an actor's process; ``unknown``: why there is none to be looked at."""
+
+    node: str = ""
+    address: str = ""
+    process: int = 0
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return f" (node {self.address}, pid {self.process})" if self.process else ""
+
+
+def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
+    # Ray's public way to this table goes through its dashboard, which runs start clusters without; and an
+    # actor that hangs in its constructor cannot be asked, nor could it have been before.
+    from ray._private.state import actors
+
+    def place(worker: Any) -> _Place:
+        known = actors(worker._actor_id.hex())
+        where = known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"]
+        if known["State"] == "DEAD":
+            return _Place(*where, unknown="dead")
+        return _Place(*where, unknown="" if where[-1] else "not begun: it has no process yet")
+
+    return {name: place(worker) for name, worker in workers.items()}
+
+
+async def _look_on(node: str, processes: Sequence[int]) -> dict[int, str]:
+    """`look` at ``processes`` of ``node``."""
+    unknown = dict.fromkeys(processes, f"where, its node does not say within {_LOOK_S:g} s")
+    if node == ray.get_runtime_context().get_node_id():
+        return await _within(_LOOK_S, look(processes), unknown)
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    return await _within(_LOOK_S, _call(_look_there.options(scheduling_strategy=there), processes), unknown)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _look_there(processes: Sequence[int]) -> dict[int, str]:
+    return asyncio.run(look(processes))
+
+
+async def _calls(worker: Any) -> str:
+    """What its method ``calls`` says, if an actor has an event loop and with it such a method: see
+    `grpo_dist.stacks.calls_in_hand`.
+    """
+    return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
+
+
+async def _call(method: Any, *arguments: Any) -> Any:
+    return await method.remote(*arguments)
+
+
+async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
+    """``otherwise`` in the place of an answer that is late or an error: what could not be found out must not
+    hide what it was for.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except Exception:
+        return otherwise
+
+
+def _aside(function: Callable[[], T]) -> Awaitable[T]:
+    """In a thread of its own that nobody has to wait for, not even at the end of the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()  # from now on nobody can, and what is set is taken
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(future)

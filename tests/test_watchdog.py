@@ -1,0 +1,204 @@
+"""What is said of actors that do not answer: where each is, whatever it is that keeps it."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import time
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+import actors.watchdog
+from actors.calls import kill, one_at_a_time
+from actors.supervision import Team, Watched
+from actors.watchdog import deadline_of, numbered, where_stuck
+from grpo_dist.concurrency import deadline
+from grpo_dist.config import Restarts
+from grpo_dist.stacks import calls_in_hand
+
+LONG_S = 60
+
+
+class Stuck(Watched):
+    def __init__(self, mark=None):
+        if mark is not None:
+            mark.touch()
+            self.sleep_in_python()
+
+    def ready(self):
+        return os.getpid()
+
+    def sleep_in_python(self):
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def hold_the_interpreter(self):
+        ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread of it gets on
+
+
+class StuckLoop(Watched):
+    async def ready(self):
+        return os.getpid()
+
+    async def wait_for_nobody(self):
+        await self.within()
+
+    async def within(self):
+        await asyncio.get_running_loop().create_future()
+
+    async def block_the_loop(self):
+        time.sleep(LONG_S)
+
+    async def calls(self):
+        return calls_in_hand()
+
+
+@pytest.fixture(scope="module")
+def stuck(ray_cluster, tmp_path_factory):
+    """Actors by name, each stuck in another way, and their processes."""
+    mark = tmp_path_factory.mktemp("stuck") / "constructor"
+    sync, loop = one_at_a_time(Stuck).options(num_cpus=0), ray.remote(StuckLoop).options(num_cpus=0)
+    names = ["python", "c", "stopped", "dead", "idle"]
+    made = {name: sync.remote() for name in names} | {name: loop.remote() for name in ("waits", "blocked")}
+    pids = dict(zip(made, ray.get([worker.ready.remote() for worker in made.values()]), strict=True))
+    made["made"] = sync.remote(mark)
+    made["python"].sleep_in_python.remote()
+    made["c"].hold_the_interpreter.remote()
+    for _ in range(3):
+        made["waits"].wait_for_nobody.remote()
+    made["blocked"].block_the_loop.remote()
+    os.kill(pids["stopped"], signal.SIGSTOP)
+    kill([made["dead"]])
+    with pytest.raises(RayActorError):
+        for _ in range(100):  # it may answer some more
+            ray.get(made["dead"].ready.remote(), timeout=20)
+            time.sleep(0.05)
+    while not mark.exists():
+        time.sleep(0.05)
+    time.sleep(0.2)
+    yield made, pids
+    os.kill(pids["stopped"], signal.SIGCONT)
+    del made["dead"]
+    kill(made.values())
+
+
+def told_of(stuck, *names):
+    made, _ = stuck
+    begin = time.monotonic()
+    text = asyncio.run(where_stuck({name: made[name] for name in names}))
+    assert time.monotonic() - begin < 10
+    return text
+
+
+def test_each_is_told_with_its_node_its_process_and_where_it_is(stuck):
+    made, pids = stuck
+    text = told_of(stuck, *made)
+    begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
+    told = {line.partition(" ")[0]: line for line in text.splitlines() if line.startswith(tuple(begins))}
+    assert told.keys() == made.keys()
+    assert all(f"pid {pids[name]}): " in line for name, line in told.items() if name in pids)
+    assert told["dead"].endswith(": dead") and told["idle"].endswith(": in no call, it waits for work")
+    assert "stopped, as by SIGSTOP (state T (stopped))" in told["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("python", "in sleep_in_python\n      time.sleep(0.01)"),
+        ("made", "in sleep_in_python\n      time.sleep(0.01)"),
+        ("c", "in hold_the_interpreter\n      ctypes.PyDLL(None).sleep(LONG_S)"),
+        ("blocked", "in block_the_loop\n      time.sleep(LONG_S)"),
+        ("waits", "in within\n      await asyncio.get_running_loop().create_future()"),
+    ],
+)
+def test_of_a_stack_the_way_into_the_actor_is_left_out_and_the_most_recent_call_comes_last(stuck, name, last):
+    text = told_of(stuck, name)
+    assert last in text and "ray/_private" not in text and "threading.py" not in text
+    in_test = [line for line in text.splitlines() if "  File " in line and "test_watchdog.py" in line]
+    assert last.startswith(in_test[-1].rpartition(", ")[2])
+    if name == "made":
+        assert len(in_test) == 2 and in_test[0].endswith("in __init__")
+    if name == "waits":
+        assert "in no call, it waits for work\n3 call(s) wait in\n" in text
+        assert "wait_for_nobody" in in_test[0]
+
+
+def test_actors_at_the_same_place_are_told_of_once(stuck):
+    made, pids = stuck
+    twice = {"policy-0": made["c"], "policy-1": made["c"]}
+    text = asyncio.run(where_stuck(twice))
+    there = f"(node {ray.util.get_node_ip_address()}, pid {pids['c']})"
+    assert text.startswith(f"policy-0 {there}, policy-1 {there}: in\n")
+    assert text.count("hold_the_interpreter") == 1
+
+
+def test_another_node_looks_itself(stuck, monkeypatch):
+    """The one node there is, through a task on it."""
+
+    class Elsewhere:
+        def get_node_id(self):
+            return "another"
+
+    monkeypatch.setattr(actors.watchdog.ray, "get_runtime_context", Elsewhere)
+    text = told_of(stuck, "c", "stopped")
+    assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
+
+
+def test_what_cannot_be_found_out_is_said_and_hides_nothing(ray_cluster):
+    assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: where, Ray does not say"
+
+
+def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(stuck):
+    made, _ = stuck
+
+    async def session(seconds, body):
+        async with deadline_of(numbered("rollout", [made["python"]]), seconds, "sync: version 3 travels"):
+            await body()
+
+    async def inner():
+        async with deadline(0.01, "another"):
+            await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError) as late:
+        asyncio.run(session(0.1, lambda: asyncio.sleep(5)))
+    first, second, *_ = str(late.value).splitlines()
+    assert first == "stage sync: version 3 travels: not finished within 0.1 s"
+    assert second.startswith("rollout-0 (node ") and "sleep_in_python" in str(late.value)
+    with pytest.raises(TimeoutError) as other:
+        asyncio.run(session(5, inner))
+    assert str(other.value) == "stage another: not finished within 0.01 s"
+
+
+@pytest.mark.parametrize("budget", [1, 0])
+def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_cluster, caplog, budget):
+    """In the log, or in the error that ends the role."""
+    restarts = Restarts(max_per_worker=budget, backoff_s=0.05, health_s=0.1, hang_s=0.6)
+
+    async def session():
+        make = one_at_a_time(Stuck).options(num_cpus=0).remote
+        team = Team("reference", [lambda _: make()], restarts=restarts, start_s=30)
+        await team.ready()
+        team.workers[0].hold_the_interpreter.remote()
+        try:
+            async with asyncio.timeout(20):
+                return await team.call("ready")
+        finally:
+            await team.shutdown()
+            if budget:
+                kill(team.workers)
+
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        if budget:
+            assert asyncio.run(session()) > 0
+            (text, *_) = [record.getMessage() for record in caplog.records]
+        else:
+            with pytest.raises(RuntimeError, match="reference-0 is lost") as lost:
+                asyncio.run(session())
+            text = str(lost.value)
+    first, second, *_ = text.splitlines()
+    assert first.startswith("reference-0 is lost (stage reference-0 says how it is: not finished within ")
+    assert second.startswith("reference-0 (node ") and "in hold_the_interpreter" in text
