@@ -6,7 +6,7 @@
                                  <- done: it may be filled again
 
 Only these words travel, over a connection each, so that a peer that died is noticed at once, and one that
-hangs by the deadline.
+hangs by the deadline. They are pickles, taken from nobody who does not know the secret of the group.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.introduction import admit, introduce, receive
+from actors.transport import Seat
+
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
 _AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
@@ -33,15 +36,13 @@ _AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen ye
 class _Connections:
     """Rank 0's connections to all others, or the one of another rank to it."""
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, seat: Seat, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        if rank == 0:
-            with socket.create_server((host, port)) as server:
-                server.settimeout(timeout_s)
-                others = range(world_size - 1)
-                self._sockets = [server.accept()[0] for _ in others]  # bounded: by `settimeout`
+        if seat.rank == 0:
+            with socket.create_server((seat.host, seat.port)) as server:
+                self._sockets = admit(server, seat.world_size - 1, seat.secret, timeout_s)
         else:
-            self._sockets = [_connect(host, port, timeout_s)]
+            self._sockets = [_connect(seat, timeout_s)]
         for each in self._sockets:
             each.settimeout(timeout_s)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -56,7 +57,7 @@ class _Connections:
         heard = b""
         with self._failures():
             for each in self._sockets:
-                heard = _receive(each, count)
+                heard = receive(each, count)
         return heard
 
     def close(self) -> None:
@@ -80,8 +81,8 @@ class _Shared:
 
     device: torch.device
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
-        self._connections = _Connections(host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    def __init__(self, seat: Seat, *, timeout_s: float) -> None:
+        self._connections = _Connections(seat, timeout_s)
         self._buffers: list[Tensor] = []
         self._offer = b""
 
@@ -172,8 +173,8 @@ class SharedMemoryTransport(_Shared):
 class IpcTransport(_Shared):
     """Between processes that share one GPU: CUDA IPC handles of the buffers go instead of their bytes."""
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
-        super().__init__(host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    def __init__(self, seat: Seat, *, timeout_s: float) -> None:
+        super().__init__(seat, timeout_s=timeout_s)
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _make(self, size: int) -> bytes:
@@ -202,28 +203,25 @@ class IpcTransport(_Shared):
         torch.cuda.current_stream().synchronize()
 
 
-def _receive(connection: socket.socket, count: int) -> bytes:
-    heard = b""
-    while len(heard) < count:  # with a timeout, a socket gives what is there, also when told to wait for all
-        piece = connection.recv(count - len(heard))  # bounded: by the socket's own timeout
-        if not piece:
-            raise ConnectionResetError("it closed the connection")
-        heard += piece
-    return heard
-
-
 def _halves(descriptor: int, size: int) -> list[Tensor]:
     """Shared memory of ``size`` bytes as two tensors, all pages there from the start."""
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return list(torch.frombuffer(memory, dtype=torch.uint8).chunk(2))
 
 
-def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
+def _connect(seat: Seat, timeout_s: float) -> socket.socket:
+    """To rank 0, who may not listen yet, and may have closed the connection among those of strangers."""
     end = time.monotonic() + timeout_s
     while True:
         try:
-            return socket.create_connection((host, port), timeout=timeout_s)
-        except ConnectionRefusedError:
+            connection = socket.create_connection((seat.host, seat.port), timeout=timeout_s)
+            try:
+                introduce(connection, seat.secret)
+            except OSError:
+                connection.close()
+                raise
+            return connection
+        except ConnectionError:
             if time.monotonic() > end:
                 raise
             time.sleep(_AGAIN_S)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.calls import on_one_host, results
+from actors.introduction import new_secret
 from actors.policy import PolicyGroup
 from actors.transport import Seat
 from grpo_dist.concurrency import gather
@@ -38,11 +39,11 @@ async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> _Seats:
     of_senders, of_receivers = {}, []
     for rank, count in Counter(senders).items():
         host, port = await policy.ranks[rank].address.remote()
-        of_senders[rank] = Seat(host, port, 0, 1 + count)
+        of_senders[rank] = Seat(host, port, 0, 1 + count, new_secret())
     next_rank: Counter[int] = Counter()
     for rank in senders:
         next_rank[rank] += 1
-        of_receivers.append(of_senders[rank]._replace(rank=next_rank[rank]))
+        of_receivers.append(replace(of_senders[rank], rank=next_rank[rank]))
     return _Seats(of_senders, of_receivers)
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import cycle, islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,13 +25,17 @@ from torch import Tensor
 from grpo_dist.config import TransferBackend
 
 
-class Seat(NamedTuple):
-    """Of one process in its transfer group, which meets at ``host:port`` of rank 0."""
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Of one process in its transfer group, which meets at ``host:port`` of rank 0. ``secret``: of the group,
+    by which its processes know each other; never written anywhere.
+    """
 
     host: str
     port: int
     rank: int
     world_size: int
+    secret: bytes = field(repr=False)
 
 
 class Transport(Protocol):
@@ -103,7 +108,15 @@ class GlooTransport(_Broadcasts):
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
         self._store = dist.TCPStore(
-            host, port, world_size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+            host,
+            port,
+            world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            # By itself it would listen on all addresses of this machine.
+            master_listen_fd=_listening(host, port) if rank == 0 else None,
+            use_libuv=False,
         )
         # Gloo's default is the address of the host's own name, which in containers often answers to nobody.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -154,15 +167,13 @@ def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) ->
     """Join the group. Raises TimeoutError or RuntimeError where the others do not within ``timeout_s``."""
     from actors.shared_transport import IpcTransport, SharedMemoryTransport
 
-    kinds: dict[TransferBackend, Callable[..., Transport]] = {
-        "gloo": GlooTransport,
-        "nccl": NcclTransport,
-        "shared_memory": SharedMemoryTransport,
-        "ipc": IpcTransport,
-    }
-    return kinds[backend](
-        seat.host, seat.port, rank=seat.rank, world_size=seat.world_size, timeout_s=timeout_s
-    )
+    if backend == "shared_memory":
+        return SharedMemoryTransport(seat, timeout_s=timeout_s)
+    if backend == "ipc":
+        return IpcTransport(seat, timeout_s=timeout_s)
+    # Libraries of others, which know of no secret.
+    broadcasts: Callable[..., Transport] = GlooTransport if backend == "gloo" else NcclTransport
+    return broadcasts(seat.host, seat.port, rank=seat.rank, world_size=seat.world_size, timeout_s=timeout_s)
 
 
 def free_port(host: str) -> int:
@@ -170,6 +181,11 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
+
+
+def _listening(host: str, port: int) -> int:
+    """Descriptor of a socket that listens there and nowhere else; whoever takes it closes it."""
+    return socket.create_server((host, port)).detach()
 
 
 def _own_address(host: str, port: int) -> str:

@@ -4,13 +4,18 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import threading
 import time
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from actors import shared_transport
+from actors.introduction import Stranger
 from actors.shared_transport import IpcTransport
 from actors.transport import Seat, free_port, open_transport
 from actors.weight_stream import receive, send
@@ -18,6 +23,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.hardware import one_thread, transfer_backend
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 
+SECRET = b"of the group in these tests"
 CPU_KINDS = ["gloo", "shared_memory"]
 SPECS = [
     ParameterSpec("a", "float32", (300, 7)),
@@ -36,8 +42,8 @@ def weights(seed):
     return {s.name: torch.randn(s.shape, generator=generator).to(s.torch_dtype) for s in SPECS}
 
 
-def join(backend, port, rank, size, timeout_s=60.0):
-    return open_transport(backend, Seat("127.0.0.1", port, rank, size), timeout_s=timeout_s)
+def join(backend, port, rank, size, timeout_s=60.0, secret=SECRET):
+    return open_transport(backend, Seat("127.0.0.1", port, rank, size, secret), timeout_s=timeout_s)
 
 
 def receiver(backend, port, rank, size, rounds, out):
@@ -130,6 +136,104 @@ def test_nobody_there_is_said_by_the_deadline():
         join("shared_memory", free_port("127.0.0.1"), 1, 2, timeout_s=0.2)
 
 
+@contextmanager
+def intruders(port, *openings, count=1):
+    """Connections that say something of no use, once somebody listens; yields them as they are made."""
+    made, stop = [], threading.Event()
+
+    def intrude():
+        for said in openings * count:
+            while not stop.is_set():
+                try:
+                    made.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                    made[-1].sendall(said)
+                    break
+                except OSError:
+                    time.sleep(0.005)
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    yield made
+    stop.set()
+    thread.join(10)
+    for each in made:
+        each.close()
+
+
+def of_another_group(port, refused):
+    try:
+        join("shared_memory", port, 1, 2, timeout_s=1.0, secret=b"of another group")
+    except ConnectionError:
+        refused.set()
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_who_does_not_know_the_secret_neither_joins_nor_holds_up_nor_ends_a_transfer(count):
+    """Some say nothing, some anything, one tries with another secret; 50 of each are more than are kept."""
+    context = multiprocessing.get_context("spawn")
+    port, out, refused = free_port("127.0.0.1"), context.Queue(), context.Event()
+    held, begin = weights(1), time.monotonic()
+    with intruders(port, b"", b"short", b"x" * 500, count=count) as made:
+        others = [start(of_another_group, port, refused)]
+        member = receiver, "shared_memory", port, 1, 2, 1, out
+        threading.Timer(3.0, lambda: others.append(start(*member))).start()
+        transport = join("shared_memory", port, 0, 2)
+        send(transport, buckets_of(held), SPECS, BUCKET)
+        _, got = out.get(timeout=60)
+        assert len(made) == 3 * count and refused.wait(20)
+        for intruder in made:
+            assert len(all_of(intruder)) <= 32  # a question, and the end
+    assert all(torch.equal(torch.from_numpy(got[name]), held[name].float()) for name in held)
+    assert time.monotonic() - begin < 50  # nobody's deadline was waited for
+    transport.close()
+    for other in others:
+        other.join(30)
+        assert other.exitcode == 0
+
+
+def all_of(connection):
+    heard = b""
+    with suppress(ConnectionError):
+        while piece := connection.recv(1000):
+            heard += piece
+    return heard
+
+
+def test_who_listens_in_the_place_of_rank_0_is_not_believed():
+    """Its words are pickles: not one is read."""
+
+    def impostor(server):
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(b"q" * 32)
+                connection.recv(64)
+                connection.sendall(pickle.dumps(SimpleNamespace(), protocol=0).ljust(64))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=impostor, args=(server,), daemon=True).start()
+        with pytest.raises(Stranger, match="who listens there does not belong to the transfer group"):
+            join("shared_memory", server.getsockname()[1], 1, 2, timeout_s=0.3)
+
+
+def test_a_secret_is_not_written_with_its_seat():
+    seat = Seat("127.0.0.1", 1, 0, 2, SECRET)
+    assert "secret" not in repr(seat) and SECRET.decode() not in f"{seat} {[seat]}"
+    assert pickle.loads(pickle.dumps(seat)).secret == SECRET
+
+
+def test_a_group_of_gloo_meets_at_the_address_it_was_given_alone():
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    other = start(receiver, "gloo", port, 1, 2, 1, out)
+    transport = join("gloo", port, 0, 2)
+    own = psutil.Process().net_connections("tcp")
+    addresses = {c.laddr.ip for c in own if c.status == psutil.CONN_LISTEN}
+    send(transport, buckets_of(weights(1)), SPECS, BUCKET)
+    transport.close()
+    other.join(30)
+    assert addresses == {"127.0.0.1"}
+
+
 def test_shared_memory_has_no_name_that_could_stay_behind():
     before = set(os.listdir("/dev/shm"))
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
@@ -160,7 +264,7 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(shared_transport, "_Connections", lambda *a, **k: None)
-    ends = [IpcTransport("", 0, rank=rank, world_size=2, timeout_s=1) for rank in (0, 1)]
+    ends = [IpcTransport(Seat("", 0, rank, 2, SECRET), timeout_s=1) for rank in (0, 1)]
     assert ends[0].device == torch.device("cuda", 3)
     ends[0].device = torch.device("cpu")  # where the buffers of this test can lie
     offer = ends[0]._make(100)

@@ -5,6 +5,8 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -17,7 +19,7 @@ from actors.supervision import Team, Watched
 from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Restarts
-from grpo_dist.stacks import calls_in_hand
+from grpo_dist.stacks import calls_in_hand, look
 
 LONG_S = 60
 
@@ -146,6 +148,44 @@ def test_another_node_looks_itself(stuck, monkeypatch):
     monkeypatch.setattr(actors.watchdog.ray, "get_runtime_context", Elsewhere)
     text = told_of(stuck, "c", "stopped")
     assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
+
+
+_FAMILY = """
+import os, time
+from grpo_dist.stacks import listen
+
+def parent(*children):
+    print(*children, flush=True)
+    time.sleep(60)
+
+def listening_child():
+    listen()
+    time.sleep(60)
+
+listen()
+if deaf := os.fork():
+    if child := os.fork():
+        parent(deaf, child)
+    else:
+        listening_child()
+time.sleep(60)
+"""
+
+
+def test_processes_that_an_actor_started_are_looked_at_where_they_listen():
+    """As the workers of an engine that is spread over devices; one forked and never told to would only repeat
+    its parent.
+    """
+    with subprocess.Popen([sys.executable, "-c", _FAMILY], stdout=subprocess.PIPE, text=True) as family:
+        deaf, child = (int(pid) for pid in family.stdout.readline().split())
+        time.sleep(0.2)
+        (text,) = asyncio.run(look([family.pid])).values()
+        for pid in (child, deaf, family.pid):
+            os.kill(pid, signal.SIGKILL)
+    own, _, other = text.partition(f"\nits process {child}: in\n")
+    assert own.startswith("in\n") and own.endswith("in parent") and other.endswith("in listening_child")
+    assert str(deaf) not in text
+    assert asyncio.run(look([family.pid])) == {family.pid: "dead"}
 
 
 def test_what_cannot_be_found_out_is_said_and_hides_nothing(ray_cluster):
