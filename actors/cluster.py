@@ -153,11 +153,15 @@ class Cluster:
 
     @asynccontextmanager
     async def losses_told(self) -> AsyncIterator[None]:
-        """Within, the death of an actor that whoever met it could not make good is a StateLost."""
+        """Within, a loss that whoever met it could not make good, and a deadline that has passed, is a
+        StateLost, after which all workers start anew.
+        """
         try:
             yield
-        except RayActorError as error:
-            raise StateLost(f"an actor is lost ({reason(error)}), and others with it") from error
+        except (RayActorError, TimeoutError) as error:
+            self._parts = None  # nobody knows what else waits for whom
+            first, line, stacks = str(error).partition("\n")
+            raise StateLost(f"{first}: all workers start anew{line}{stacks}") from error
 
     async def start_again(self, model_dir: Path) -> Workers:
         """Workers after the loss of one that cannot be replaced alone; the policy is as when the run began.
@@ -395,6 +399,8 @@ def _connect(config: Config) -> bool:
     # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
     # They are the job. Read when a cluster starts, so one that is joined keeps its own.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A group that failed has two results, and whoever waits for it is told by the first of them.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     local: dict[str, Any] = {}
     if address == "local":
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}

@@ -130,8 +130,9 @@ class EngineThread:
     def work(self) -> float | None:
         """A number that changes as long as the engine gets on with its work; None: it is in no step. Without
         a GPU a step may take minutes, of a large prefill, and what tells that from one that hangs is the
-        processor's time.
+        processor's time. Raises RuntimeError where a step has failed.
         """
+        self._check()
         if not self._stepping or self._thread.ident is None or not self._thread.is_alive():
             return None
         busy_s = 0.0

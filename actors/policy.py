@@ -194,8 +194,8 @@ class PolicyGroup:
         try:
             return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
         except RayTaskError as error:
-            if isinstance(cause := error.cause, RuntimeError):  # of CUDA, NCCL, gloo: not of what was asked
-                raise StateLost(f"policy: an update failed ({reason(cause)}): {_SHARDED}") from error
+            if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo: not of what was asked
+                raise StateLost(f"policy: an update failed ({reason(error)}): {_SHARDED}") from error
             raise
 
     @property

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from actors.calls import end, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
@@ -281,6 +281,8 @@ class RolloutPool:
                 self._note(index, worker, await finished)
             except RayActorError as error:
                 self.team.lost(index, worker, error)
+            except RayTaskError as error:  # refused, or the engine cannot go on
+                await self.team.weed_out([worker], error)
             else:
                 return rollouts
 

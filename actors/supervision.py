@@ -15,11 +15,11 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from actors.calls import BESIDE, kill, result, results
 from actors.watchdog import deadline_of, numbered, where_stuck
@@ -50,6 +50,7 @@ class Watched:
         return super().__new__(cls)
 
     def health(self) -> Health:
+        """Raises where it cannot go on."""
         return Health()
 
 
@@ -96,7 +97,7 @@ class Team:
         self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
         self.admission = Admission(len(self.workers), room, on_wait=on_wait)
         # What an actor that was started anew has to be given before it serves.
-        self.catch_up: Callable[[Any], Awaitable[None]] | None = None
+        self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
         self._budgets = [Budget(restarts) for _ in self.workers]
         self._told = told
@@ -199,7 +200,7 @@ class Team:
         try:
             async with deadline(limit_s, f"{self._name(index)} says how it is"):
                 await self._health(worker)
-        except RayActorError as error:
+        except RayError as error:
             self.lost(index, worker, error)
             return False
         except TimeoutError as error:
@@ -234,8 +235,8 @@ class Team:
                 async with deadline_of({self._name(index): worker}, self._start_s, stage):
                     await result(self._start(worker))
                 if self.catch_up is not None:
-                    await self.catch_up(worker)
-            except (RayActorError, TimeoutError) as error:
+                    await self._while_it_answers(index, worker, self.catch_up(worker))
+            except (RayError, TimeoutError) as error:
                 delay_s = self._take(index, error)
                 continue
             # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
@@ -243,6 +244,27 @@ class Team:
             self.admission.restore(index)
             logger.warning("%s serves again", self._name(index))
             return
+
+    async def _while_it_answers(self, index: int, worker: Any, work: Coroutine[Any, Any, None]) -> None:
+        """``work`` on an actor that does not serve yet, and so is not watched: ended when it hangs."""
+        working, answering = asyncio.create_task(work), asyncio.create_task(self._answers_on(index, worker))
+        try:
+            done, _ = await asyncio.wait([working, answering], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # bounded: it is done
+        finally:
+            for task in (working, answering):
+                task.cancel()
+            await asyncio.gather(working, answering, return_exceptions=True)
+
+    async def _answers_on(self, index: int, worker: Any) -> None:
+        """Raises when it does not."""
+        assert self._restarts is not None
+        name = self._name(index)
+        while True:
+            await asyncio.sleep(self._restarts.health_s)
+            async with deadline_of({name: worker}, self._restarts.hang_s, f"{name} says how it is"):
+                await self._health(worker)
 
     def _take(self, index: int, error: BaseException) -> float:
         """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left,
@@ -282,7 +304,7 @@ class Team:
             try:
                 async with deadline(limit_s, f"{self._name(index)} says how it is"):
                     health = await self._health(worker)
-            except RayActorError as error:
+            except RayError as error:
                 self.lost(index, worker, error)
                 continue
             except TimeoutError as error:
@@ -304,6 +326,7 @@ class Team:
 
 def reason(error: BaseException) -> str:
     """The first line of what ``error`` says; Ray adds a page."""
+    error = getattr(error, "cause", None) or error  # what an actor raised, without how it came here
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

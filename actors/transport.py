@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.config import TransferBackend
+from grpo_dist.rendezvous import meeting_point
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +108,7 @@ class GlooTransport(_Broadcasts):
     def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0,
-            timeout=timeout,
-            wait_for_workers=False,
-            # By itself it would listen on all addresses of this machine.
-            master_listen_fd=_listening(host, port) if rank == 0 else None,
-            use_libuv=False,
-        )
+        self._store = meeting_point(host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
         # Gloo's default is the address of the host's own name, which in containers often answers to nobody.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
@@ -181,11 +172,6 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _listening(host: str, port: int) -> int:
-    """Descriptor of a socket that listens there and nowhere else; whoever takes it closes it."""
-    return socket.create_server((host, port)).detach()
 
 
 def _own_address(host: str, port: int) -> str:

@@ -44,6 +44,7 @@ from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_st
 from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
+from grpo_dist.rendezvous import meeting_point
 from grpo_dist.schedules import learning_rate
 from grpo_dist.sequence_parallel import SequenceGroup, check_heads
 from grpo_dist.types import TrainBatch
@@ -390,11 +391,14 @@ def _join(place: Rank) -> None:
     os.environ.update(MASTER_ADDR=place.host, MASTER_PORT=str(place.port))
     if device_type() == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
+    rank, world_size = place.rank, place.world_size
     dist.init_process_group(
         collective_backend(),
-        init_method=f"tcp://{place.host}:{place.port}",
-        rank=place.rank,
-        world_size=place.world_size,
+        store=meeting_point(
+            place.host, place.port, rank=rank, world_size=world_size, timeout_s=place.timeout_s
+        ),
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=place.timeout_s),
     )
 

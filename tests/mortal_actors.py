@@ -10,14 +10,22 @@ from actors.supervision import Health, Watched
 
 
 class Engine(SimulatedRollout):
-    """Answers after a while, with who it was; stops in a step when told to."""
+    """Answers after a while, with who it was; stops in a step, or fails in it, when told to."""
 
     def __init__(self, spec):
         super().__init__(spec)
-        self._stuck = False
+        self._stuck = self._failed = False
 
     async def health(self):
+        self._check()
         return Health(1.0 if self._stuck else None)
+
+    def _check(self):
+        if self._failed:
+            raise RuntimeError("the engine has failed: out of memory")
+
+    async def fail(self):
+        self._failed = True
 
     async def stick(self):
         self._stuck = True
@@ -27,6 +35,7 @@ class Engine(SimulatedRollout):
         await asyncio.sleep(0.05)
         while self._stuck:
             await asyncio.sleep(0.05)
+        self._check()
         return finished, (prompt.uid, tuple(seeds), os.getpid())
 
     async def process(self):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import fakes
 import pytest
+from ray.exceptions import ActorDiedError
 
+from actors.cluster import Cluster
 from grpo_dist.checkpoint import Place, State, load_progress
 from grpo_dist.config import Restarts
 from grpo_dist.driver import run
@@ -141,6 +143,28 @@ def test_weights_that_are_lost_are_rolled_back_too():
     job.metrics_at = {3: {"health/bad_weights": 1.0}}
     job.carry_through()
     assert "trained" not in job.accounts[3] and job.weight == 5
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("stage sync: late\npolicy-0: stopped")])
+def test_whatever_is_lost_or_late_sends_the_run_back_to_its_checkpoint(error):
+    async def lose():
+        async with Cluster(fakes.config()).losses_told():
+            raise error
+
+    with pytest.raises(StateLost) as told:
+        asyncio.run(lose())
+    first, *rest = str(told.value).splitlines()
+    assert first.endswith(": all workers start anew")
+    assert rest == str(error).splitlines()[1:]  # the stacks, if there are any
+
+
+def test_what_the_program_itself_does_wrong_is_no_loss():
+    async def err():
+        async with Cluster(fakes.config()).losses_told():
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(err())
 
 
 def test_restarts_long_ago_do_not_count():

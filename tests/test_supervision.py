@@ -10,6 +10,7 @@ import psutil
 import pytest
 import ray
 from mortal_actors import Busy, Engine, Frozen, Grader
+from ray.exceptions import RayActorError
 
 import actors.reference
 from actors.calls import kill, one_at_a_time
@@ -65,13 +66,17 @@ async def stuck(worker, process):
     await worker.stick.remote()
 
 
+async def failed(worker, process):
+    await worker.fail.remote()
+
+
 def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster, caplog):
-    """Killed, stopped, and stuck in a step, one after the other."""
+    """Killed, stopped, stuck in a step, and failed in one, one after the other."""
 
     async def session():
-        rollouts = pool(2)
+        rollouts = pool(2, QUICK.model_copy(update={"max_per_worker": 4}))
         await rollouts.ready()
-        for lose in (killed, stopped, stuck):
+        for lose in (killed, stopped, stuck, failed):
             process, groups = await with_one_lost(rollouts, lose)
             assert [(uid, seeds) for uid, seeds, _ in groups] == [(f"p{i}", (1, 2)) for i in range(30)]
             async with asyncio.timeout(30):
@@ -84,11 +89,19 @@ def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster
 
     with caplog.at_level(logging.WARNING, "grpo_dist"):
         asyncio.run(session())
-    told = [record.getMessage() for record in caplog.records]
+    told = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
     assert [line for line in told if line == "rollout-0 serves again"] == told[1::2]
-    for line, why in zip(told[::2], ("died", "says how it is", "has not gone on"), strict=True):
+    reasons = ("died", "says how it is", "has not gone on", "the engine has failed: out of memory")
+    for line, why in zip(told[::2], reasons, strict=True):
         assert line.startswith("rollout-0 is lost (") and why in line
-    assert "restart 3 of 3 in 0.2 s" in told[4]
+    assert "restart 4 of 4 in 0.4 s" in told[6]
+
+
+async def gone(worker):
+    """A killed actor may answer a last time."""
+    with pytest.raises(RayActorError):
+        while True:
+            await worker.ready.remote()
 
 
 def _lives(process):
@@ -109,6 +122,26 @@ def test_an_engine_started_anew_samples_nothing_before_it_has_caught_up(ray_clus
         await rollouts.shutdown()
         assert len(caught_up) == 1 and {pid for *_, pid in groups} <= {process, caught_up[0]}
         return rollouts
+
+    asyncio.run(session())
+
+
+def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
+    async def session():
+        rollouts, stopped_at = pool(1), []
+
+        async def catch_up(worker):
+            if not stopped_at:
+                stopped_at.append(await worker.process.remote())
+                os.kill(stopped_at[0], signal.SIGSTOP)
+            await worker.process.remote()
+
+        rollouts.team.catch_up = catch_up
+        await rollouts.ready()
+        _, groups = await with_one_lost(rollouts, killed, groups=4)
+        assert len(groups) == 4 and not {pid for *_, pid in groups} & {*stopped_at}
+        assert rollouts.team.restarted() == 2.0
+        await rollouts.shutdown()
 
     asyncio.run(session())
 
@@ -201,6 +234,7 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])
         ray.kill(reference.workers[0])
+        await gone(reference.workers[0])
         try:
             return before, await reference.logprobs(prompt("p"), ["abc", "d"])
         finally:
