@@ -20,7 +20,7 @@ from grpo_dist.ledger import LEDGER, imbalance
 
 from . import room, verdict
 from .events import Event
-from .faults import Fault, in_starts, in_steps
+from .faults import Fault, TornFile, in_starts, in_steps
 from .job import CONFIG, Job
 from .play import Group, Plan, Play, Stuck
 from .report import goodput, step_s, table
@@ -89,7 +89,7 @@ class Chaos:
     def _plan(self) -> Plan:
         options = self._options
         if options.short:
-            return Plan(short_groups(self._place.refusal), in_starts()[1:])
+            return Plan(short_groups(self._place.refusal), in_starts())
         groups: list[Group] = [[f] for f in in_steps(self._place.refusal) for _ in range(options.each)]
         starting: list[Fault] = [f for f in in_starts() for _ in range(options.each)]
         if options.only:
@@ -103,7 +103,8 @@ class Chaos:
         temporary = self._base / "ray"
         temporary.mkdir(exist_ok=True)
         steps = [f"steps={self._options.steps}"]
-        job = Job(self._place.disk / name, temporary, [*steps, *self._options.overrides])
+        log = self._base / f"{name}.log"
+        job = Job(self._place.disk / name, temporary, log, [*steps, *self._options.overrides])
         self._jobs.append(job)
         return job
 
@@ -119,7 +120,6 @@ class Chaos:
         finally:
             self._events += play.events
             self._skipped |= play.skipped
-            (self._base / f"{job.disk.name}.log").write_text("\n".join(line.text for line in job.lines))
         return True
 
     def _judge(self, job: Job, undisturbed: verdict.Lines) -> None:
@@ -156,17 +156,16 @@ class Chaos:
 
 
 def short_groups(refusal: str | None) -> list[Group]:
-    """One event of each kind, as many as can be told apart at once."""
-    kinds = {fault.kind: fault for fault in in_steps(refusal)}
+    """One event of each kind, as many at once as can be told apart: to start again is what takes long."""
+    kinds = {fault.kind: fault for fault in [*in_steps(refusal), TornFile(kills=False)]}
     together = (
-        ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference"),
-        ("SIGKILL grader", "connection cut"),
+        ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
         ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
+        ("connection cut",),
         ("SIGKILL policy",),
-        ("SIGSTOP policy",),
-        ("disk full",),
-        ("torn file",),  # which is a SIGKILL of the driver, too
-        ("SIGTERM driver",),
+        ("SIGSTOP policy", "SIGTERM driver"),  # asked to end while a rank hangs
+        ("disk full", "torn file"),
+        ("SIGKILL driver",),
     )
     return [[kinds[kind] for kind in group] for group in together]
 

@@ -110,8 +110,11 @@ class FullDisk(Plain):
 
 @dataclass(frozen=True)
 class TornFile(Plain):
-    """The driver is killed, and one of its files is torn or changed before it comes again."""
+    """The driver is killed, and one of its files is torn or changed before it comes again. Not ``kills``: it is
+    another fault of its group that ends the run.
+    """
 
+    kills: bool = True
     kind: str = "torn file"
 
     def ready(self, job: Job) -> bool:
@@ -119,7 +122,8 @@ class TornFile(Plain):
 
     def strike(self, job: Job, rng: Random) -> Event:
         event = event_of(self, job, "running", victim=job.driver)
-        job.signal(signal.SIGKILL)
+        if self.kills:
+            job.signal(signal.SIGKILL)
         return event
 
     def while_down(self, job: Job, rng: Random, event: Event) -> None:

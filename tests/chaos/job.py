@@ -38,11 +38,11 @@ class End:
 
 class Job:
     """``directory``: its `output_dir`. ``temporary``: where Ray has its sessions; a short path, for there are
-    sockets below it.
+    sockets below it. ``log``: gets all that it says.
     """
 
-    def __init__(self, directory: Path, temporary: Path, overrides: Sequence[str]) -> None:
-        self._temporary, self._overrides = temporary, list(overrides)
+    def __init__(self, directory: Path, temporary: Path, log: Path, overrides: Sequence[str]) -> None:
+        self._temporary, self._log, self._overrides = temporary, log, list(overrides)
         self.disk = directory
         self.run_dir = directory / "run"
         self.lines: list[Line] = []
@@ -118,5 +118,7 @@ class Job:
 
     def _listen(self, process: subprocess.Popen[str], launch: int) -> None:
         assert process.stdout is not None
-        for text in process.stdout:
-            self.lines.append(Line(time.monotonic(), launch, text.rstrip("\n")))
+        with self._log.open("a") as log:
+            for text in process.stdout:
+                self.lines.append(Line(time.monotonic(), launch, text.rstrip("\n")))
+                print(f"{launch}: {text}", end="", file=log, flush=True)

@@ -16,8 +16,8 @@ from .events import SUPERVISED, Event
 from .find import Family, title
 
 Lines = Sequence[Mapping[str, Any]]
-# What a machine does differently at every run, and what says of workers that they were replaced.
-CLOCK = ("time/", "throughput/", "memory/", "restarts/")
+# What a machine does differently at every run, and what tells of workers that were replaced.
+CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
 _MISMATCH = 1e-5  # nats, of rollout and trainer in float32 under the same weights
 _NOTICED_S = 15.0  # a lost worker is noticed within it
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
