@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -32,6 +33,7 @@ _AGENTS_S = 90.0  # Ray's own take so long to see that their raylet is gone
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # sockets below have short paths
     place = room.enter(base / "disk", disk_mb=_DISK_MB)
     whole = Chaos(options, base, place)
@@ -83,6 +85,9 @@ class Chaos:
         return self._problems
 
     def close(self) -> None:
+        """No process of a job is left, whoever asks a second time to end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for job in self._jobs:
             job.family.kill()
 

@@ -110,8 +110,8 @@ class FullDisk(Plain):
 
 @dataclass(frozen=True)
 class TornFile(Plain):
-    """The driver is killed, and one of its files is torn or changed before it comes again. Not ``kills``: it is
-    another fault of its group that ends the run.
+    """The driver is killed, and one of its files is torn or changed before it comes again. Not ``kills``:
+    another fault of its group ends the run.
     """
 
     kills: bool = True
