@@ -161,16 +161,17 @@ class Chaos:
 
 
 def short_groups(refusal: str | None) -> list[Group]:
-    """One event of each kind, as many at once as can be told apart: to start again is what takes long."""
+    """One event of each kind, as many at once as can be told apart: to start again is what takes long. The
+    driver is killed, and asked to end, while it starts.
+    """
     kinds = {fault.kind: fault for fault in [*in_steps(refusal), TornFile(kills=False)]}
     together = (
         ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
         ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
         ("connection cut",),
         ("SIGKILL policy",),
-        ("SIGSTOP policy", "SIGTERM driver"),  # asked to end while a rank hangs
+        ("SIGSTOP policy",),
         ("disk full", "torn file"),
-        ("SIGKILL driver",),
     )
     return [[kinds[kind] for kind in group] for group in together]
 

@@ -12,6 +12,8 @@ import psutil
 
 MARK = "GRPO_DIST_CHAOS"  # in the environment of the job, which all that it starts inherits
 
+_ROUNDS, _GONE_S = 10, 5.0
+
 # How the command line of a worker begins, or what is in it.
 _TITLES = {
     "rollout": "ray::RolloutWorker",
@@ -43,10 +45,15 @@ class Family:
         return sorted(found, key=lambda p: p.pid)
 
     def kill(self) -> None:
-        """End what is left of the job."""
-        for process in self.living():
-            with suppress(psutil.Error):
-                process.kill()
+        """End what is left of the job, also what its last processes have started meanwhile."""
+        for _ in range(_ROUNDS):
+            left = self.living()
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_GONE_S)
+            if not left:
+                return
 
     def _belongs(self, process: psutil.Process) -> bool:
         if process.pid == os.getpid():
