@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short pipeline bench test evidence lint clean
+.PHONY: setup demo demo-short pipeline bench test chaos evidence lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -31,6 +31,11 @@ bench: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: about four hours on two cores. A
+# shorter one: make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
+chaos: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
 # Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: about 50 minutes on
 # two cores.

@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
+
+from grpo_dist.errors import RunEnded
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BYTES = 2**20  # what a writer leaves free that was refused more
+
+
+class DiskFull(RunEnded):
+    """Nothing more can be written to the directory of a run."""
+
+
+def check_room(directory: Path, error: BaseException) -> None:
+    """Raises DiskFull in place of ``error``, which ended a run in ``directory``, when that has no room left.
+    Not all who write say so: torch reports an unexpected position in its file.
+    """
+    said = getattr(error, "errno", None) in _FULL
+    if said or shutil.disk_usage(directory).free < _FULL_BYTES:
+        raise DiskFull(
+            f"{directory}: No space left on device ({type(error).__name__}); make room there and start the "
+            "same command again, which goes on from the last checkpoint"
+        ) from error
 
 
 def publish(partial: Path, final: Path) -> None:

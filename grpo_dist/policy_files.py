@@ -13,31 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
-from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
 from grpo_dist.background import Background
 
-# What DeepSpeed keeps in its states besides tensors and plain values.
-_CLASSES: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 _FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
 
 
-class PolicyFiles(CheckpointEngine):
-    """In place of DeepSpeed's own writer of one rank. ``beside``: whether the next `save` returns before its
-    file is there.
+class PolicyFiles:
+    """Of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it takes the place of DeepSpeed's
+    own. ``beside``: whether the next `save` returns before its file is there.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.name = "PolicyFiles"
         self.beside = False
         self._writer = Background("checkpoint", pending=_FILES_PENDING)
 
-    def create(self, info: CheckpointCommitInfo) -> None:
+    def create(self, info: Any) -> None:
         """Nothing to prepare: the directory is DeepSpeed's."""
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
@@ -50,7 +43,7 @@ class PolicyFiles(CheckpointEngine):
     def load(self, path: str, map_location: Any = None) -> Any:
         """Raises ValueError where the file holds more than values: a pickle that would run something."""
         try:
-            with torch.serialization.safe_globals(_CLASSES):
+            with torch.serialization.safe_globals(_deepspeed_classes()):
                 return torch.load(path, map_location=map_location, weights_only=True)
         except Exception as error:
             raise ValueError(
@@ -58,13 +51,22 @@ class PolicyFiles(CheckpointEngine):
                 "checkpoint"
             ) from error
 
-    def commit(self, info: CheckpointCommitInfo) -> bool:
+    def commit(self, info: Any) -> bool:
         """The driver publishes what all ranks have `written`."""
         return True
 
     def written(self) -> bool:
         """Whether every file is there. Raises what went wrong with one."""
         return self._writer.is_idle()
+
+
+def _deepspeed_classes() -> list[Any]:
+    """What it keeps in its states besides tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 def _write(state: Any, path: str) -> None:

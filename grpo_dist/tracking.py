@@ -11,12 +11,14 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 from grpo_dist.background import Background
 from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
-from grpo_dist.durable import write_text
+from grpo_dist.durable import check_room, write_text
+from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account, Ledger
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
@@ -97,17 +99,21 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        failed = kind is not None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = error
         try:
             self._writer.close()
-        except Exception:
-            if not failed:  # otherwise the run already ends with an error of its own
-                failed = True
+        except Exception as own:
+            if failed is None:  # otherwise the run already ends with an error of its own
+                failed = own
                 raise
         finally:
             for sink in self._sinks:
-                sink.close(failed=failed)
+                sink.close(failed=failed is not None)
+            if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
+                check_room(self._run_dir, failed)
 
 
 class NoSamples:

@@ -43,6 +43,7 @@ from grpo_dist.lora import (
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
 from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.planning import micro_batches, packed_micro_batches
+from grpo_dist.policy_files import PolicyFiles
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
 from grpo_dist.rendezvous import meeting_point
 from grpo_dist.schedules import learning_rate
@@ -431,9 +432,12 @@ def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any])
 
 def _own_files(engine: Any) -> Any:
     """The `PolicyFiles` of ``engine`` from now on."""
-    from grpo_dist.policy_files import PolicyFiles  # after `_join`: deepspeed reads its environment
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
-    engine.checkpoint_engine = PolicyFiles()
+    class Files(PolicyFiles, CheckpointEngine):
+        """As DeepSpeed knows them."""
+
+    engine.checkpoint_engine = Files()
     return engine.checkpoint_engine
 
 

@@ -1,11 +1,16 @@
 """What is published is on the disk before it has its name."""
 
+import errno
 import os
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from grpo_dist.cache import cached
-from grpo_dist.durable import publish
+from grpo_dist.config import Config
+from grpo_dist.durable import DiskFull, check_room, publish
+from grpo_dist.tracking import Tracker
 
 
 @pytest.fixture
@@ -40,3 +45,27 @@ def test_what_this_project_makes_is_published_so(tmp_path, events, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     made = cached("x", {}, lambda directory: (directory / "weights").write_text("1"))
     assert events.index(("flush", "weights")) < events.index(("rename", made.name))
+
+
+def test_a_run_that_ends_for_want_of_room_says_so_in_one_message(tmp_path, monkeypatch):
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": [{"path": "t"}]},
+            "tracking": {"console": False, "tensorboard": False},
+        }
+    )
+    with (
+        pytest.raises(DiskFull, match=r"No space left on device \(OSError\); make room there") as ended,
+        Tracker(config, tmp_path),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert ended.value.exit_code == 1
+    with pytest.raises(OSError, match="of another kind"), Tracker(config, tmp_path):
+        raise OSError(errno.EIO, "of another kind")
+    # torch does not say why it cannot write.
+    unclear = RuntimeError("unexpected pos 576 vs 534")
+    check_room(tmp_path, unclear)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
+    with pytest.raises(DiskFull, match="RuntimeError"):
+        check_room(tmp_path, unclear)

@@ -57,6 +57,12 @@ def nothing(completion, answer):
 def infinite(completion, answer):
     return float("inf")
 
+def dies_once(completion, answer):
+    if not os.path.exists(completion):
+        open(completion, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
 def has_a_child(completion, answer):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open(completion, "w").write(str(child.pid))
@@ -184,6 +190,10 @@ def test_a_function_gets_the_keywords_it_takes(patient: GraderPool) -> None:
 
 def test_what_graded_code_prints_and_reads_is_not_the_protocol(patient: GraderPool) -> None:
     assert [call(patient, "talks") for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_an_answer_whose_process_was_killed_is_scored_again(patient: GraderPool, tmp_path: Path) -> None:
+    assert call(patient, "dies_once", completion=str(tmp_path / "tried")) == 1.0
 
 
 def test_functions_fail_one_call_at_a_time(pool: GraderPool) -> None:

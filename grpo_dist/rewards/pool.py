@@ -3,7 +3,8 @@
 grade() threads      one each     grader processes
     pair  ---------- pickle ---->  parse, compare       reply in time: done, the process takes the next pair
           <--------- JSON -------
-                                   no reply in time, or dead: SIGKILL, a new process; this pair alone is lost
+                                   no reply in time: SIGKILL, a new process; this pair alone is lost
+                                   dead: the same pair again, of a new process; dead again: it is lost
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _START_S = (
     120.0  # a new process has imported the parsers by then, or a module of the user's, also on a busy machine
 )
 _TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before they matter
+_ATTEMPTS = 2  # whatever ended a process need not have been the answer it was at
 _KILLED_S = 10.0  # a killed process is gone by then, unless the kernel holds it; then it is left behind
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +43,10 @@ class Failure:
 
     outcome: str
     detail: str
+
+
+class _Died(Failure):
+    """The process ended over the call."""
 
 
 class GraderPool:
@@ -136,11 +142,15 @@ class GraderPool:
     def _run(self, kind: str, arguments: tuple[Any, ...]) -> Any:
         try:
             # Every process comes back in this time: it is loaded, asked, and at worst killed and replaced.
-            process = self._idle.get(timeout=3 * _START_S + self._timeout_s + _KILLED_S)
+            process = self._idle.get(timeout=_ATTEMPTS * (3 * _START_S + self._timeout_s + _KILLED_S))
         except queue.Empty:
             return Failure("error", "no grader process came free")
         try:
-            return process.run(kind, arguments, self._timeout_s)
+            for _ in range(_ATTEMPTS):
+                result = process.run(kind, arguments, self._timeout_s)
+                if not isinstance(result, _Died):
+                    break
+            return result
         finally:
             self._idle.put(process)
 
@@ -173,7 +183,7 @@ class _Process:
             return Failure("timeout", f"no result within {timeout_s:g} s")
         except (OSError, EOFError, ValueError) as error:
             self.kill()
-            return Failure("error", f"the grader process died ({error})")
+            return _Died("error", f"the grader process died ({error})")
         if status == "memory":  # what is left of its heap is no place for the next answer
             self.kill()
         return value if status == "ok" else Failure("error", value)

@@ -1,0 +1,208 @@
+"""``python -m chaos [--short] [--each 20] [--steps 200] [--seed 0] [--only KIND ...] [key=value ...]``.
+
+Exit code 0: after all that was done to them, every promise held for all jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import psutil
+
+from grpo_dist.ledger import LEDGER, imbalance
+
+from . import room, verdict
+from .events import Event
+from .faults import Fault, TornFile, in_starts, in_steps
+from .job import CONFIG, Job
+from .play import Group, Plan, Play, Stuck
+from .report import goodput, step_s, table
+
+_DISK_MB = 256
+_PROMPTS_PER_STEP = 4  # as in job.yaml
+_AGENTS_S = 90.0  # Ray's own take so long to see that their raylet is gone
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # sockets below have short paths
+    place = room.enter(base / "disk", disk_mb=_DISK_MB)
+    whole = Chaos(options, base, place)
+    try:
+        problems = whole.run()
+    finally:
+        whole.close()
+    if problems:
+        shutil.copytree(place.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
+        print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
+        return 1
+    shutil.rmtree(base, ignore_errors=True)  # also what is mounted there is gone with this process
+    print("every promise held")
+    return 0
+
+
+class Chaos:
+    """The undisturbed run, and then as many jobs as it takes until all has happened."""
+
+    def __init__(self, options: argparse.Namespace, base: Path, place: room.Room) -> None:
+        self._options, self._base, self._place = options, base, place
+        self._rng = Random(options.seed)
+        self._begin = time.monotonic()
+        self._jobs: list[Job] = []
+        self._events: list[Event] = []
+        self._skipped: dict[str, str] = {}
+        self._problems: list[str] = []
+        self._shared = _shared_memory()
+
+    def run(self) -> list[str]:
+        """What is wrong, in words; empty when nothing is."""
+        calm = self._job("undisturbed")
+        self._play(calm, Plan([], []))
+        if self._problems:
+            return self._problems
+        undisturbed, own_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
+        self._say(f"undisturbed: {len(undisturbed)} steps of {own_s:.2f} s")
+        plan = self._plan()
+        shares = []
+        while plan and not self._problems:
+            job = self._job(f"job{len(self._jobs)}")
+            if self._play(job, plan):
+                shares.append(goodput(job.steps(), own_s))
+                self._judge(job, undisturbed)
+        print(table(self._events, self._skipped))
+        if shares:
+            work = sum(shares) / len(shares)
+            print(f"goodput {work:.0%} with {len(self._events)} events in {len(shares)} job(s)")
+        return self._problems
+
+    def close(self) -> None:
+        """No process of a job is left, whoever asks a second time to end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for job in self._jobs:
+            job.family.kill()
+
+    def _plan(self) -> Plan:
+        options = self._options
+        if options.short:
+            return Plan(short_groups(self._place.refusal), in_starts())
+        groups: list[Group] = [[f] for f in in_steps(self._place.refusal) for _ in range(options.each)]
+        starting: list[Fault] = [f for f in in_starts() for _ in range(options.each)]
+        if options.only:
+            groups = [group for group in groups if group[0].kind in options.only]
+            starting = [fault for fault in starting if fault.kind in options.only]
+        self._rng.shuffle(groups)
+        self._rng.shuffle(starting)
+        return Plan(groups, starting)
+
+    def _job(self, name: str) -> Job:
+        temporary = self._base / "ray"
+        temporary.mkdir(exist_ok=True)
+        steps = [f"steps={self._options.steps}"]
+        log = self._base / f"{name}.log"
+        job = Job(self._place.disk / name, temporary, log, [*steps, *self._options.overrides])
+        self._jobs.append(job)
+        return job
+
+    def _play(self, job: Job, plan: Plan) -> bool:
+        """Whether the job came to its end; if not, that is a problem."""
+        play = Play(job, plan, steps=self._options.steps, rng=self._rng, say=self._say)
+        try:
+            play.run()
+        except Stuck as reason:
+            self._problems.append(f"finished: {reason}")
+            self._say(f"FAILED: {reason}\n{job.said(len(job.begins) - 1)[-3000:]}")
+            return False
+        finally:
+            self._events += play.events
+            self._skipped |= play.skipped
+        return True
+
+    def _judge(self, job: Job, undisturbed: verdict.Lines) -> None:
+        lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
+        said = {launch: job.said(launch) for launch in range(len(job.begins))}
+        mine = [event for event in self._events if event.at >= job.begins[0]]
+        other = verdict.difference(lines, undisturbed)
+        lost = verdict.unscored(lines)
+        found = {
+            "finished": verdict.unfinished(lines, steps),
+            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP),
+            "fresh": verdict.stale(run_dir, steps) or verdict.mismatched(lines),
+            "noticed": verdict.unnoticed(mine),
+            "named": verdict.silent(mine, said),
+            "orphans": verdict.orphans(job.family, _AGENTS_S),
+            "shared memory": self._left_in_memory(),
+            "accuracy": verdict.inaccurate(lines, undisturbed),
+            # A sample that nobody could score is another number, and rightly so.
+            "same numbers": None if lost else other,
+        }
+        self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
+        for name, problem in found.items():
+            print(f"  {name}: {problem or 'ok'}")
+        if lost:
+            print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
+        self._problems += [f"{name}: {problem}" for name, problem in found.items() if problem]
+
+    def _left_in_memory(self) -> str | None:
+        in_use = _mapped() if self._place.refusal else ()  # then others are at work there, too
+        return verdict.left_in_memory(self._shared, _shared_memory(), in_use)
+
+    def _say(self, message: str) -> None:
+        print(f"{time.monotonic() - self._begin:6.0f} s  {message}", flush=True)
+
+
+def short_groups(refusal: str | None) -> list[Group]:
+    """One event of each kind, as many at once as can be told apart: to start again is what takes long. The
+    driver is killed, and asked to end, while it starts.
+    """
+    kinds = {fault.kind: fault for fault in [*in_steps(refusal), TornFile(kills=False)]}
+    together = (
+        ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
+        ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
+        ("connection cut",),
+        ("SIGKILL policy",),
+        ("SIGSTOP policy",),
+        ("disk full", "torn file"),
+    )
+    return [[kinds[kind] for kind in group] for group in together]
+
+
+def _shared_memory() -> list[str]:
+    return [path.name for path in room.SHARED_MEMORY.iterdir()]
+
+
+def _mapped() -> set[str]:
+    """Names of the files of shared memory that any process has mapped."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except OSError:
+            continue
+        found |= {line.rsplit("/", 1)[1] for line in maps.splitlines() if f" {room.SHARED_MEMORY}/" in line}
+    return found
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    kinds = [fault.kind for fault in (*in_steps(None), *in_starts())]
+    parser = argparse.ArgumentParser(prog="chaos", description=__doc__.partition("\n")[0])
+    parser.add_argument("--short", action="store_true", help="one event of each kind, many at once")
+    parser.add_argument("--each", type=int, default=20, help="events of each kind (20)")
+    parser.add_argument("--steps", type=int, default=200, help="of each job (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of kinds, moments and victims")
+    parser.add_argument("--only", action="append", choices=kinds, metavar="KIND", help="; ".join(kinds))
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=f"of {CONFIG.name}")
+    return parser.parse_intermixed_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What happened to the job, and when it was over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from .find import lives
+from .job import Job
+
+# Roles whose workers are replaced in the job, and said to be.
+SUPERVISED = ("rollout", "reward", "reference")
+
+
+@dataclass
+class Event:
+    """``kind`` befell the job ``at`` that time; the victim was at ``phase``, and ``step`` steps were done."""
+
+    kind: str
+    at: float
+    step: int
+    phase: str
+    role: str | None = None
+    victim: psutil.Process | None = None
+    noticed: float | None = None  # when the job said that the worker is lost
+    recovered: float | None = None
+    exit_code: int | None = None  # of the launch, where that ended before this was over
+    launch_ended: int | None = None  # its number
+    torn: str | None = None  # the file of a checkpoint that was damaged then
+
+    def look(self, job: Job) -> bool:
+        """Whether it is over: the victim is gone, the one in its place serves, and the run is a step further
+        than before.
+        """
+        if self.victim is not None and lives(self.victim):
+            return False
+        since = self.at
+        if self.role in SUPERVISED and self.exit_code is None:
+            self.noticed = self.noticed or self._said(job, "is lost")
+            served = self._said(job, "serves again")
+            if served is None:
+                return False
+            since = served
+        steps = job.steps()
+        further = [at for at, step in steps if step > self.step and at > self.at]
+        if not further:
+            return False
+        self.recovered = max(since, further[0])
+        return True
+
+    def _said(self, job: Job, words: str) -> float | None:
+        """When the job first said so of this role, after this event."""
+        return next(
+            (
+                line.at
+                for line in list(job.lines)
+                if line.at > self.at and line.text.startswith(f"{self.role}-") and words in line.text
+            ),
+            None,
+        )

@@ -1,0 +1,245 @@
+"""What can happen to a job.
+
+Of each kind ``ready`` tells whether there is something to harm, ``strike`` does it and says what it did, and
+``while_down`` is called when the job has ended of it, before it is started again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import time
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import psutil
+
+from . import room
+from .events import Event
+from .find import doing, is_stopped, role_of
+from .job import Job
+
+_PIDFD_GETFD = 438  # the number of the system call, on every architecture
+
+
+class Skip(Exception):
+    """Why this kind cannot be had on this machine."""
+
+
+class Fault(Protocol):
+    @property
+    def kind(self) -> str: ...
+    def ready(self, job: Job) -> bool: ...
+    def strike(self, job: Job, rng: Random) -> Event: ...
+    def while_down(self, job: Job, rng: Random, event: Event) -> None: ...
+
+
+class Plain:
+    """What most kinds have in common."""
+
+    def ready(self, job: Job) -> bool:
+        return job.is_warm()
+
+    def while_down(self, job: Job, rng: Random, event: Event) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Worker(Plain):
+    """A worker gets SIGKILL, or is stopped as if it hung."""
+
+    role: str
+    number: signal.Signals
+
+    @property
+    def kind(self) -> str:
+        return f"{self.number.name} {self.role}"
+
+    def ready(self, job: Job) -> bool:
+        return super().ready(job) and bool(job.family.of_role(self.role))
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        victim = rng.choice(job.family.of_role(self.role))
+        event = event_of(self, job, doing(victim), role=self.role, victim=victim)
+        victim.send_signal(self.number)
+        return event
+
+
+@dataclass(frozen=True)
+class Driver(Plain):
+    """The driver gets a signal that ends it."""
+
+    number: signal.Signals
+    starting: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"{self.number.name} driver" + (", starting" if self.starting else "")
+
+    def ready(self, job: Job) -> bool:
+        return job.is_up and job.is_warm() != self.starting
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        event = event_of(self, job, "starting" if not job.is_warm() else "running", victim=job.driver)
+        job.signal(self.number)
+        return event
+
+
+@dataclass(frozen=True)
+class FullDisk(Plain):
+    """Not a byte more fits where the run writes. There is room again when the run has ended of it."""
+
+    refusal: str | None  # see `room.Room`
+    kind: str = "disk full"
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        if self.refusal:
+            raise Skip(self.refusal)
+        event = event_of(self, job, "running", victim=job.driver)
+        room.fill(job.disk)
+        return event
+
+    def while_down(self, job: Job, rng: Random, event: Event) -> None:
+        room.make_room(job.disk)
+
+
+@dataclass(frozen=True)
+class TornFile(Plain):
+    """The driver is killed, and one of its files is torn or changed before it comes again. Not ``kills``:
+    another fault of its group ends the run.
+    """
+
+    kills: bool = True
+    kind: str = "torn file"
+
+    def ready(self, job: Job) -> bool:
+        return job.is_warm() and len(checkpoints(job)) > 1
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        event = event_of(self, job, "running", victim=job.driver)
+        if self.kills:
+            job.signal(signal.SIGKILL)
+        return event
+
+    def while_down(self, job: Job, rng: Random, event: Event) -> None:
+        if rng.random() < 0.7:
+            event.torn = tear_checkpoint(job, rng)
+        else:
+            tear_line(job, rng)
+
+
+@dataclass(frozen=True)
+class CutConnection(Plain):
+    """A TCP connection between two of the job's processes is reset under both."""
+
+    kind: str = "connection cut"
+
+    def ready(self, job: Job) -> bool:
+        return super().ready(job) and bool(connections(job))
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        found = connections(job)
+        pair = rng.choice(sorted({c.pair for c in found}))  # not the pair with the most connections, mostly
+        chosen = rng.choice([c for c in found if c.pair == pair])
+        event = event_of(self, job, pair)
+        reset(chosen)
+        return event
+
+
+def event_of(
+    fault: Fault, job: Job, phase: str, *, role: str | None = None, victim: psutil.Process | None = None
+) -> Event:
+    return Event(fault.kind, time.monotonic(), job.last_step(), phase, role=role, victim=victim)
+
+
+@dataclass(frozen=True)
+class Connection:
+    process: psutil.Process
+    descriptor: int
+    pair: str  # of the roles at its ends, "policy-policy"
+
+
+def connections(job: Job) -> list[Connection]:
+    """Established ones between workers, driver, and Ray's own processes, by an end that is a worker or the
+    driver.
+    """
+    ends: dict[tuple[str, int], str] = {}
+    candidates = []
+    for process in job.family.living():
+        role = "driver" if process.pid == job.pid else role_of(process) or "ray"
+        with suppress(psutil.Error):
+            for c in process.net_connections(kind="tcp"):
+                if c.status == psutil.CONN_ESTABLISHED and c.fd >= 0:
+                    ends[tuple(c.laddr)] = role
+                    if role != "ray" and not is_stopped(process):
+                        candidates.append((process, c.fd, role, tuple(c.raddr)))
+    return [
+        Connection(process, fd, "-".join(sorted([role, ends[peer]])))
+        for process, fd, role, peer in candidates
+        if peer in ends
+    ]
+
+
+def reset(connection: Connection) -> None:
+    """Both ends get ECONNRESET: pidfd_getfd(2) gives this process the very socket, and connecting that to
+    nothing resets it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    pidfd = os.pidfd_open(connection.process.pid)
+    try:
+        taken = libc.syscall(_PIDFD_GETFD, pidfd, connection.descriptor, 0)
+    finally:
+        os.close(pidfd)
+    if taken < 0:
+        raise Skip(f"sockets of another process cannot be had ({os.strerror(ctypes.get_errno())})")
+    with closing(socket.socket(fileno=taken)):
+        nothing = ctypes.create_string_buffer(16)  # struct sockaddr of AF_UNSPEC
+        libc.connect(taken, nothing, 16)
+
+
+def checkpoints(job: Job) -> list[Path]:
+    """Oldest first."""
+    return sorted((job.run_dir / "checkpoints").glob("step_*"))
+
+
+def tear_checkpoint(job: Job, rng: Random) -> str:
+    """A random file of the newest is cut off, or one bit of it is another; its name in there."""
+    newest = checkpoints(job)[-1]
+    path = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
+    content = bytearray(path.read_bytes())
+    at = rng.randrange(len(content))
+    if rng.random() < 0.5:
+        del content[at:]
+    else:
+        content[at] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    return str(path.relative_to(newest))
+
+
+def tear_line(job: Job, rng: Random) -> None:
+    """The next line of a record that grows was half written when the driver was killed."""
+    path = job.run_dir / rng.choice(["metrics.jsonl", "ledger.jsonl"])
+    last = path.read_bytes().splitlines()[-1]
+    with path.open("ab") as file:
+        file.write(last[: rng.randrange(1, len(last))])
+
+
+def in_steps(refusal: str | None) -> list[Fault]:
+    """One of each kind that comes while the job is in its steps. ``refusal``: see `room.Room`."""
+    hurt = [
+        Worker(role, number)
+        for role in ("rollout", "reward", "grader", "reference", "policy")
+        for number in (signal.SIGKILL, signal.SIGSTOP)
+    ]
+    ends: list[Fault] = [Driver(signal.SIGKILL), Driver(signal.SIGTERM), FullDisk(refusal), TornFile()]
+    return [*hurt, *ends, CutConnection()]
+
+
+def in_starts() -> list[Fault]:
+    """One of each kind that comes while the job starts."""
+    return [Driver(signal.SIGKILL, starting=True), Driver(signal.SIGTERM, starting=True)]

@@ -1,0 +1,94 @@
+"""The processes of one job: those that bear its mark, those that come from them, and those seen before.
+
+Nothing else is ever signalled: other jobs run on the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+import psutil
+
+MARK = "GRPO_DIST_CHAOS"  # in the environment of the job, which all that it starts inherits
+
+_ROUNDS, _GONE_S = 10, 5.0
+
+# How the command line of a worker begins, or what is in it.
+_TITLES = {
+    "rollout": "ray::RolloutWorker",
+    "reward": "ray::RewardWorker",
+    "reference": "ray::ReferenceWorker",
+    "policy": "ray::PolicyWorker",
+    "grader": "grpo_dist.rewards.child",
+}
+
+
+class Family:
+    """The processes of the job whose environment says ``MARK`` = ``mark``."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._known: dict[int, psutil.Process] = {}
+
+    def living(self) -> list[psutil.Process]:
+        """All that live now, zombies left out; those that lost parent and environment are remembered."""
+        for process in psutil.process_iter():
+            if process.pid not in self._known and self._belongs(process):
+                self._known[process.pid] = process
+        self._known = {pid: process for pid, process in self._known.items() if lives(process)}
+        return list(self._known.values())
+
+    def of_role(self, role: str) -> list[psutil.Process]:
+        """Workers of ``role`` that live and are not stopped, by pid."""
+        found = [p for p in self.living() if _TITLES[role] in title(p) and not is_stopped(p)]
+        return sorted(found, key=lambda p: p.pid)
+
+    def kill(self) -> None:
+        """End what is left of the job, also what its last processes have started meanwhile."""
+        for _ in range(_ROUNDS):
+            left = self.living()
+            for process in left:
+                with suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, timeout=_GONE_S)
+            if not left:
+                return
+
+    def _belongs(self, process: psutil.Process) -> bool:
+        if process.pid == os.getpid():
+            return False
+        with suppress(psutil.Error):
+            return process.environ().get(MARK) == self._mark or process.ppid() in self._known
+        return False
+
+
+def role_of(process: psutil.Process) -> str | None:
+    """None: not one of the job's workers."""
+    return next((role for role, text in _TITLES.items() if text in title(process)), None)
+
+
+def title(process: psutil.Process) -> str:
+    """Its command line; empty for one that is gone."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def doing(process: psutil.Process) -> str:
+    """What Ray says a worker is at: ``sample`` of ``ray::RolloutWorker.sample``, or ``idle``."""
+    name = title(process).split()[0] if title(process) else ""
+    return name.partition(".")[2] or "idle" if name.startswith("ray::") else "running"
+
+
+def lives(process: psutil.Process) -> bool:
+    """Not gone, not a zombie, and not another process under the same number."""
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.status() == psutil.STATUS_STOPPED
+    return False

@@ -1,0 +1,124 @@
+"""The run: the same command, started again until it has ended well; all it says, with the time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+import psutil
+
+from .find import MARK, Family
+
+CONFIG = Path(__file__).with_name("job.yaml")
+_ROOT = CONFIG.parents[2]
+_STEP = re.compile(r"step +(\d+)  ")
+
+
+@dataclass(frozen=True)
+class Line:
+    at: float  # seconds of the monotonic clock
+    launch: int  # 0 is the first
+    text: str
+
+
+@dataclass(frozen=True)
+class End:
+    at: float
+    code: int  # as of `subprocess`: -n for signal n
+
+
+class Job:
+    """``directory``: its `output_dir`. ``temporary``: where Ray has its sessions; a short path, for there are
+    sockets below it. ``log``: gets all that it says.
+    """
+
+    def __init__(self, directory: Path, temporary: Path, log: Path, overrides: Sequence[str]) -> None:
+        self._temporary, self._log, self._overrides = temporary, log, list(overrides)
+        self.disk = directory
+        self.run_dir = directory / "run"
+        self.lines: list[Line] = []
+        self.begins: list[float] = []
+        self.ends: list[End] = []
+        mark = uuid.uuid4().hex
+        self._environment = os.environ | {
+            MARK: mark,
+            "RAY_TMPDIR": str(temporary),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+        }
+        self.family = Family(mark)
+
+    def launch(self) -> None:
+        command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]
+        command += [f"rewards.code_paths=[{_ROOT / 'tests'}]", *self._overrides]
+        self._process = subprocess.Popen(
+            command,
+            cwd=self._temporary,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self.begins.append(time.monotonic())
+        # What a killed driver leaves behind may hold the pipe open: nobody waits for this thread.
+        Thread(target=self._listen, args=(self._process, len(self.ends)), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Of the driver."""
+        return self._process.pid
+
+    @property
+    def driver(self) -> psutil.Process:
+        return psutil.Process(self.pid)
+
+    @property
+    def is_up(self) -> bool:
+        return len(self.begins) > len(self.ends)
+
+    def poll(self) -> End | None:
+        """The end of this launch, once."""
+        if not self.is_up or (code := self._process.poll()) is None:
+            return None
+        self.ends.append(End(time.monotonic(), code))
+        return self.ends[-1]
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the driver, which may be gone."""
+        self._process.send_signal(number)
+
+    def steps(self) -> list[tuple[float, int]]:
+        """When which step was finished, over all launches."""
+        found = ((line.at, _STEP.match(line.text)) for line in list(self.lines))
+        return [(at, int(match[1])) for at, match in found if match]
+
+    def last_step(self) -> int:
+        """The furthest that any launch came."""
+        return max((step for _, step in self.steps()), default=0)
+
+    def is_warm(self) -> bool:
+        """Whether this launch has finished a step."""
+        return self.is_up and self.was_warm()
+
+    def was_warm(self) -> bool:
+        """The same of the last launch, also when it has ended."""
+        return any(at > self.begins[-1] for at, _ in self.steps())
+
+    def said(self, launch: int) -> str:
+        return "\n".join(line.text for line in list(self.lines) if line.launch == launch)
+
+    def _listen(self, process: subprocess.Popen[str], launch: int) -> None:
+        assert process.stdout is not None
+        with self._log.open("a") as log:
+            for text in process.stdout:
+                self.lines.append(Line(time.monotonic(), launch, text.rstrip("\n")))
+                print(f"{launch}: {text}", end="", file=log, flush=True)

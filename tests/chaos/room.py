@@ -1,0 +1,84 @@
+"""A place of the job's own: a small disk that can fill up, and a /dev/shm in which every file is the job's.
+
+Both are mounted in a namespace that this process and its children alone see, and are gone with the last of
+them, however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000  # flags of unshare(2)
+_PRIVATE = (1 << 14) | (1 << 18)  # MS_REC | MS_PRIVATE
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Room:
+    """``disk``: where the job's runs go. ``refusal``: why it is no disk of its own, and /dev/shm everyone's;
+    None: both are the job's.
+    """
+
+    disk: Path
+    refusal: str | None
+
+
+def enter(disk: Path, *, disk_mb: int) -> Room:
+    """Call it before threads are started: the user namespace of someone who is not root asks for that."""
+    disk.mkdir(parents=True)
+    try:
+        _unshare()
+        _mount("none", Path("/"), None, _PRIVATE)
+        _mount("tmpfs", disk, f"size={disk_mb}m")
+        _mount("tmpfs", SHARED_MEMORY, "mode=1777")
+    except OSError as error:
+        return Room(disk, f"no mounts of one's own here ({error})")
+    return Room(disk, None)
+
+
+def fill(disk: Path) -> None:
+    """Not a byte more fits on ``disk`` afterwards."""
+    with _filler(disk).open("wb", buffering=0) as file:
+        block = b"\0" * 2**20
+        while len(block):
+            try:
+                file.write(block)
+            except OSError:
+                block = block[: len(block) // 2]
+
+
+def make_room(disk: Path) -> None:
+    _filler(disk).unlink(missing_ok=True)
+
+
+def _filler(disk: Path) -> Path:
+    return disk / "filler"
+
+
+def _unshare() -> None:
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        _call("unshare", _NEW_MOUNTS)
+    except PermissionError:
+        _call("unshare", _NEW_USER | _NEW_MOUNTS)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def _mount(source: str, target: Path, options: str | None, flags: int = 0) -> None:
+    kind = source if source == "tmpfs" else None
+    _call("mount", _text(source), _text(str(target)), _text(kind), ctypes.c_ulong(flags), _text(options))
+
+
+def _text(text: str | None) -> ctypes.c_char_p:
+    return ctypes.c_char_p(text.encode() if text is not None else None)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -1,0 +1,121 @@
+"""What must be true of a job that has been through all that. Each check gives None, or what is wrong."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow.parquet as pq
+
+from .events import SUPERVISED, Event
+from .find import Family, title
+
+Lines = Sequence[Mapping[str, Any]]
+# What a machine does differently at every run, and what tells of workers that were replaced.
+CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
+_MISMATCH = 1e-5  # nats, of rollout and trainer in float32 under the same weights
+_NOTICED_S = 15.0  # a lost worker is noticed within it
+_LATE_S = 2.0  # by which two busy cores may hold up a watch
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def unfinished(lines: Lines, steps: int) -> str | None:
+    """A step without a line of metrics, or with two."""
+    found = [line["step"] for line in lines]
+    return None if found == list(range(1, steps + 1)) else f"metrics of steps {found}, expected 1 to {steps}"
+
+
+def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
+    """A sample of weights older than allowed, or newer than there were."""
+    for step in range(1, steps + 1):
+        path = run_dir / "samples" / f"step_{step:06d}.parquet"
+        if not path.exists():
+            return f"step {step} has no samples"
+        allowed = range(max(0, step - 1 - max_staleness), step)
+        for row in pq.read_table(path, columns=["uid", "policy_versions"]).to_pylist():
+            if wrong := set(row["policy_versions"]) - set(allowed):
+                return f"step {step}, prompt {row['uid']}: tokens of versions {sorted(wrong)}, not {allowed}"
+    return None
+
+
+def mismatched(lines: Lines) -> str | None:
+    """An engine that served other weights than it said: the trainer's log-probs are then others."""
+    worst = max(lines, key=lambda line: line.get("mismatch/logprob_diff_max") or 0.0)
+    found = worst.get("mismatch/logprob_diff_max") or 0.0
+    return None if found < _MISMATCH else f"step {worst['step']}: log-probs differ by up to {found:.1e} nats"
+
+
+def difference(lines: Lines, undisturbed: Lines) -> str | None:
+    """The first number that is not that of the undisturbed run, clocks and restarts left out."""
+    for ours, theirs in zip(lines, undisturbed, strict=False):
+        for key in sorted(ours.keys() | theirs.keys()):
+            if not key.startswith(CLOCK) and ours.get(key) != theirs.get(key):
+                return f"step {theirs['step']}, {key}: {ours.get(key)}, undisturbed {theirs.get(key)}"
+    return None
+
+
+def unscored(lines: Lines) -> list[int]:
+    """Steps with samples that nobody could score, after which other numbers are as they should be."""
+    return [line["step"] for line in lines if line.get("reward/unscored")]
+
+
+def inaccurate(lines: Lines, undisturbed: Lines) -> str | None:
+    """A mean reward further from that of the undisturbed run than two standard errors of the difference."""
+    ours, theirs = ([line["reward/mean"] for line in own if line["reward/mean"] is not None]
+                    for own in (lines, undisturbed))  # fmt: skip
+    error = (statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs)) ** 0.5
+    means = statistics.mean(ours), statistics.mean(theirs)
+    if abs(means[0] - means[1]) <= 2 * error:
+        return None
+    return f"mean reward {means[0]:.4f}, undisturbed {means[1]:.4f}, standard error {error:.4f}"
+
+
+def orphans(family: Family, seconds: float) -> str | None:
+    """Processes of the job that still live ``seconds`` after it ended: Ray's agents take a while to see that
+    their raylet is gone.
+    """
+    end = time.monotonic() + seconds
+    while (left := family.living()) and time.monotonic() < end:
+        psutil.wait_procs(left, timeout=1)
+    return None if not left else "left behind: " + ", ".join(f"{p.pid} {title(p)[:60]}" for p in left)
+
+
+def left_in_memory(before: Iterable[str], after: Iterable[str], in_use: Iterable[str] = ()) -> str | None:
+    """Files of shared memory that are there ``after`` and were not ``before``, less those that others use."""
+    left = sorted(set(after) - set(before) - set(in_use))
+    return f"{len(left)} file(s) of shared memory: {', '.join(left[:5])}" if left else None
+
+
+def unnoticed(events: Sequence[Event]) -> str | None:
+    """A lost worker that nobody missed, or too late."""
+    for event in events:
+        if event.role in SUPERVISED and event.exit_code is None:
+            if event.noticed is None:
+                return f"{event.kind} at step {event.step} was never noticed"
+            if (after := event.noticed - event.at) > _NOTICED_S + _LATE_S:
+                return f"{event.kind} at step {event.step} was noticed after {after:.1f} s"
+    return None
+
+
+def silent(events: Sequence[Event], said: Mapping[int, str]) -> str | None:
+    """An end for want of room, or a damaged checkpoint, that the run did not say. ``said``: by launch."""
+    for event in events:
+        if event.kind == "disk full" and event.launch_ended is not None:
+            text = said.get(event.launch_ended, "")
+            if event.exit_code == 0 or "No space left on device" not in text:
+                return f"disk full at step {event.step}: exit code {event.exit_code}, said {text[-200:]!r}"
+        if event.torn and event.launch_ended is not None:
+            text = "\n".join(own for launch, own in said.items() if launch > event.launch_ended)
+            # A manifest that is torn itself may blame another file.
+            named = event.torn == "manifest.json" or event.torn in text
+            if "damaged checkpoint, not used" not in text or not named:
+                return f"{event.torn} was torn after step {event.step}, and no later launch named it"
+    return None

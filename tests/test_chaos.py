@@ -1,0 +1,185 @@
+"""The short form of `make chaos`: a real job that loses one of everything. And the checks of it, each shown
+something that it has to tell.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chaos import verdict
+from chaos.events import Event
+from chaos.faults import Connection, Worker, reset
+from chaos.find import MARK, Family
+from chaos.report import goodput, table
+
+from grpo_dist.ledger import imbalance
+
+ROOT = Path(__file__).resolve().parents[1]
+LINES = [{"step": i, "reward/mean": i / 10, "reward/unscored": 0.0, "time/step_s": 1.0} for i in (1, 2, 3, 4)]
+
+
+def changed(step, **values):
+    return [line | values if line["step"] == step else line for line in LINES]
+
+
+def test_a_step_that_is_missing_or_there_twice_is_told():
+    assert verdict.unfinished(LINES, 4) is None
+    assert "[1, 2, 3, 4], expected 1 to 5" in verdict.unfinished(LINES, 5)
+    assert "[1, 2, 3, 4, 4]" in verdict.unfinished([*LINES, LINES[-1]], 4)
+
+
+def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
+    path.write_text("".join(lines))
+    assert imbalance(path, steps=2, prompts_per_step=2) is None
+    path.write_text("".join([*lines, lines[-1]]))
+    assert "once each" in imbalance(path, steps=2, prompts_per_step=2)
+
+
+@pytest.mark.parametrize(("version", "fresh"), [(0, False), (1, True), (2, False)])
+def test_a_token_of_other_weights_than_the_step_is_told(tmp_path, version, fresh):
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    for step, versions in ((1, [0, 0]), (2, [1, version])):
+        rows = pa.table({"uid": ["a"], "policy_versions": [versions]})
+        pq.write_table(rows, samples / f"step_{step:06d}.parquet")
+    found = verdict.stale(tmp_path, 2)
+    assert found is None if fresh else f"prompt a: tokens of versions [{version}]" in found
+    assert (verdict.stale(tmp_path, 2, max_staleness=1) is None) == (version < 2)
+    (samples / "step_000001.parquet").unlink()
+    assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
+
+
+def test_log_probs_of_other_weights_are_told():
+    assert verdict.mismatched(changed(2, **{"mismatch/logprob_diff_max": 9e-7})) is None
+    assert "step 2: log-probs differ by up to 2.0e-01" in verdict.mismatched(
+        changed(2, **{"mismatch/logprob_diff_max": 0.2})
+    )
+
+
+def test_another_number_is_told_and_another_clock_is_not():
+    assert verdict.difference(changed(2, **{"time/step_s": 9.0, "restarts/rollout": 1.0}), LINES) is None
+    assert verdict.difference(changed(3, **{"reward/mean": 0.31}), LINES).startswith(
+        "step 3, reward/mean: 0.31"
+    )
+    assert verdict.unscored(changed(3, **{"reward/unscored": 1.0})) == [3]
+
+
+def test_another_accuracy_is_told():
+    assert verdict.inaccurate(changed(1, **{"reward/mean": 0.12}), LINES) is None
+    better = [line | {"reward/mean": 0.9 + line["reward/mean"] / 10} for line in LINES]
+    assert "mean reward 0.9250, undisturbed 0.2500" in verdict.inaccurate(better, LINES)
+
+
+def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
+    """Its parent is gone, and with it the way to find it by descent."""
+    family, others = Family("mine"), Family("another")
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: "mine"}, check=True, timeout=30)
+    assert others.living() == []
+    assert "time.sleep(60)" in verdict.orphans(family, seconds=0.1)
+    others.kill()
+    assert len(family.living()) == 1
+    family.kill()
+    assert verdict.orphans(family, seconds=10) is None
+
+
+def test_a_file_of_shared_memory_that_nobody_uses_is_told():
+    assert verdict.left_in_memory(["a"], ["a", "b"], in_use=["b"]) is None
+    assert verdict.left_in_memory(["a"], ["a", "b"]) == "1 file(s) of shared memory: b"
+
+
+def test_a_loss_that_nobody_noticed_in_time_is_told():
+    late = Event("SIGKILL rollout", at=100.0, step=3, phase="sample", role="rollout", noticed=120.0)
+    assert verdict.unnoticed([late]) == "SIGKILL rollout at step 3 was noticed after 20.0 s"
+    late.noticed = 101.0
+    assert verdict.unnoticed([late]) is None
+    late.noticed = None
+    assert "never noticed" in verdict.unnoticed([late])
+
+
+def test_an_end_that_does_not_say_why_is_told():
+    full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
+    assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
+    assert verdict.silent([full], {0: "OSError: [Errno 28] No space left on device"}) is None
+    torn = Event(
+        "torn file", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0, torn="state.json"
+    )
+    said = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
+    assert "no later launch named it" in verdict.silent([torn], {0: said, 1: "resuming"})
+    assert verdict.silent([torn], {0: "", 1: said}) is None
+
+
+def test_recovery_is_the_one_in_its_place_and_a_further_step():
+    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
+    event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
+    assert not event.look(job)
+    job.lines = [
+        SimpleNamespace(at=3.0, text="rollout-0 is lost (it was killed); restart 1 of 3 in 1 g s"),
+        SimpleNamespace(at=9.0, text="rollout-0 serves again"),
+    ]
+    assert event.look(job)
+    assert (event.noticed, event.recovered) == (3.0, 9.0)
+    assert "7.0 s" in table([event], {"disk full": "no mounts here"})
+    assert goodput([(0.0, 1), (10.0, 6)], undisturbed_s=1.0) == 0.5
+
+
+def test_a_connection_is_reset_under_both_of_its_ends():
+    code = (
+        "import socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "one = socket.create_connection(server.getsockname())\n"
+        "other, _ = server.accept()\n"
+        "print(one.fileno(), flush=True)\n"
+        "try: other.recv(1)\n"
+        "except ConnectionResetError: print('reset', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        descriptor = int(child.stdout.readline())
+        reset(Connection(psutil.Process(child.pid), descriptor, "one-other"))
+        assert child.stdout.readline() == "reset\n"
+
+
+def test_workers_of_a_role_are_those_of_this_job_that_run():
+    family = Family("mine")
+    code = "import time; time.sleep(60)  # grpo_dist.rewards.child"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: "mine"}) as child:
+        try:
+            assert [p.pid for p in family.of_role("grader")] == [child.pid]
+            job = SimpleNamespace(family=family, last_step=lambda: 3)
+            event = Worker("grader", signal.SIGSTOP).strike(job, Random(0))
+            assert event.victim.pid == child.pid
+            while family.of_role("grader"):
+                time.sleep(0.01)
+            assert len(family.living()) == 1
+        finally:
+            child.kill()
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
+    """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""
+    paths = os.pathsep.join(filter(None, [str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "chaos", "--short", "--steps", "24", "rollout.num_workers=1"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    with (tmp_path / "said").open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            process.wait(timeout=800)
+        finally:
+            process.terminate()  # it ends what it started
+            process.wait(timeout=60)
+    said = (tmp_path / "said").read_text()
+    print(said)
+    assert process.returncode == 0, said[-6000:]
