@@ -41,7 +41,7 @@ def enter(disk: Path, *, disk_mb: int) -> Room:
 
 
 def leave(disk: Path) -> None:
-    """Unmount ``disk`` where it was mounted, so that its directory can be removed; nothing of it is in use."""
+    """Unmount ``disk`` where it was mounted, so that its directory can be removed; nobody uses it."""
     with suppress(OSError):
         _call("umount", _text(str(disk)))
 
