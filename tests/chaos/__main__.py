@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copytree(place.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
         print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
         return 1
-    shutil.rmtree(base, ignore_errors=True)  # also what is mounted there is gone with this process
+    room.leave(place.disk)
+    shutil.rmtree(base, ignore_errors=True)
     print("every promise held")
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,12 @@ def enter(disk: Path, *, disk_mb: int) -> Room:
     except OSError as error:
         return Room(disk, f"no mounts of one's own here ({error})")
     return Room(disk, None)
+
+
+def leave(disk: Path) -> None:
+    """Unmount ``disk`` where it was mounted, so that its directory can be removed; nobody uses it."""
+    with suppress(OSError):
+        _call("umount", _text(str(disk)))
 
 
 def fill(disk: Path) -> None:
