@@ -401,6 +401,8 @@ def _connect(config: Config) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # A group that failed has two results, and whoever waits for it is told by the first of them.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # SIGTERM while Ray starts ends the program in order, not by Ray's own handler in C++.
+    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     local: dict[str, Any] = {}
     if address == "local":
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}

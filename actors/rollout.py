@@ -281,8 +281,9 @@ class RolloutPool:
                 self._note(index, worker, await finished)
             except RayActorError as error:
                 self.team.lost(index, worker, error)
-            except RayTaskError as error:  # refused, or the engine cannot go on
-                await self.team.weed_out([worker], error)
+            except RayTaskError:  # refused, or the engine cannot go on
+                if not await self.team.weed_out([worker]):
+                    raise
             else:
                 return rollouts
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from actors.introduction import admit, introduce, receive
 from actors.transport import Seat
+from grpo_dist.errors import TransferLost
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
@@ -73,7 +74,7 @@ class _Connections:
                 f"weight sync: a process of the transfer group said nothing for {self._timeout_s:g} s"
             ) from error
         except ConnectionError as error:
-            raise RuntimeError(f"weight sync: a process of the transfer group is gone: {error}") from error
+            raise TransferLost(f"weight sync: a process of the transfer group is gone: {error}") from error
 
 
 class _Shared:

@@ -180,14 +180,11 @@ class Team:
         self._replacing[index] = task
         task.add_done_callback(self._ended)
 
-    async def weed_out(self, workers: Sequence[Any], error: BaseException) -> None:
-        """Something failed on several of ``workers`` at once: find out who is lost. Raises ``error`` where
-        none is, for then it has another reason.
-        """
+    async def weed_out(self, workers: Sequence[Any]) -> bool:
+        """Something failed on ``workers``: find out who is lost. False: nobody is, it has another reason."""
         numbers = [self._number(worker) for worker in workers]
         found = await gather(self._is_well(i, w) for i, w in zip(numbers, workers, strict=True))
-        if all(found):
-            raise error
+        return not all(found)
 
     async def ask_all(self) -> None:
         """Find out who is lost, see `check`."""

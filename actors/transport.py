@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.config import TransferBackend
+from grpo_dist.errors import TransferLost
 from grpo_dist.rendezvous import meeting_point
 
 
@@ -123,7 +124,14 @@ class GlooTransport(_Broadcasts):
         options.rootRank = 0
         options.timeout = self._timeout
         work = self._group.broadcast([flat], options)  # type: ignore[attr-defined]
-        return lambda: work.wait(self._timeout)
+
+        def wait() -> None:
+            try:
+                work.wait(self._timeout)
+            except RuntimeError as error:  # gloo has no other kind
+                raise TransferLost(f"weight sync: gloo's broadcast failed: {error}") from error
+
+        return wait
 
     def close(self) -> None:
         del self._group, self._store

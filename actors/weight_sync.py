@@ -7,7 +7,8 @@ driver            policy ranks                           engines
   finish_update ------------------------------------->   repack, take the version, serve again
 
 An engine that is lost on the way ends the transfer for all: it is repeated with the rest, in a new group. The
-one in its place gets the weights in a group of its own, while the others go on.
+one in its place gets the weights in a group of its own, while the others go on. Where only a connection is
+lost, it is repeated once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from actors.rollout import RolloutPool
 from actors.transfer_group import TransferGroup
 from actors.watchdog import deadline_of, numbered
 from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.errors import TransferLost
 from grpo_dist.metrics import Stopwatch
 
 
@@ -74,6 +76,7 @@ class WeightSync:
         team, watch = self._rollouts.team, Stopwatch()
         async with self._one_at_a_time:
             sent: dict[str, float] = {}
+            repeated = False  # for a connection's sake alone
             while True:
                 team.check()
                 workers = team.alive()
@@ -83,7 +86,11 @@ class WeightSync:
                 except RayError as error:
                     self._is_open = False
                     await self._group.policy.check()
-                    await team.weed_out(workers, error)
+                    if await team.weed_out(workers):
+                        continue
+                    if repeated or not isinstance(getattr(error, "cause", None), TransferLost):
+                        raise
+                    repeated = True
             self._version, self._updates = version, self._group.policy.updates
         return sent | watch.phases()
 

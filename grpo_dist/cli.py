@@ -52,12 +52,15 @@ def _guarded(command: Callable[[Any, list[str]], None], config: str | None, over
 
 
 def _train(path: str, overrides: list[str]) -> None:
-    from grpo_dist.config_files import load_config
+    from grpo_dist.preemption import ended_by_sigterm
 
-    config = load_config(path, overrides)
-    from grpo_dist.train import train
+    with ended_by_sigterm():  # the imports, too, take their time
+        from grpo_dist.config_files import load_config
 
-    train(config)
+        config = load_config(path, overrides)
+        from grpo_dist.train import train
+
+        train(config)
 
 
 def _sft(path: str, overrides: list[str]) -> None:

@@ -531,7 +531,9 @@ class Restarts(Section):
 
     max_per_worker: Count = Field(3, description="of one actor within window_s; 0: its loss ends the run")
     window_s: PositiveFloat = Field(3600.0, description="restarts longer ago than this do not count")
-    backoff_s: PositiveFloat = Field(1.0, description="before the first restart; doubles with each further")
+    backoff_s: PositiveFloat = Field(
+        1.0, description="before the first restart; doubles with each further, up to 60"
+    )
     health_s: PositiveFloat = Field(5.0, description="between two questions whether an actor is well")
     hang_s: PositiveFloat = Field(
         15.0, description="an actor that neither answers nor goes on within it is replaced"

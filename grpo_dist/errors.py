@@ -42,6 +42,10 @@ class StateLost(WorkerLost):
     """What is gone held what only a checkpoint has now: the run goes on from there."""
 
 
+class TransferLost(RuntimeError):
+    """A process of a transfer group is gone, or the connection to it is; the others find out which."""
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Within, a ValueError or OSError (a file that cannot be read or written) is a refusal of the input.

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from grpo_dist.config import Restarts
 
+_LONGEST_S = 60.0
+
 
 class Budget:
     """Of one actor, or of a whole role. None of ``settings``: nothing is started again."""
@@ -28,7 +30,7 @@ class Budget:
             return None
         self._recent.append(now)
         self.used += 1
-        return float(self._settings.backoff_s * 2 ** (len(self._recent) - 1))
+        return float(min(self._settings.backoff_s * 2 ** (len(self._recent) - 1), _LONGEST_S))
 
     def __str__(self) -> str:
         """Of the restart last taken: "restart 2 of 3"."""

@@ -6,6 +6,7 @@ is the same as ``drain``.
 """
 
 import asyncio
+import socket
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "
 
 
 class MovingWorker(PolicyWorker):
-    """A rank whose weights can be pushed somewhere else, and whose transfer can be corrupted."""
+    """A rank whose weights can be pushed somewhere else, and whose transfers can be corrupted and cut."""
+
+    _cuts = 0
 
     def move(self, seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -49,6 +52,26 @@ class MovingWorker(PolicyWorker):
                     flat[0] ^= 1
 
         transport.outgoing = flip_a_byte
+
+
+    def cut_transfers(self, count: int) -> None:
+        """In the next so many groups the connection to an engine breaks behind the first bucket."""
+        self._cuts = count
+
+    def open_transfer(self, group, *seat) -> None:
+        super().open_transfer(group, *seat)
+        if self._cuts:
+            self._cuts -= 1
+            transport = self._transports[group]
+            outgoing = transport.outgoing
+
+            def broken(sizes):
+                for i, flat in enumerate(outgoing(sizes)):
+                    yield flat
+                    if i == 0:
+                        transport._connections._sockets[0].shutdown(socket.SHUT_RDWR)
+
+            transport.outgoing = broken
 
 
 class CountingWorker(RolloutWorker):

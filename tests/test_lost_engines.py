@@ -16,6 +16,7 @@ from actors.weight_sync import WeightSync
 from grpo_dist.config import Model, Restarts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 
 SEEDS = [1, 2, 3, 4]
@@ -159,13 +160,34 @@ def test_weights_that_an_engine_gets_behind_an_update_are_called_the_next_versio
     world.run(session())
 
 
+def test_a_broken_connection_alone_is_made_again_once(world):
+    """Nobody is lost: the weights travel again, in a new group. One that breaks twice is no chance."""
+
+    async def session():
+        rank = world.policy.ranks[0]
+        await rank.cut_transfers.remote(1)
+        world.sync._is_open = False
+        await world.move(6)
+        await world.sync.push(6)
+        await world.check(6)
+        await rank.cut_transfers.remote(2)
+        world.sync._is_open = False
+        with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+            await world.sync.push(7)
+        assert world.rollouts.team.restarted() == 2  # those of the tests before
+        await rank.cut_transfers.remote(0)
+        await world.sync.push(7)
+
+    world.run(session())
+
+
 def test_weights_of_the_wrong_sum_still_end_the_run(world):
     """Last in this file: the engines are of no use afterwards."""
 
     async def session():
         await world.policy.ranks[0].corrupt_next_transfer.remote()
         with pytest.raises(Exception, match=r"received bytes with checksum \d+, the policy sent \d+"):
-            await world.sync.push(6)
-        assert len(world.rollouts.team.alive()) == 2 and world.rollouts.team.restarted() == 2
+            await world.sync.push(8)
+        assert len(world.rollouts.team.alive()) == 2 and world.rollouts.team.restarted() == 0
 
     world.run(session())
