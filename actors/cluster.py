@@ -171,7 +171,7 @@ class Cluster:
         if self._parts is not None and not self._config.reference.refresh_every:
             try:
                 return await self._with_new_policy(self._parts, model_dir)
-            except (RayError, WorkerLost) as error:  # another was lost meanwhile
+            except (RayError, WorkerLost, TimeoutError) as error:  # another was lost meanwhile
                 logger.warning("%s: all workers start anew", reason(error))
         self._parts = None
         await self.stop_workers()

@@ -23,7 +23,7 @@ from actors.watchdog import deadline_of
 from actors.weight_stream import send
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts, TransferBackend
-from grpo_dist.errors import StateLost
+from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.hardware import DeviceType, one_thread
 from grpo_dist.kernels import build_in_own_directory
 from grpo_dist.loss import LossSettings
@@ -191,12 +191,7 @@ class PolicyGroup:
         """One optimiser update per batch that `stage` was given. ``kl_coef``: see `PolicyWorker.update`."""
         arguments = [(own, kl_coef) for own in staged]
         self.updates += 1
-        try:
-            return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
-        except RayTaskError as error:
-            if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo: not of what was asked
-                raise StateLost(f"policy: an update failed ({reason(error)}): {_SHARDED}") from error
-            raise
+        return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
 
     @property
     def update_s(self) -> float:
@@ -215,7 +210,12 @@ class PolicyGroup:
         """
         self.sent_after = self.updates
         arguments = bucket_bytes, group, adapters_only
-        return (await self._answers("send_weights", [arguments] * len(self.ranks)))[0]
+        try:
+            return (await self._answers("send_weights", [arguments] * len(self.ranks)))[0]
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the engines' affair, too
+                raise
+            raise await self._cause(error, "weights gathered and sent") from error
 
     async def check(self) -> None:
         """Ask every rank how it is. Raises StateLost where one is gone or hangs."""
@@ -267,7 +267,9 @@ class PolicyGroup:
     async def _on_all(
         self, method: str, arguments: list[tuple[Any, ...]], seconds: float, stage: str
     ) -> list[Any]:
-        """Raises StateLost when a rank is gone or late, and what a rank raises itself."""
+        """Raises StateLost when a rank is gone or late, or fails at something that is not in what it was
+        asked, and else what a rank raises itself.
+        """
         what = f"policy: {stage} on {len(self.ranks)} rank(s)"
         try:
             async with deadline_of(self.team.named(), seconds, what):
@@ -275,8 +277,14 @@ class PolicyGroup:
         except TimeoutError as error:
             raise StateLost(f"{error}: {_SHARDED}") from error
         except RayTaskError as error:
-            await self.check()  # a rank that is gone may be why the others could not go on
-            raise error
+            raise await self._cause(error, what) from error
+
+    async def _cause(self, error: RayTaskError, what: str) -> Exception:
+        """Of a failure on a rank; raises StateLost where it is that another is gone."""
+        await self.check()
+        if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
+            return StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}")
+        return error
 
     async def _answers(
         self, method: str, arguments: list[tuple[Any, ...]], group: str | None = None

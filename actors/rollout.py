@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors.calls import end, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
@@ -27,6 +27,7 @@ from actors.engine_thread import EngineThread
 from actors.supervision import Health, Team, Watched
 from actors.transport import Seat
 from grpo_dist.admission import Load
+from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, TransferBackend
 from grpo_dist.stacks import calls_in_hand
 from grpo_dist.types import Prompt, Rollout, Sampling
@@ -154,7 +155,10 @@ class RolloutWorker(Metered, Watched):
         return calls_in_hand()
 
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
-        """Every process of the engine takes its seat, and gives up the one it had."""
+        """Every process of the engine takes its seat, and gives up the one it had. What came over that one
+        does not count any more: the policy may be another.
+        """
+        self._received = False
         info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
         await self._engine.init_transfer(info)
 
@@ -196,6 +200,7 @@ class RolloutWorker(Metered, Watched):
 
     async def abandon(self) -> None:
         """Drop what is in hand: whoever wanted it has gone back to before it was asked for."""
+        self._received = False
         await self._engine.abandon()
 
     async def sleep(self, keep_weights: bool) -> None:
@@ -289,7 +294,14 @@ class RolloutPool:
 
     async def abandon(self) -> None:
         """Nobody waits for what is in hand."""
-        await results(worker.abandon.remote() for worker in self.team.alive())
+        await gather(self._abandoned(worker) for worker in self.team.alive())
+
+    async def _abandoned(self, worker: Any) -> None:
+        try:
+            await worker.abandon.remote()
+        except RayError:
+            if not await self.team.weed_out([worker]):
+                raise
 
     async def sleep(self, *, keep_weights: bool) -> None:
         await results(worker.sleep.remote(keep_weights) for worker in self.workers)

@@ -231,16 +231,19 @@ class Team:
                 stage = f"restart: {self._name(index)} comes up"
                 async with deadline_of({self._name(index): worker}, self._start_s, stage):
                     await result(self._start(worker))
-                if self.catch_up is not None:
-                    await self._while_it_answers(index, worker, self.catch_up(worker))
+                await self._while_it_answers(index, worker, self._caught_up(index, worker))
             except (RayError, TimeoutError) as error:
                 delay_s = self._take(index, error)
                 continue
-            # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
-            del self._replacing[index]
-            self.admission.restore(index)
             logger.warning("%s serves again", self._name(index))
             return
+
+    async def _caught_up(self, index: int, worker: Any) -> None:
+        if self.catch_up is not None:
+            await self.catch_up(worker)
+        # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
+        del self._replacing[index]
+        self.admission.restore(index)
 
     async def _while_it_answers(self, index: int, worker: Any, work: Coroutine[Any, Any, None]) -> None:
         """``work`` on an actor that does not serve yet, and so is not watched: ended when it hangs."""

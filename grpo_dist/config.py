@@ -534,9 +534,9 @@ class Restarts(Section):
     backoff_s: PositiveFloat = Field(
         1.0, description="before the first restart; doubles with each further, up to 60"
     )
-    health_s: PositiveFloat = Field(5.0, description="between two questions whether an actor is well")
+    health_s: PositiveFloat = Field(3.0, description="between two questions whether an actor is well")
     hang_s: PositiveFloat = Field(
-        15.0, description="an actor that neither answers nor goes on within it is replaced"
+        13.0, description="an actor that neither answers nor goes on within it is replaced"
     )
 
     @model_validator(mode="after")

@@ -92,6 +92,7 @@ class Pipeline:
         batch, task = self._launched.popleft()
         done = await self._wait(batch, task)
         del self._chosen[batch]
+        self._restored.pop(batch, None)
         self._finished.pop(batch, None)
         if self._curriculum:
             self._curriculum.observe(done.sampled.sampled)
@@ -121,7 +122,7 @@ class Pipeline:
         """What a checkpoint keeps: finished groups of launched batches (the others are launched again, on the
         same prompts), and what decides which prompts come next.
         """
-        ahead = {
+        ahead = dict(self._restored) | {
             batch: task.result().sampled  # bounded: it is done
             for batch, task in self._launched
             if task.done() and not task.cancelled() and task.exception() is None
@@ -157,7 +158,7 @@ class Pipeline:
 
     async def _batch(self, batch: int) -> ScoredBatch:
         if batch in self._restored:
-            return await self._referenced(self._restored.pop(batch))
+            return await self._referenced(self._restored[batch])
         own = self._chosen[batch]
         if self._config.dynamic_sampling.enabled:
             return await self._referenced(await self._groups_with_signal(own, batch))

@@ -79,11 +79,18 @@ class Interruption:
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """Within, the first signal leaves it to the body to end, for the length of the grace. A body that
-        ends as ever is one that has saved its last step.
+        ends as ever is one that has saved its last step; one that fails meanwhile ends the run all the same.
         """
         self._finishes = True
         try:
             yield
+        except RunEnded:
+            raise
+        except Exception as error:
+            if not self.asked():
+                raise
+            first = str(error).partition("\n")[0]
+            raise Preempted(f"ended as asked, the step not saved ({first}); {_AGAIN}") from error
         finally:
             self._finishes = False
             if self._timer is not None:

@@ -58,43 +58,45 @@ class Recovery:
         """``go_on`` from ``place``, again from a checkpoint as often as it takes. Raises what it raises,
         StateLost when no restart is left.
         """
+        why: StateLost | Rollback | None = None
         while True:
             try:
                 async with self._cluster.losses_told():
+                    if why is not None:  # another may be lost meanwhile
+                        place, workers = await self._go_back(why, workers)
                     return await go_on(place, workers)
-            except (StateLost, Rollback) as why:
-                place, workers = await self._go_back(why, workers)
+            except (StateLost, Rollback) as error:
+                why = error
+                await self._turn_back(error)
+
+    async def _turn_back(self, why: StateLost | Rollback) -> None:
+        """Raises ``why`` when no restart is left."""
+        if isinstance(why, Rollback):
+            self._avoid.add(why.step)
+            self._warn(why, "; rolling back")
+            return
+        delay_s = self._budget.take()
+        if delay_s is None:
+            again = "the same command goes on from the last checkpoint"
+            self._warn(why, f"{self._budget.spent}: ending; {again}")
+            raise why
+        self._warn(why, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
+        await asyncio.sleep(delay_s)
 
     async def _go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
         """Where the run goes on and with whom, the weights not restored yet."""
         place = await self._newest()
-        started_anew = isinstance(why, StateLost) or place.checkpoint is None
-        if isinstance(why, Rollback):
-            self._avoid.add(why.step)
-            self._warn(why, f"; rolled back to {place}")
-        else:
-            await self._wait_for_restart(why, place)
+        self._record.warn(f"going on from {place}")
         self._record.back_to(place.step)
         health = place.progress.health
         avoid = tuple(sorted(self._avoid | set(health.avoid)))
         place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
-        if started_anew:
-            async with deadline(
-                self._config.cluster.timeouts.start_s,
-                "recovery: workers up again",
-                explain=self._cluster.where_stuck,
-            ):
+        limit_s, stage = self._config.cluster.timeouts.start_s, "recovery: workers ready to go on"
+        async with deadline(limit_s, stage, explain=self._cluster.where_stuck):
+            if isinstance(why, StateLost) or place.checkpoint is None:
                 return place, await self._cluster.start_again(self._model_dir)
-        await workers.rollouts.abandon()
-        return place, workers
-
-    async def _wait_for_restart(self, why: StateLost, place: Place) -> None:
-        delay_s = self._budget.take()
-        if delay_s is None:
-            self._warn(why, f"{self._budget.spent}: ending; the same command goes on from {place}")
-            raise why
-        self._warn(why, f"; going back to {place} in {delay_s:g} s, {self._budget}")
-        await asyncio.sleep(delay_s)
+            await workers.rollouts.abandon()
+            return place, workers
 
     def _warn(self, why: Exception, what_now: str) -> None:
         """The stacks of who is stuck come last, if there are any."""

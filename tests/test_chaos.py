@@ -109,6 +109,20 @@ def test_a_loss_that_nobody_noticed_in_time_is_told():
     assert "never noticed" in verdict.unnoticed([late])
 
 
+def test_an_end_of_what_should_be_survived_is_told():
+    def ended_by(kind, code):
+        return Event(kind, at=0.0, step=3, phase="sample", exit_code=code, launch_ended=0)
+
+    found = verdict.ended([ended_by("SIGKILL policy", 1)])
+    assert found == "SIGKILL policy at step 3 ended the run with 1, expected no end"
+    found = verdict.ended([ended_by("SIGTERM driver", 143)])
+    assert found == "SIGTERM driver at step 3 ended the run with 143, expected [75]"
+    fine = [("SIGTERM driver", 75), ("SIGKILL driver", -9), ("disk full", 1), ("torn file", -9)]
+    assert all(verdict.ended([ended_by(*end)]) is None for end in fine)
+    assert verdict.ended([ended_by("SIGKILL policy", 1), ended_by("disk full", 1)]) is None
+    assert verdict.ended([Event("SIGKILL policy", at=0.0, step=3, phase="sample")]) is None
+
+
 def test_an_end_that_does_not_say_why_is_told():
     full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
     assert "disk full at step 3" in verdict.silent([full], {0: "killed"})

@@ -33,7 +33,7 @@ class MortalRank(OpenWorker):
     [
         (signal.SIGKILL, "policy-1 is lost"),
         (signal.SIGSTOP, "policy-1 is lost"),
-        (RuntimeError("Connection closed by peer"), r"an update failed \(Connection closed by peer\)"),
+        (RuntimeError("Connection closed by peer"), r"failed \(Connection closed by peer\)"),
     ],
 )
 def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it(

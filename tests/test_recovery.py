@@ -97,9 +97,27 @@ def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(sta
     assert hit.accounts == whole.accounts and list(hit.accounts) == [1, 2, 3, 4, 5, 6]
     assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
     assert all(step == weight for step, weight in hit.trained)  # none is trained twice into the weights
-    (line,) = hit.warnings
     place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
-    assert f"policy-1 is lost in step {lost}; going back to {place} in 0.001 s, restart 1 of 3" in line
+    assert hit.warnings == [
+        f"policy-1 is lost in step {lost}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
+        f"going on from {place}",
+    ]
+
+
+def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
+    job, lost = Job(), iter([True, False])
+    job.die_at = {3: 1}
+    start_again = job.start_again
+
+    async def lose_another(model_dir):
+        if next(lost):
+            raise StateLost("policy-0 is lost while it starts")
+        return await start_again(model_dir)
+
+    job.start_again = lose_another
+    job.carry_through()
+    assert job.accounts == Job().carry_through().accounts
+    assert ["restart 1 of 3" in job.warnings[0], "restart 2 of 3" in job.warnings[2]] == [True, True]
 
 
 def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
@@ -110,7 +128,7 @@ def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
     assert job.starts == 3 and list(job.accounts) == [1, 2]
     assert job.warnings[-1] == (
         "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
-        "`cluster.restarts.max_per_worker`: ending; the same command goes on from step_000002"
+        "`cluster.restarts.max_per_worker`: ending; the same command goes on from the last checkpoint"
     )
 
 
@@ -125,8 +143,11 @@ def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
     assert "skipped" in job.accounts[4] and "trained" not in job.accounts[4]
     assert all("trained" in job.accounts[s] and "skipped" not in job.accounts[s] for s in (3, 5))
     assert list(job.kept_aside) == [4]
-    assert "ref/kl = 5 is above 1" in job.warnings[0] and "rolled back to step_000002" in job.warnings[0]
-    assert job.warnings[1] == "step 4: not trained on, the run was rolled back from it"
+    assert "ref/kl = 5 is above 1" in job.warnings[0] and job.warnings[0].endswith("; rolling back")
+    assert job.warnings[1:] == [
+        "going on from step_000002",
+        "step 4: not trained on, the run was rolled back from it",
+    ]
 
 
 def test_rolling_back_ends_where_every_step_is_out_of_bounds():

@@ -249,5 +249,5 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
 
 
 def test_a_hang_is_not_said_before_anybody_asked():
-    with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 5"):
+    with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 3"):
         Restarts(hang_s=2)

@@ -222,12 +222,17 @@ def test_a_secret_is_not_written_with_its_seat():
     assert pickle.loads(pickle.dumps(seat)).secret == SECRET
 
 
+def listening():
+    """Addresses at which this process does; Ray's are among them when other tests have started it."""
+    return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
 def test_a_group_of_gloo_meets_at_the_address_it_was_given_alone():
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    before = listening()
     other = start(receiver, "gloo", port, 1, 2, 1, out)
     transport = join("gloo", port, 0, 2)
-    own = psutil.Process().net_connections("tcp")
-    addresses = {c.laddr.ip for c in own if c.status == psutil.CONN_LISTEN}
+    addresses = {address.ip for address in listening() - before}
     send(transport, buckets_of(weights(1)), SPECS, BUCKET)
     transport.close()
     other.join(30)

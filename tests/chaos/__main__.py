@@ -139,6 +139,7 @@ class Chaos:
             "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP),
             "fresh": verdict.stale(run_dir, steps) or verdict.mismatched(lines),
             "noticed": verdict.unnoticed(mine),
+            "survived": verdict.ended(mine),
             "named": verdict.silent(mine, said),
             "orphans": verdict.orphans(job.family, _AGENTS_S),
             "shared memory": self._left_in_memory(),

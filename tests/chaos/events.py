@@ -11,6 +11,8 @@ from .job import Job
 
 # Roles whose workers are replaced in the job, and said to be.
 SUPERVISED = ("rollout", "reward", "reference")
+# Those, and the one that goes back to a checkpoint as a whole.
+MISSED = (*SUPERVISED, "policy")
 
 
 @dataclass
@@ -36,8 +38,9 @@ class Event:
         if self.victim is not None and lives(self.victim):
             return False
         since = self.at
-        if self.role in SUPERVISED and self.exit_code is None:
+        if self.role in MISSED and self.exit_code is None:
             self.noticed = self.noticed or self._said(job, "is lost")
+        if self.role in SUPERVISED and self.exit_code is None:
             served = self._said(job, "serves again")
             if served is None:
                 return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 
-from .events import SUPERVISED, Event
+from .events import MISSED, Event
 from .find import Family, title
 
 Lines = Sequence[Mapping[str, Any]]
@@ -20,6 +21,16 @@ Lines = Sequence[Mapping[str, Any]]
 CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
 _MISMATCH = 1e-5  # nats, of rollout and trainer in float32 under the same weights
 _NOTICED_S = 15.0  # a lost worker is noticed within it
+_KILLED, _ASKED = -signal.SIGKILL, 75
+# Kinds that end a launch, with its exit codes. One that is asked before Python has begun is ended by it.
+_ENDS: Mapping[str, tuple[int, ...]] = {
+    "SIGKILL driver": (_KILLED,),
+    "SIGKILL driver, starting": (_KILLED,),
+    "SIGTERM driver": (_ASKED,),
+    "SIGTERM driver, starting": (_ASKED, -signal.SIGTERM),
+    "torn file": (_KILLED,),
+    "disk full": (1,),
+}
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
 
 
@@ -97,11 +108,25 @@ def left_in_memory(before: Iterable[str], after: Iterable[str], in_use: Iterable
 def unnoticed(events: Sequence[Event]) -> str | None:
     """A lost worker that nobody missed, or too late."""
     for event in events:
-        if event.role in SUPERVISED and event.exit_code is None:
+        if event.role in MISSED and event.exit_code is None:
             if event.noticed is None:
                 return f"{event.kind} at step {event.step} was never noticed"
             if (after := event.noticed - event.at) > _NOTICED_S + _LATE_S:
                 return f"{event.kind} at step {event.step} was noticed after {after:.1f} s"
+    return None
+
+
+def ended(events: Sequence[Event]) -> str | None:
+    """A launch that ended of something it should have survived, or with another exit code than it should."""
+    by_launch: dict[int, list[Event]] = {}
+    for event in events:
+        if event.launch_ended is not None and event.exit_code:
+            by_launch.setdefault(event.launch_ended, []).append(event)
+    for own in by_launch.values():
+        codes = [code for event in own for code in _ENDS.get(event.kind, ())]
+        if own[0].exit_code not in codes:
+            what = ", ".join(f"{event.kind} at step {event.step}" for event in own)
+            return f"{what} ended the run with {own[0].exit_code}, expected {sorted(set(codes)) or 'no end'}"
     return None
 
 
