@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
 from grpo_dist.config import KL, Config
@@ -67,7 +67,8 @@ async def run(
 
     ``progress`` is what a checkpoint kept of the run so far. Raises what a worker raises,
     TimeoutError naming the stage when a deadline of `cluster.timeouts` passes, Unhealthy when `health` says
-    stop, and Preempted after the checkpoint of a step at whose end ``asked_to_end`` is true.
+    stop, and Preempted after a checkpoint where ``asked_to_end`` is true: of the step at its end, or, while a
+    step is still sampled, of the one before, with the groups that are finished.
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
@@ -75,6 +76,15 @@ async def run(
     health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
+
+    async def save(step: int) -> None:
+        recorder.flush()
+        await checkpoints.save(step, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
+
+    async def end(step: int) -> NoReturn:
+        await checkpoints.settle()
+        raise Preempted(f"ended as asked after step {step}, saved; the same command goes on from it")
+
     async with pipeline:
         if start == 0 and config.evaluation.before:
             recorder.log(0, await evaluate(config, workers, eval_sets, recorder, step=0))
@@ -82,7 +92,10 @@ async def run(
             watch = Stopwatch()
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with watch("sample"):
-                batch = await pipeline.next()
+                batch = await pipeline.next(unless=asked_to_end)
+            if batch is None:  # asked to end
+                await save(step)
+                await end(step)
             with watch("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl_coef)
             staging.begin(step + 1, pipeline.oldest)
@@ -118,15 +131,9 @@ async def run(
             if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
                 recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
             if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
-                recorder.flush()
-                await checkpoints.save(
-                    step + 1, workers, pipeline.progress(kl_coef=kl_coef, health=health.state)
-                )
+                await save(step + 1)
             if asked_to_end():  # also when it was while saving
-                await checkpoints.settle()
-                raise Preempted(
-                    f"ended as asked after step {step + 1}, saved; the same command goes on from it"
-                )
+                await end(step + 1)
         await checkpoints.settle()
 
 

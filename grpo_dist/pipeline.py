@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,6 +24,8 @@ from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
+
+_ASK_S = 0.2  # between two questions whether to go on waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,18 @@ class Pipeline:
         """The launched batch that `next` waits for; None: nothing is launched."""
         return self._launched[0][1] if self._launched else None
 
-    async def next(self) -> ScoredBatch:
-        """The oldest launched batch, in prompt order, once every group of it is finished."""
-        batch, task = self._launched.popleft()
-        done = await self._wait(batch, task)
+    async def next(self, *, unless: Callable[[], bool] = lambda: False) -> ScoredBatch | None:
+        """The oldest launched batch, in prompt order, once every group of it is finished; None as soon as
+        ``unless`` is true while it is not.
+        """
+        batch, task = self._launched[0]
+        async with self._deadline(batch):
+            while not task.done():
+                await asyncio.wait([task], timeout=_ASK_S)
+                if unless() and not task.done():
+                    return None
+        self._launched.popleft()
+        done = task.result()  # bounded: it is done
         del self._chosen[batch]
         self._restored.pop(batch, None)
         self._finished.pop(batch, None)
@@ -146,9 +157,12 @@ class Pipeline:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _wait(self, batch: int, task: asyncio.Task[ScoredBatch]) -> ScoredBatch:
-        limit_s, stage = self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
-        async with deadline(limit_s, stage, explain=self._workers.where_stuck):
+        async with self._deadline(batch):
             return await task
+
+    def _deadline(self, batch: int) -> AbstractAsyncContextManager[None]:
+        limit_s, stage = self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
+        return deadline(limit_s, stage, explain=self._workers.where_stuck)
 
     def _own_prompts(self, batch: int) -> list[int]:
         count = self._config.batch.prompts_per_step

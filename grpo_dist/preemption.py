@@ -1,8 +1,8 @@
 """A run that is asked to end by SIGTERM or SIGINT: it takes its step with it, if there is time.
 
     within `Interruption.finishing`    the step and a checkpoint, within `checkpoint.grace_s`: exit code 75
-    elsewhere                          at once; nothing is lost that a checkpoint has not: exit code 75
-    asked again, or the grace over     at once: exit code 128 + the signal's number
+    elsewhere, or the grace over       at once; nothing is lost that a checkpoint has: exit code 75
+    asked again                        at once: exit code 128 + the signal's number
 
 At once means: what runs is cancelled, and the actors are ended on the way out.
 """
@@ -106,10 +106,9 @@ class Interruption:
                 f"{name}: ending after this step and its checkpoint, {self._grace_s:g} s at most "
                 "(`checkpoint.grace_s`); once more ends at once"
             )
-            end = Interrupted(
+            end = Preempted(
                 f"{name}: step and checkpoint not finished within `checkpoint.grace_s` = "
-                f"{self._grace_s:g} s; {_AGAIN}",
-                128 + number,
+                f"{self._grace_s:g} s; {_AGAIN}"
             )
             self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel, end)
         elif first:

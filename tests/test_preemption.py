@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from grpo_dist.cli import _guarded
+from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
+from grpo_dist.errors import StateLost
 from grpo_dist.preemption import Interrupted, Interruption, Preempted, ended_by_sigterm
 
 KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
@@ -76,9 +78,50 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up():
     world, said = fakes.World(), []
     asked_during(world, step=2, then=lambda: asyncio.sleep(60))
     config = fakes.config(steps=5, checkpoint={"grace_s": 0.05, "every": 1})
-    with pytest.raises(Interrupted, match=r"not finished within `checkpoint\.grace_s` = 0\.05 s") as ended:
+    with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s` = 0\.05 s"):
         session(world, config, said)
-    assert ended.value.exit_code == 143 and list(world.saved) == [1]
+    assert list(world.saved) == [1]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wait_for_the_rest(staleness):
+    """Of step 3 one group takes for ever: the checkpoint is that of step 2, with the other three groups."""
+    config, said = fakes.config(steps=4, max_staleness=staleness, weight_sync={"mode": "keep"}), []
+    whole = fakes.World(jitter=False)
+    session(whole, config, said)
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if len(self.updates) == 2 and prompt.uid == third[1]:
+                asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            return found
+
+    third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2 + staleness)]
+    world = Slow(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step"):
+        session(world, config, said)
+    (step,) = world.saved
+    kept = world.saved[step]
+    assert {g.prompt.uid for g in kept.begun[2 + staleness]} == {*third} - {third[1]}
+    resumed = fakes.World(jitter=False)
+    resumed.version = step
+    session(resumed, config, said, start=step, progress=kept)
+    assert [uid for uid, *_ in resumed.sampled if uid in third] == [third[1]]
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+
+
+def test_a_loss_while_it_ends_ends_it_all_the_same():
+    world, said = fakes.World(), []
+
+    async def lose():
+        raise StateLost("policy-1 is lost")
+
+    asked_during(world, step=2, then=lose)
+    with pytest.raises(Preempted, match=r"the step not saved \(policy-1 is lost\)"):
+        session(world, fakes.config(steps=5), said)
 
 
 def test_a_second_signal_ends_at_once():
