@@ -9,10 +9,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,7 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline, gather, in_thread
 from grpo_dist.stacks import look
 
 T = TypeVar("T")
@@ -50,7 +48,7 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
             loss = self._micro_batches(batch)
     """
     nowhere = dict.fromkeys(workers, _Place(unknown="where, Ray does not say"))
-    places = await _within(_FIND_S, _aside(partial(_find, workers)), nowhere)
+    places = await _within(_FIND_S, in_thread(partial(_find, workers)), nowhere)
     on_nodes: defaultdict[str, list[int]] = defaultdict(list)
     for place in places.values():
         if not place.unknown:
@@ -128,18 +126,3 @@ async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
             return await answer
     except Exception:
         return otherwise
-
-
-def _aside(function: Callable[[], T]) -> Awaitable[T]:
-    """In a thread of its own that nobody has to wait for, not even at the end of the program."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        future.set_running_or_notify_cancel()  # from now on nobody can, and what is set is taken
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return asyncio.wrap_future(future)

@@ -23,12 +23,13 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from grpo_dist.concurrency import deadline
+from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.durable import flush, publish
@@ -44,6 +45,7 @@ REFERENCE = "reference.safetensors"
 _FREE = ("name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster")
 _SPLIT = {"policy.num_workers", "policy.zero_stage"}
 _TOLD = 3  # differences a message names
+_PARTIAL = ".partial_"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -86,10 +88,13 @@ class Checkpoints:
         identity: Config | None = None,
         wandb_id: str | None = None,
     ) -> None:
-        """``identity``: see `load_state`."""
+        """``identity``: see `load_state`. What killed saves have left in ``directory`` is removed."""
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
         self._writing: asyncio.Task[None] | None = None
+        self._saves = count()
+        for left in directory.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(left)
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         """Take the state of ``step``; it is written beside the steps that follow, unless
@@ -97,8 +102,8 @@ class Checkpoints:
         """
         await self.settle()
         final = self._directory / f"step_{step:06d}"
-        partial = self._directory / f".partial_{final.name}"
-        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while saving
+        # A name of its own: a save that was given up may still be at work in its own directory.
+        partial = self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}"
         partial.mkdir(parents=True)
         beside = self._config.checkpoint.background
         await workers.policy.save(partial / "policy", beside=beside)
@@ -125,7 +130,7 @@ class Checkpoints:
     ) -> None:
         await workers.policy.saved()
         async with deadline(self._config.cluster.timeouts.save_s, f"checkpoint: {final} is published"):
-            await asyncio.to_thread(self._publish, step, partial, final, progress)
+            await in_thread(lambda: self._publish(step, partial, final, progress))
 
     def _publish(self, step: int, partial: Path, final: Path, progress: Progress) -> None:
         """In a thread: the loop goes on receiving samples."""
@@ -149,8 +154,10 @@ class Checkpoints:
         (partial / "config.yaml").write_text(dump_config(self._config))
         write_manifest(partial)
         flush(partial)  # before what it replaces goes
-        if final.exists():  # the same step, saved before a resume from an older one
-            shutil.rmtree(final)
+        if final.exists() and find_damage(final) is None:  # of the same step: there is never none of it
+            shutil.rmtree(partial)
+            return
+        shutil.rmtree(final, ignore_errors=True)
         publish(partial, final)
         self._prune(step)
 

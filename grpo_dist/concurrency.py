@@ -5,9 +5,13 @@ stage.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
@@ -18,6 +22,21 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures.exceptions[0].__cause__
     return [task.result() for task in tasks]  # bounded: they are done
+
+
+def in_thread(function: Callable[[], T]) -> Awaitable[T]:
+    """In a thread of its own that nobody has to wait for, not even at the end of the program."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()  # from now on nobody can, and what is set is taken
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
 @asynccontextmanager

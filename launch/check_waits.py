@@ -8,6 +8,7 @@ needs a timeout of its own, or a comment ``# bounded: WHY`` on its line that say
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ from pathlib import Path
 _BLOCKING = {
     "get": 2, "join": 1, "wait": 1, "result": 1, "acquire": 2, "communicate": 2, "recv": 9, "accept": 9,
 }  # fmt: skip
-_NEVER = {"ray.get", "ray.wait", "dist.barrier", "dist.all_reduce", "dist.all_gather", "dist.broadcast"}
+_NEVER = {"ray.get", "ray.wait"}
+_COLLECTIVE = re.compile(
+    r"(torch\.distributed|dist)\.(barrier|monitored_barrier|(all_)?(reduce|gather|to_all)|broadcast|scatter|send|recv)"
+)
 _PROCESSES = {"subprocess.run", "subprocess.check_call", "subprocess.check_output"}
 _REASON = "# bounded: "
 
@@ -39,6 +43,8 @@ def unbounded(source: str) -> Iterator[tuple[int, str]]:
     lines, tree = source.splitlines(), ast.parse(source)
     awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "ray":
+            yield from ((node.lineno, f"ray.{a.name}") for a in node.names if f"ray.{a.name}" in _NEVER)
         if not isinstance(node, ast.Call) or id(node) in awaited:
             continue
         name = ast.unparse(node.func)
@@ -48,15 +54,16 @@ def unbounded(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _may_block(name: str, call: ast.Call) -> bool:
-    if any(keyword.arg in ("timeout", None) for keyword in call.keywords) and name not in _NEVER:
-        return False
-    if name in _NEVER or name in _PROCESSES:
+    never = name in _NEVER or _COLLECTIVE.match(name) is not None
+    if never or any(keyword.arg in ("timeout", None) for keyword in call.keywords):
+        return never
+    if name in _PROCESSES:
         return True
     method = name.rpartition(".")[2]
     if "." not in name or method not in _BLOCKING or _is_text(name):
         return False
-    if method == "get":  # of a mapping it has a key
-        return not call.args and not call.keywords
+    if method == "get" and len(call.args) < _BLOCKING[method]:  # of a mapping it has a key
+        return all(isinstance(block, ast.Constant) and block.value is True for block in call.args)
     return len(call.args) < _BLOCKING[method]
 
 

@@ -18,6 +18,7 @@ from grpo_dist.checkpoint import (
 )
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config
+from grpo_dist.manifest import find_damage
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
@@ -120,6 +121,26 @@ def test_without_a_background_it_is_there_when_the_loop_goes_on(tmp_path):
     config = fakes.config(checkpoint={"background": False})
     asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress({})))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+
+
+def test_a_checkpoint_is_not_replaced_by_another_of_its_step_unless_it_is_damaged(tmp_path):
+    """In between there would be none."""
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    first = (found / "manifest.json").stat().st_ino
+    save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    assert (found / "manifest.json").stat().st_ino == first and not (found / "ahead").exists()
+    (found / "state.json").write_text("{}")
+    save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    assert find_damage(found) is None and (found / "ahead").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_what_a_killed_save_has_left_is_removed(tmp_path):
+    (tmp_path / ".partial_step_000007_0").mkdir()
+    (tmp_path / "mine").mkdir()
+    Checkpoints(tmp_path, fakes.config(), PROMPTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_only_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
