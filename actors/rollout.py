@@ -155,10 +155,8 @@ class RolloutWorker(Metered, Watched):
         return calls_in_hand()
 
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
-        """Every process of the engine takes its seat, and gives up the one it had. What came over that one
-        does not count any more: the policy may be another.
-        """
-        self._received = False
+        """Every process of the engine takes its seat, and gives up the one it had."""
+        await self._end_old_update()
         info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
         await self._engine.init_transfer(info)
 
@@ -200,8 +198,16 @@ class RolloutWorker(Metered, Watched):
 
     async def abandon(self) -> None:
         """Drop what is in hand: whoever wanted it has gone back to before it was asked for."""
-        self._received = False
+        await self._end_old_update()
         await self._engine.abandon()
+
+    async def _end_old_update(self) -> None:
+        """What came from a policy that is gone, and was never given a version, does not count: the next one
+        brings everything anew.
+        """
+        if self._received:
+            await self._engine.finish_weight_update()
+            self._updating = self._received = False
 
     async def sleep(self, keep_weights: bool) -> None:
         """Leave the GPU's memory to others, the cache's and, in host memory or not at all, the weights'."""

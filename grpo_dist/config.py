@@ -486,7 +486,7 @@ class Health(Section):
 
 
 class Checkpoint(Section):
-    every: Count = Field(0, description="steps between checkpoints; 0: only the last")
+    every: Count = Field(20, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] = Field(
         "auto", description="auto: go on from the newest checkpoint that is whole, if any"

@@ -148,6 +148,7 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     assert kept == ["step_000003", "step_000006"]
 
 
+@pytest.mark.evidence
 def test_a_run_that_is_asked_to_end_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
     done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
     assert done.returncode == 75, done.stderr[-3000:]

@@ -181,6 +181,25 @@ def test_a_broken_connection_alone_is_made_again_once(world):
     world.run(session())
 
 
+def test_weights_that_came_from_a_policy_that_is_gone_do_not_count(world):
+    """All engines have version 8 whole when the policy is lost: the one in its place brings 3 again."""
+
+    async def session():
+        await world.move(8)
+        workers = world.rollouts.workers
+        await asyncio.gather(*(worker.begin_update.remote() for worker in workers))
+        await world.sync._open(workers)
+        await world.sync._send(world.sync._group, workers)
+        await world.rollouts.abandon()
+        settings = SyncSettings(bucket_mb=1)
+        world.sync = await WeightSync.connect(world.policy, world.rollouts, settings, timeout_s=60)
+        await world.move(9)
+        await world.sync.push(3)
+        await world.check(3)
+
+    world.run(session())
+
+
 def test_weights_of_the_wrong_sum_still_end_the_run(world):
     """Last in this file: the engines are of no use afterwards."""
 

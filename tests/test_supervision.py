@@ -126,6 +126,32 @@ def test_an_engine_started_anew_samples_nothing_before_it_has_caught_up(ray_clus
     asyncio.run(session())
 
 
+def test_whoever_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
+    """A push that waits for the same lock must not take the engine for one that is still away."""
+
+    async def session():
+        rollouts, lock, found = pool(1), asyncio.Lock(), []
+
+        async def catch_up(worker):
+            async with lock:
+                waiting.append(asyncio.create_task(push()))
+                await worker.process.remote()
+
+        async def push():
+            async with lock:
+                found.append(len(rollouts.team.alive()))
+
+        waiting = []
+        rollouts.team.catch_up = catch_up
+        await rollouts.ready()
+        await with_one_lost(rollouts, killed, groups=4)
+        await asyncio.gather(*waiting)
+        await rollouts.shutdown()
+        return found
+
+    assert asyncio.run(session()) == [1]
+
+
 def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
     async def session():
         rollouts, stopped_at = pool(1), []

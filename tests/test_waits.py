@@ -26,7 +26,6 @@ _spec.loader.exec_module(check_waits)
         "torch.distributed.all_gather_object(found, own)",
         "dist.all_to_all_single(out, x, timeout=5)",
         "dist.reduce_scatter_tensor(out, x)",
-        "from ray import get",
         "queue.get(True)",
         "queue.get(block=True)",
         "socket.accept()",
@@ -55,6 +54,10 @@ def test_an_unbounded_wait_is_found_with_its_line(line):
 )
 def test_what_ends_by_itself_is_left_alone(line):
     assert not list(check_waits.unbounded(line))
+
+
+def test_rays_waits_are_not_imported_by_name():
+    assert list(check_waits.unbounded("import ray\nfrom ray import get, kill")) == [(2, "ray.get")]
 
 
 def test_the_code_has_none(capsys):
