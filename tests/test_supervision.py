@@ -144,7 +144,7 @@ def test_whoever_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
         waiting = []
         rollouts.team.catch_up = catch_up
         await rollouts.ready()
-        await with_one_lost(rollouts, killed, groups=4)
+        await with_one_lost(rollouts, killed)
         await asyncio.gather(*waiting)
         await rollouts.shutdown()
         return found
@@ -164,8 +164,8 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
 
         rollouts.team.catch_up = catch_up
         await rollouts.ready()
-        _, groups = await with_one_lost(rollouts, killed, groups=4)
-        assert len(groups) == 4 and not {pid for *_, pid in groups} & {*stopped_at}
+        _, groups = await with_one_lost(rollouts, killed)
+        assert len(groups) == 30 and not {pid for *_, pid in groups} & {*stopped_at}
         assert rollouts.team.restarted() == 2.0
         await rollouts.shutdown()
 
