@@ -9,7 +9,7 @@ checkpoint, and their lines with them, so that the file always tells of one unin
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from grpo_dist.durable import write_text
 from grpo_dist.types import Group
 
 LEDGER = "ledger.jsonl"
+DROPPED = "dropped.jsonl"  # beside it: rows of the training files that became no prompts, and why
 TRAINED = "trained"
 # Why a prompt was sampled and not trained on, in the words of the closing line.
 REASONS = {
@@ -79,17 +80,30 @@ def totals(path: Path) -> dict[str, int]:
     return {name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)}
 
 
-def summary(path: Path) -> str:
-    """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored"""
+def summary(path: Path, *, dropped: int = 0) -> str:
+    """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
+
+    ``dropped``: rows that became no prompts.
+    """
     found = totals(path)
     parts = [f"{found[TRAINED]:,} trained"]
     parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}"
+    never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{never}"
 
 
-def imbalance(path: Path, *, steps: int, prompts_per_step: int) -> str | None:
+def imbalance(
+    path: Path,
+    *,
+    steps: int,
+    prompts_per_step: int,
+    turns: Callable[[int], Collection[str]] | None = None,
+) -> str | None:
     """What is wrong with the books: a step that is missing or there twice, a prompt that is in two lists of a
     step, a step that has not the prompts it was to have. None: they balance.
+
+    ``turns``: uids whose turn a step is, where that follows from its number; then a prompt that is trained
+    out of turn, and with it one that is trained twice in an epoch or never, is told, too.
     """
     lines = read(path)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
@@ -102,4 +116,7 @@ def imbalance(path: Path, *, steps: int, prompts_per_step: int) -> str | None:
         own = len(uids) - len(lists.get("put_aside", ()))
         if own != prompts_per_step:
             return f"{path}: step {line['step']} has {own} prompts, expected {prompts_per_step}"
+        missed = set(turns(line["step"])) - set(uids) if turns else None
+        if missed:
+            return f"{path}: step {line['step']} has not prompt {min(missed)}, whose turn it is"
     return None

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import Row, read_all, source_name
@@ -20,6 +20,9 @@ from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.types import Prompt
 
+if TYPE_CHECKING:
+    from grpo_dist.data.prompts import Dropped
+
 Say = Callable[[str], None]
 
 
@@ -28,6 +31,7 @@ class Prepared:
     model_dir: Path
     prompts: list[Prompt]
     eval_sets: list[EvalSet]
+    dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
 
 
 def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
@@ -48,7 +52,8 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     if config.policy.lora is not None:
         check_targets(model_dir, config.policy.lora, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    prompts = train_prompts(config, train_rows, tokenizer, say)
+    dropped: list[Dropped] = []
+    prompts = train_prompts(config, train_rows, tokenizer, say, dropped)
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -56,15 +61,26 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
             f"without "
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    return Prepared(model_dir, prompts, prepare_eval(config, eval_rows, tokenizer, prompts, say))
+    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, say)
+    return Prepared(model_dir, prompts, eval_sets, dropped)
 
 
 def train_prompts(
-    config: Config, sources: list[tuple[DataSource, list[Row]]], tokenizer: Any, say: Say
+    config: Config,
+    sources: list[tuple[DataSource, list[Row]]],
+    tokenizer: Any,
+    say: Say,
+    dropped: list[Dropped] | None = None,
 ) -> list[Prompt]:
-    """Prompts of all ``sources`` in order, no two of one uid."""
+    """Prompts of all ``sources`` in order, no two of one uid. To ``dropped`` are added the rows that became
+    none.
+    """
     seen: dict[str, int] = {}
-    return [p for source, rows in sources for p in load_prompts(config, source, rows, tokenizer, say, seen)]
+    return [
+        prompt
+        for source, rows in sources
+        for prompt in load_prompts(config, source, rows, tokenizer, say, seen, dropped)
+    ]
 
 
 def prepare_eval(
@@ -188,9 +204,10 @@ def load_prompts(
     tokenizer: Any,
     say: Say,
     seen: dict[str, int] | None = None,
+    all_dropped: list[Dropped] | None = None,
 ) -> list[Prompt]:
     """Prompts of the ``rows`` of ``source``. ``seen``: uids given out so far, so that two sources never share
-    one.
+    one; ``all_dropped``: gets the rows that became no prompts.
     """
     from grpo_dist.data.prompts import build_prompts
     from grpo_dist.rewards.gold import count_unreadable
@@ -207,6 +224,8 @@ def load_prompts(
         overlong=data.overlong,
         seen=seen,
     )
+    if all_dropped is not None:
+        all_dropped += dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
     unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,10 +25,12 @@ from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
+from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
+from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
-from grpo_dist.ledger import LEDGER, summary
+from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
@@ -40,6 +43,7 @@ from grpo_dist.prepare import (
 )
 from grpo_dist.recovery import Recovery
 from grpo_dist.tracking import NoSamples, Tracker
+from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
@@ -72,6 +76,7 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
         )
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config))
+    write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
     with Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id) as tracker:
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
@@ -80,8 +85,23 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
         final = asyncio.run(_train(run, place))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
-    _say(summary(run_dir / LEDGER))
+    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped)))
+    if wrong := imbalance(
+        run_dir / LEDGER,
+        steps=config.steps,
+        prompts_per_step=config.batch.prompts_per_step,
+        turns=_turns(config, prepared.prompts),
+    ):
+        _say(f"warning: the ledger does not balance: {wrong}")
     return run_dir
+
+
+def _turns(config: Config, prompts: list[Prompt]) -> Callable[[int], set[str]] | None:
+    """Uids of the prompts whose turn a step (from 1) is; None where that does not follow from its number."""
+    if config.data.order != "epochs":
+        return None
+    count, seed = config.batch.prompts_per_step, config.seed
+    return lambda step: {prompts[i].uid for i in step_prompts(len(prompts), count, seed, step - 1)}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ def test_totals_are_those_of_all_steps(tmp_path):
     assert summary(tmp_path / "ledger.jsonl") == (
         "ledger: 8 prompts sampled = 4 trained + 2 without signal (no advantage but 0) + 2 unscored"
     )
+    assert summary(tmp_path / "ledger.jsonl", dropped=3).endswith(
+        "+ 2 unscored; 3 rows dropped before, too long (dropped.jsonl)"
+    )
     assert imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
 
 
@@ -51,6 +54,18 @@ def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
     assert [line["trained"] for line in read(path)] == [["p0"], ["p0"], ["p1"]]
     assert imbalance(path, steps=3, prompts_per_step=4) is None
     assert Ledger(path, keep_through=0) and read(path) == []
+
+
+def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
+    """Of an epoch of two steps the second has a prompt of the first again, in place of its own."""
+    ledger = Ledger(tmp_path / "ledger.jsonl", keep_through=0)
+    ledger.add(1, {"trained": ["a", "b"]})
+    ledger.add(2, {"trained": ["a"], "no_signal": ["c"]})
+    books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
+    assert imbalance(**books) is None
+    assert imbalance(**books, turns=lambda step: {1: "ab", 2: "ca"}[step]) is None
+    found = imbalance(**books, turns=lambda step: {1: "ab", 2: "cd"}[step])
+    assert found.endswith("step 2 has not prompt d, whose turn it is")
 
 
 @pytest.mark.parametrize(
