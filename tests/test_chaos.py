@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -84,9 +85,10 @@ def test_another_accuracy_is_told():
 
 def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
     """Its parent is gone, and with it the way to find it by descent."""
-    family, others = Family("mine"), Family("another")
+    mine = uuid.uuid4().hex
+    family, others = Family(mine), Family("another")
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: "mine"}, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: mine}, check=True, timeout=30)
     assert others.living() == []
     assert "time.sleep(60)" in verdict.orphans(family, seconds=0.1)
     others.kill()
@@ -166,9 +168,10 @@ def test_a_connection_is_reset_under_both_of_its_ends():
 
 
 def test_workers_of_a_role_are_those_of_this_job_that_run():
-    family = Family("mine")
+    mine = uuid.uuid4().hex
+    family = Family(mine)
     code = "import time; time.sleep(60)  # grpo_dist.rewards.child"
-    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: "mine"}) as child:
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: mine}) as child:
         try:
             assert [p.pid for p in family.of_role("grader")] == [child.pid]
             job = SimpleNamespace(family=family, last_step=lambda: 3)

@@ -5,10 +5,12 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from answers_made import answers, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, Scores
 
 _MATRIX = "\\\\".join(" & ".join(f"x_{{{i * 12 + j}}}" for j in range(12)) for i in range(12))
 HOSTILE = {
@@ -75,3 +77,38 @@ def test_any_text_and_any_gold_get_a_grade(
     for grade in others:
         assert math.isnan(grade.reward) == (grade.outcome in ("timeout", "error"))
         assert grade.outcome != "error", grade.detail
+
+
+KINDS = ("math", "format", "exact", "numeric", "repetition", "language", "overlong", "cosine_length")
+SETTINGS = {"language": {"scripts": ["latin"]}, "overlong": {"buffer_tokens": 20}, "repetition": {"n": 4}}
+GROUP = ("the sum is \\boxed{7}", "", "the sum is \\boxed{8}")
+
+
+def scored(scorer: Scorer, text: str) -> Scores:
+    group = (GROUP[0], text, GROUP[2])
+    return scorer.score(answers(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"}))
+
+
+@pytest.fixture(scope="module")
+def scorer(pool: GraderPool) -> Scorer:
+    return Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
+
+
+def unharmed(scorer: Scorer, text: str) -> None:
+    """Every reward of the others is what it is beside a harmless answer, and this one has one or none."""
+    calm, found = scored(scorer, "seven"), scored(scorer, text)
+    for kind in KINDS:
+        before, after = calm.parts[kind], found.parts[kind]
+        assert [after[0], after[2]] == [before[0], before[2]], kind
+    assert [found.outcomes[0], found.outcomes[2]] == ["correct", "wrong"]
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(scorer: Scorer, name: str) -> None:
+    unharmed(scorer, HOSTILE[name])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300))
+def test_no_text_at_all_touches_another_answers_rewards(scorer: Scorer, text: str) -> None:
+    unharmed(scorer, text)

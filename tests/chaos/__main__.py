@@ -137,7 +137,7 @@ class Chaos:
         found = {
             "finished": verdict.unfinished(lines, steps),
             "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP),
-            "fresh": verdict.stale(run_dir, steps) or verdict.mismatched(lines),
+            "fresh": verdict.stale(run_dir, steps, self._staleness) or verdict.mismatched(lines),
             "noticed": verdict.unnoticed(mine),
             "survived": verdict.ended(mine),
             "named": verdict.silent(mine, said),
@@ -153,6 +153,14 @@ class Chaos:
         if lost:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
         self._problems += [f"{name}: {problem}" for name, problem in found.items() if problem]
+
+    @property
+    def _staleness(self) -> int:
+        """What the overrides allow."""
+        given = [
+            text.partition("=")[2] for text in self._options.overrides if text.startswith("max_staleness=")
+        ]
+        return int(given[-1]) if given else 0
 
     def _left_in_memory(self) -> str | None:
         in_use = _mapped() if self._place.refusal else ()  # then others are at work there, too

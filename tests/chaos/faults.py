@@ -51,20 +51,25 @@ class Plain:
 
 @dataclass(frozen=True)
 class Worker(Plain):
-    """A worker gets SIGKILL, or is stopped as if it hung."""
+    """A worker gets SIGKILL, or is stopped as if it hung; with ``at`` only in the middle of that call."""
 
     role: str
     number: signal.Signals
+    at: str | None = None
 
     @property
     def kind(self) -> str:
-        return f"{self.number.name} {self.role}"
+        return f"{self.number.name} {self.role}" + (f" at {self.at}" if self.at else "")
 
     def ready(self, job: Job) -> bool:
-        return super().ready(job) and bool(job.family.of_role(self.role))
+        return super().ready(job) and bool(self._victims(job))
+
+    def _victims(self, job: Job) -> list[psutil.Process]:
+        return [p for p in job.family.of_role(self.role) if self.at in (None, doing(p))]
 
     def strike(self, job: Job, rng: Random) -> Event:
-        victim = rng.choice(job.family.of_role(self.role))
+        # What was at it a moment ago may be done; then it is a worker of that role all the same.
+        victim = rng.choice(self._victims(job) or job.family.of_role(self.role))
         event = event_of(self, job, doing(victim), role=self.role, victim=victim)
         victim.send_signal(self.number)
         return event
@@ -235,6 +240,10 @@ def in_steps(refusal: str | None) -> list[Fault]:
         Worker(role, number)
         for role in ("rollout", "reward", "grader", "reference", "policy")
         for number in (signal.SIGKILL, signal.SIGSTOP)
+    ]
+    hurt += [
+        Worker("rollout", signal.SIGKILL, at="receive_weights"),
+        Worker("policy", signal.SIGKILL, at="send_weights"),
     ]
     ends: list[Fault] = [Driver(signal.SIGKILL), Driver(signal.SIGTERM), FullDisk(refusal), TornFile()]
     return [*hurt, *ends, CutConnection()]

@@ -58,11 +58,12 @@ class Play:
         """Until the job is done. What it does not come to stays in the plan."""
         self._launch()
         groups = self._plan.groups
-        while groups and self._wait(lambda: all(f.ready(self._job) for f in groups[0])):
+        while groups and self._wait(self._job.is_warm):
             self._pause(_BETWEEN_S)
-            if self._job.last_step() > self._steps - _LEFT:
-                break
-            if not self._done and all(f.ready(self._job) for f in groups[0]):
+            # Some want a certain moment: then at once.
+            if self._wait(lambda: all(f.ready(self._job) for f in groups[0])):
+                if self._job.last_step() > self._steps - _LEFT:
+                    break
                 for fault in groups.pop(0):
                     self._strike(fault)
                 self._wait(lambda: not self._open)

@@ -96,7 +96,7 @@ def orphans(family: Family, seconds: float) -> str | None:
     end = time.monotonic() + seconds
     while (left := family.living()) and time.monotonic() < end:
         psutil.wait_procs(left, timeout=1)
-    return None if not left else "left behind: " + ", ".join(f"{p.pid} {title(p)[:60]}" for p in left)
+    return None if not left else "left behind: " + ", ".join(f"{p.pid} {title(p)[:120]}" for p in left)
 
 
 def left_in_memory(before: Iterable[str], after: Iterable[str], in_use: Iterable[str] = ()) -> str | None:
