@@ -61,6 +61,7 @@ class HealthWatch:
 
     def __init__(self, config: Config, record: Record, state: HealthState) -> None:
         self._settings, self._record = config.health, record
+        self._samples = config.tracking.samples  # every batch is kept anyway
         self._needed = 0 if equal_rewards_teach(config) else config.health.min_signal_groups
         self.state = state
 
@@ -124,7 +125,8 @@ class HealthWatch:
             return
         found = f"step {step}: {'; '.join(map(str, alarms))}"
         if self._settings.action == "warn":
-            self._record.warn(found)
+            kept = f"samples/step_{step:06d}.parquet" if self._samples else self._record.aside(step, groups)
+            self._record.warn(f"{found}; its batch is in {kept}")
             return
         kept = self._record.aside(step, groups)
         self._roll_back(step, found, kept)
