@@ -55,8 +55,10 @@ class PolicyWorker(Metered, Watched):
         context = ray.get_runtime_context()
         return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
-    def start(self, place: Rank, policy: Policy, **settings: Any) -> tuple[DeviceType, float]:
-        """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`."""
+    def start(self, place: Rank, policy: Policy, settings: dict[str, Any]) -> tuple[DeviceType, float]:
+        """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`.
+        ``settings``: the further arguments of `Trainer`.
+        """
         build_in_own_directory()
         self._trainer = Trainer(place, policy, **settings)
         return self._trainer.device.type, self._trainer.attention_cost
@@ -167,16 +169,14 @@ class PolicyGroup:
         self.sent_after = 0
 
     async def ready(self) -> None:
-        """All ranks joined, model loaded."""
-        host, port = await self.ranks[0].address.remote()
+        """All ranks joined, model loaded. Raises StateLost where one is lost meanwhile."""
+        (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
+        self.team.watch()  # from now on they can be asked, also while they load
         size = len(self.ranks)
         places = [Rank(i, size, host, port, self._timeouts.update_s) for i in range(size)]
-        started = await results(
-            rank.start.remote(place, self._settings, **self._arguments)
-            for rank, place in zip(self.ranks, places, strict=True)
-        )
+        arguments = [(place, self._settings, self._arguments) for place in places]
+        started = await self._answers("start", arguments)
         self.device, self._attention_cost = started[0]
-        self.team.watch()
 
     def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
         """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that

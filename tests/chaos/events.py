@@ -32,8 +32,8 @@ class Event:
     torn: str | None = None  # the file of a checkpoint that was damaged then
 
     def look(self, job: Job) -> bool:
-        """Whether it is over: the victim is gone, the one in its place serves, and the run is a step further
-        than before.
+        """Whether it is over: the victim is gone, the one in its place serves, or all have gone back, and the
+        run is a step further than before.
         """
         if self.victim is not None and lives(self.victim):
             return False
@@ -45,8 +45,13 @@ class Event:
             if served is None:
                 return False
             since = served
-        steps = job.steps()
-        further = [at for at, step in steps if step > self.step and at > self.at]
+        after = self.at
+        if self.role == "policy" and self.exit_code is None:
+            again = [x.at for x in list(job.lines) if x.at > self.at and "going on from" in x.text]
+            if not again:
+                return False
+            since = after = again[0]
+        further = [at for at, step in job.steps() if step > self.step and at > after]
         if not further:
             return False
         self.recovered = max(since, further[0])
