@@ -7,6 +7,7 @@ every later process of that user waits for it for ever. Here the mark is a lock 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import platform
 import sys
@@ -60,7 +61,8 @@ def build_in_own_directory() -> None:
     if cpp_extension.FileBaton is BuildLock:
         return
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    # What is built for one of them is of no use to another.
-    kind = f"py{platform.python_version()}-torch{torch.__version__}-{platform.machine()}"
+    # What is built for one of them is built anew for another, whose headers are elsewhere.
+    environment = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    kind = f"py{platform.python_version()}-torch{torch.__version__}-{platform.machine()}-{environment}"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(root / "grpo-dist" / kind)
     cpp_extension.FileBaton = BuildLock  # type: ignore[misc,assignment]
