@@ -27,7 +27,7 @@ from grpo_dist.config_files import dump_config
 from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
-from grpo_dist.durable import write_text
+from grpo_dist.durable import check_room, write_text
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
 from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
@@ -75,9 +75,14 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
         )
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(config))
-    write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
-    with Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id) as tracker:
+    try:
+        (run_dir / "config.yaml").write_text(dump_config(config))
+        write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
+        tracker = Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id)
+    except OSError as error:
+        check_room(run_dir, error)
+        raise
+    with tracker:
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
         )

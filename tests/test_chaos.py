@@ -184,6 +184,16 @@ def test_workers_of_a_role_are_those_of_this_job_that_run():
             child.kill()
 
 
+def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ended():
+    """Otherwise nobody would make room again on the disk that it ended of."""
+    gone = SimpleNamespace(is_running=lambda: False)
+    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
+    event = Event("disk full", at=2.0, step=1, phase="running", victim=gone)
+    assert not event.look(job)
+    event.exit_code = 1
+    assert event.look(job)
+
+
 @pytest.mark.timeout(900)
 def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
     """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""

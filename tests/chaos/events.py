@@ -37,6 +37,8 @@ class Event:
         """
         if self.victim is not None and lives(self.victim):
             return False
+        if self.victim is not None and self.role is None and self.exit_code is None:
+            return False  # the driver is gone, and its launch will be found to have ended
         since = self.at
         if self.role in MISSED and self.exit_code is None:
             self.noticed = self.noticed or self._said(job, "is lost")
