@@ -217,11 +217,6 @@ class PolicyGroup:
                 raise
             raise await self._cause(error, "weights gathered and sent") from error
 
-    async def check(self) -> None:
-        """Ask every rank how it is. Raises StateLost where one is gone or hangs."""
-        await self.team.ask_all()
-        self.team.check()
-
     async def devices(self) -> list[Devices]:
         """Of each rank; also before `ready`."""
         return await results(rank.devices.remote() for rank in self.ranks)
@@ -281,7 +276,7 @@ class PolicyGroup:
 
     async def _cause(self, error: RayTaskError, what: str) -> Exception:
         """Of a failure on a rank; raises StateLost where it is that another is gone."""
-        await self.check()
+        await self.team.ask_all()
         if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
             return StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}")
         return error

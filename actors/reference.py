@@ -164,11 +164,6 @@ class ReferencePool:
     async def load(self, path: Path) -> None:
         await results(worker.load.remote(str(path.absolute())) for worker in self.workers)
 
-    async def check(self) -> None:
-        """Ask every worker how it is. Raises StateLost where one that was renewed is gone or hangs."""
-        await self.team.ask_all()
-        self.team.check()
-
     async def shutdown(self) -> None:
         await self.team.shutdown()
         kill(self.workers)

@@ -8,7 +8,7 @@ from actors.calls import result
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.transfer_group import TransferGroup
-from actors.watchdog import deadline_of, numbered
+from actors.watchdog import deadline_of
 from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
 
@@ -32,7 +32,7 @@ class ReferenceSync:
         """Join rank 0 of the policy and all reference workers in a transfer group of their own."""
         if settings.backend == "ipc":  # of the engines on the policy's GPUs; a reference has its own
             settings = settings.model_copy(update={"backend": "auto"})
-        both = numbered("policy", policy.ranks) | reference.team.named()
+        both = policy.team.named() | reference.team.named()
         stage = "reference: policy and reference workers join the transfer group"
         async with deadline_of(both, timeout_s, stage):
             group = await TransferGroup.open(
@@ -44,11 +44,11 @@ class ReferenceSync:
         """Every reference worker holds (1 - mix) of its own weights and mix of the policy's when this
         returns. Raises StateLost where one of them, or the policy, is lost.
         """
-        both = numbered("policy", self._group.policy.ranks) | self._reference.team.named()
+        both = self._group.policy.team.named() | self._reference.team.named()
         try:
             async with deadline_of(both, self._timeout_s, "reference: the policy's weights travel"):
                 arguments = self._group.specs, self._group.bucket_bytes, self._mix
                 await self._group.send(result(w.mix_in.remote(*arguments)) for w in self._reference.workers)
         except RayError:
-            await gather([self._group.policy.check(), self._reference.check()])
+            await gather([self._group.policy.team.ask_all(), self._reference.team.ask_all()])
             raise

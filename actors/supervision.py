@@ -187,8 +187,9 @@ class Team:
         return not all(found)
 
     async def ask_all(self) -> None:
-        """Find out who is lost, see `check`."""
+        """Find out who is lost, and `check`."""
         await gather(self._is_well(i, worker) for i, worker in enumerate(list(self.workers)))
+        self.check()
 
     async def _is_well(self, index: int | None, worker: Any) -> bool:
         if index is None or not self.is_current(index, worker):

@@ -23,7 +23,7 @@ from actors.calls import result, results
 from actors.policy import PolicyGroup
 from actors.rollout import RolloutPool
 from actors.transfer_group import TransferGroup
-from actors.watchdog import deadline_of, numbered
+from actors.watchdog import deadline_of
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.errors import TransferLost
 from grpo_dist.metrics import Stopwatch
@@ -51,7 +51,7 @@ class WeightSync:
     ) -> WeightSync:
         """Join the policy and all engine processes in a transfer group. ``beside``: see `TransferGroup.open`.
         """
-        all_of_them = numbered("policy", policy.ranks) | rollouts.team.named()
+        all_of_them = policy.team.named() | rollouts.team.named()
         stage = "weight sync: policy and engines join the transfer group"
         async with deadline_of(all_of_them, timeout_s, stage):
             group = await TransferGroup.open(
@@ -85,7 +85,7 @@ class WeightSync:
                     break
                 except RayError as error:
                     self._is_open = False
-                    await self._group.policy.check()
+                    await self._group.policy.team.ask_all()
                     if await team.weed_out(workers):
                         continue
                     if repeated or not isinstance(getattr(error, "cause", None), TransferLost):
@@ -100,7 +100,7 @@ class WeightSync:
         """
         policy, own = self._group.policy, "rollout anew"
         engine = self._engines([worker])
-        both = self._ranks() | engine
+        both = self._group.policy.team.named() | engine
         async with self._one_at_a_time:
             try:
                 # The ranks may be in the middle of an update.
@@ -129,7 +129,7 @@ class WeightSync:
             with watch("sync_stop"):
                 lacks = await results(worker.begin_update.remote() for worker in workers)
         sent = {}
-        both = self._ranks() | engines
+        both = self._group.policy.team.named() | engines
         async with deadline_of(both, self._timeout_s, f"weight sync: version {version} travels"):
             with watch("sync_travel"):
                 if receivers := [worker for worker, lack in zip(workers, lacks, strict=True) if lack]:
@@ -140,9 +140,6 @@ class WeightSync:
                 reported = await results(worker.finish_update.remote(version) for worker in workers)
         _check_versions(reported, version)
         return sent
-
-    def _ranks(self) -> dict[str, Any]:
-        return numbered("policy", self._group.policy.ranks)
 
     def _engines(self, workers: Sequence[Any]) -> dict[str, Any]:
         """``workers`` by name."""
