@@ -25,7 +25,7 @@ from grpo_dist.stacks import look
 T = TypeVar("T")
 
 _FIND_S = 2.0  # of Ray's table of actors
-_LOOK_S = 7.0  # on another node Ray may have to start a process for it
+_LOOK_S = 6.0  # on another node Ray may have to start a process for it
 _CALLS_S = 2.0  # of an event loop, for what waits in it
 
 
@@ -53,12 +53,12 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
     for place in places.values():
         if not place.unknown:
             on_nodes[place.node].append(place.process)
-    looks = gather(_look_on(node, processes) for node, processes in on_nodes.items())
-    calls = gather(_calls(workers[name]) for name, place in places.items())
-    texts, in_hand = await gather([looks, calls])
+    texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
+    in_hand = await gather(_calls(worker) for worker in workers.values())  # later: a look would see them asked
     seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
     together: defaultdict[str, list[str]] = defaultdict(list)
-    for (name, place), waiting in zip(places.items(), in_hand, strict=True):
+    for name, waiting in zip(workers, in_hand, strict=True):
+        place = places[name]
         what = place.unknown or seen[place.node, place.process]
         together["\n".join(filter(None, [what, waiting]))].append(f"{name}{place}")
     return "\n".join(f"{', '.join(who)}: {what}" for what, who in together.items())

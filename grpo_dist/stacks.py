@@ -97,7 +97,8 @@ async def _look(process: int) -> str:
     if not dump:
         state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()
         return f"no reaction to a signal in {_REACT_S:g} s (state {state}, in the kernel at {kernel})"
-    stacks = [text for thread in _threads(dump) if (text := _text(thread))]
+    # Each once: threads at the same place, and two dumps where somebody else looks at the same time.
+    stacks = list(dict.fromkeys(text for thread in _threads(dump) if (text := _text(thread))))
     return "in\n" + "\nand in\n".join(stacks[:_STACKS]) if stacks else "in no call, it waits for work"
 
 
