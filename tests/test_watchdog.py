@@ -204,7 +204,8 @@ def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
     made, _ = stuck
 
     async def session():
-        return await asyncio.gather(*(where_stuck({"c": made["c"], "waits": made["waits"]}) for _ in range(4)))
+        same = {name: made[name] for name in ("c", "waits")}
+        return await asyncio.gather(*(where_stuck(same) for _ in range(4)))
 
     first, *others = asyncio.run(session())
     assert "hold_the_interpreter" in first and others == [first] * 3
