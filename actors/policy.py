@@ -21,6 +21,7 @@ from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
 from actors.watchdog import deadline_of
 from actors.weight_stream import send
+from grpo_dist.bounds import Bound
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts, TransferBackend
 from grpo_dist.errors import StateLost, TransferLost
@@ -64,9 +65,13 @@ class PolicyWorker(Metered, Watched):
         return self._trainer.device.type, self._trainer.attention_cost
 
     @metered("update")
-    def update(self, shards: Sequence[TrainBatch], kl_coef: float | None) -> dict[str, float]:
-        """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings."""
-        return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards])
+    def update(
+        self, shards: Sequence[TrainBatch], kl_coef: float | None, bounds: Sequence[Bound]
+    ) -> dict[str, float]:
+        """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings.
+        ``bounds``: no update that passes one is made.
+        """
+        return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
 
     def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
         return self._trainer.parameter_specs(adapters_only=adapters_only)
@@ -187,9 +192,13 @@ class PolicyGroup:
         staged = [ray.put(list(own)) for own in shards]
         return [own for own in staged for _ in range(self._settings.sequence_parallel)]
 
-    async def update(self, staged: Sequence[Any], *, kl_coef: float | None = None) -> dict[str, float]:
-        """One optimiser update per batch that `stage` was given. ``kl_coef``: see `PolicyWorker.update`."""
-        arguments = [(own, kl_coef) for own in staged]
+    async def update(
+        self, staged: Sequence[Any], *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
+    ) -> dict[str, float]:
+        """One optimiser update per batch that `stage` was given. ``kl_coef``, ``bounds``: see
+        `PolicyWorker.update`.
+        """
+        arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
         self.updates += 1
         return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
 

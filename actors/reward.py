@@ -21,6 +21,7 @@ from actors.reward_model import RewardModelPool
 from actors.supervision import Team, Watched, reason
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, Rewards
+from grpo_dist.garbage import is_garbage
 from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
@@ -66,7 +67,10 @@ class RewardWorker(Metered, Watched):
         answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens)
         scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
-        group = replace(with_steps(group, modelled), score_s=time.perf_counter() - begin)
+        garbage = sum(is_garbage(rollout.text) for rollout in rollouts)
+        group = replace(
+            with_steps(group, modelled), garbage=garbage, score_s=time.perf_counter() - begin
+        )
         return group, self._scorer.news()
 
     def close(self) -> None:

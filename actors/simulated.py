@@ -75,7 +75,7 @@ class SimulatedReward:
 
 
 class SimulatedRank:
-    def update(self, shards: Sequence[Any], kl_coef: float | None) -> dict[str, float]:
+    def update(self, shards: Sequence[Any], kl_coef: float | None, bounds: Sequence[Any]) -> dict[str, float]:
         return {"loss/policy": float(len(shards))}
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from actors.policy import PolicyGroup
 from actors.rollout import RolloutPool
+from grpo_dist.bounds import Bound
 from grpo_dist.concurrency import deadline
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import ReferenceSync, WeightSync
@@ -85,9 +86,11 @@ class ColocatedPolicy:
     def stage(self, batches: Sequence[TrainBatch]) -> Any:
         return self._policy.stage(batches)
 
-    async def update(self, staged: Any, *, kl_coef: float | None = None) -> dict[str, float]:
+    async def update(
+        self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
+    ) -> dict[str, float]:
         await self._turns.to_training()
-        return await self._policy.update(staged, kl_coef=kl_coef)
+        return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
 
     async def save(self, directory: Path, *, beside: bool = False) -> None:
         async with self._turns.training():

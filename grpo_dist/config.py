@@ -456,9 +456,10 @@ class Evaluation(Section):
 class Health(Section):
     """What makes a step unfit to train on, and bounds of its metrics; null: not watched."""
 
-    action: Literal["warn", "stop", "rollback"] = Field(
-        "warn",
-        description="when a bound is passed; stop: the run ends with exit code 3, its batch kept; rollback: "
+    action: Literal["skip", "warn", "stop", "rollback"] = Field(
+        "skip",
+        description="when a bound is passed; the batch is kept in any case. skip: it is not trained on, and "
+        "the run stops after too many in a row; warn: it is; stop: the run ends with exit code 3; rollback: "
         "it goes on from its last checkpoint, and does not train on that batch",
     )
     max_rollbacks: PositiveInt = Field(3, description="of a run; after so many, as stop")
@@ -468,7 +469,8 @@ class Health(Section):
         "equal rewards teach, too (remax, gdpo, process, reinforce_pp)",
     )
     skipped_steps_above: PositiveInt | None = Field(
-        10, description="steps in a row in which a loss or gradient was not finite"
+        10, description="steps in a row with an update that was not made: a loss or gradient was not finite, "
+        "or a bound was passed and the step skipped"
     )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward, as a share of its greatest so far where that is above 0, e.g. 0.5"
@@ -476,6 +478,9 @@ class Health(Section):
     entropy_below: PositiveFloat | None = Field(None, description="of the policy, nats a token")
     length_above: PositiveFloat | None = Field(None, description="mean completion, tokens")
     truncated_above: Fraction | None = Field(None, description="share of completions that were cut off")
+    garbage_above: Fraction | None = Field(
+        0.9, description="share of completions that end in a loop, or that nobody can read"
+    )
     mismatch_above: PositiveFloat | None = Field(
         1.0, description="mean difference of log-probs between engine and trainer, nats"
     )

@@ -99,11 +99,15 @@ async def run(
             with watch("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl_coef)
             staging.begin(step + 1, pipeline.oldest)
-            teaches = health.teaches(step + 1, batch.sampled.groups)
+            sampled = batch.sampled.sampled
+            metrics = rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
+            teaches = health.teaches(step + 1, batch.sampled.groups, metrics)
             with watch("update"):
-                metrics = await workers.policy.update(staged.updates, kl_coef=kl_coef) if teaches else {}
-            metrics["health/low_signal"] = float(not teaches)
-            health.after_update(step + 1, metrics, batch.sampled.groups)
+                if teaches:
+                    metrics |= await workers.policy.update(
+                        staged.updates, kl_coef=kl_coef, bounds=health.bounds_of_update()
+                    )
+                    health.after_update(step + 1, metrics, batch.sampled.groups)
             with watch("drain"):
                 await pipeline.settle()
             with watch("sync"):
@@ -113,8 +117,6 @@ async def run(
                     await pipeline.renew_reference(workers.reference_sync.refresh)
             if workers.usage:
                 metrics |= await workers.usage.read()
-            sampled = batch.sampled.sampled
-            metrics |= rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
             metrics |= throughput_metrics(sampled, watch.stop())
             metrics |= {"ref/kl_coef": kl_coef, "group/extra_prompts": float(len(batch.discarded))}
             metrics |= (
@@ -127,7 +129,7 @@ async def run(
             books = account(batch.sampled.groups, batch.discarded, taught=staged.taught, skipped=skipped)
             recorder.account(step + 1, books)
             recorder.log(step + 1, metrics)
-            health.act(step + 1, alarms, batch.sampled.groups)
+            health.act(step + 1, alarms, metrics, batch.sampled.groups)
             if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
                 recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
             if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():

@@ -1,38 +1,30 @@
 """Whether a run still learns: steps that are not trained on, and metrics that are out of bounds.
 
-A watch compares what a step's metrics say with a bound of `health`; what it must remember of earlier steps
-is a `HealthState`, which checkpoints keep, so that a resumed run decides the same. A metric that a step
-lacks, or that is not a number, passes no bound.
+A watch compares what is known of a step with the bounds of `health`: of its batch before it is trained on, of
+its updates before each moves the weights where `health.action` is skip, and at the end of the step otherwise.
+What it must remember of earlier steps is a `HealthState`, which checkpoints keep, so that a resumed run
+decides the same.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from grpo_dist.config import Config, Health
+from grpo_dist.bounds import GRAD_NORM, UPDATE_METRICS, Bound, of_batch, of_run, of_update, passed
+from grpo_dist.config import Config
 from grpo_dist.config_checks import equal_rewards_teach
 from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.progress import HealthState
 from grpo_dist.types import Group, has_signal
 
-SKIPPED = "health/skipped_updates"  # of the step: a loss or gradient was not finite
+SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
+REFUSED = "health/refused_"  # and the key of a bound: of those, how many were beyond it
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
+_IN_A_ROW = "health/skipped_in_a_row"
 _REMEMBERED = 20  # gradient norms
-_ENOUGH = 5  # of them for a median
-
-# Key of `health` and the metric it bounds, on the side that the key's name ends with.
-_BOUNDS = (
-    ("skipped_steps_above", "health/skipped_in_a_row"),
-    ("entropy_below", "policy/entropy"),
-    ("length_above", "rollout/length_tokens"),
-    ("truncated_above", "rollout/truncated_share"),
-    ("mismatch_above", "mismatch/logprob_diff_mean"),
-    ("kl_above", "ref/kl"),
-)
 
 
 class Record(Protocol):
@@ -43,19 +35,6 @@ class Record(Protocol):
     def warn(self, message: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Alarm:
-    """A bound that was passed; ``beyond`` says which in words."""
-
-    key: str
-    metric: str
-    value: float
-    beyond: str
-
-    def __str__(self) -> str:
-        return f"{self.metric} = {self.value:.4g} is {self.beyond} (`health.{self.key}`)"
-
-
 class HealthWatch:
     """Follows one run, step by step."""
 
@@ -63,29 +42,43 @@ class HealthWatch:
         self._settings, self._record = config.health, record
         self._samples = config.tracking.samples  # every batch is kept anyway
         self._needed = 0 if equal_rewards_teach(config) else config.health.min_signal_groups
+        self._skips = config.health.action == "skip"
         self.state = state
 
-    def teaches(self, step: int, groups: Sequence[Group]) -> bool:
-        """Whether enough groups carry a signal for the step to be trained on, and it is not one to avoid."""
+    def teaches(self, step: int, groups: list[Group], metrics: dict[str, float]) -> bool:
+        """Whether the step is one to train on: not one to avoid, enough groups carry a signal, and
+        ``metrics`` of its batch pass no bound for which it is skipped. Adds to them what it counted.
+        """
+        carrying = sum(has_signal(group.rewards) for group in groups)
+        metrics["health/low_signal"] = float(carrying < self._needed)
         if step in self.state.avoid:
             self._record.warn(f"step {step}: not trained on, the run was rolled back from it")
             return False
-        carrying = sum(has_signal(group.rewards) for group in groups)
         if carrying < self._needed:
             self._record.warn(
                 f"step {step}: not trained on, rewards differ within {carrying} of {len(groups)} groups "
                 f"(`health.min_signal_groups` = {self._needed})"
             )
-        return carrying >= self._needed
+            return False
+        beyond = passed(of_batch(self._settings, self.state), metrics) if self._skips else []
+        if beyond:
+            metrics[SKIPPED] = 1.0
+            self._record.warn(
+                f"step {step}: not trained on, {_said(beyond, metrics)}; its batch is in "
+                f"{self._kept(step, groups)}"
+            )
+        return not beyond
+
+    def bounds_of_update(self) -> list[Bound]:
+        """That no update of the next step may pass."""
+        return of_update(self._settings, self.state) if self._skips else []
 
     def after_update(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
         """Keeps aside the batch of updates that were not made. Raises Unhealthy when the weights are lost."""
         if metrics.get(SKIPPED):
-            where = self._record.aside(step, groups)
             self._record.warn(
-                f"step {step}: {metrics[SKIPPED]:.0f} update(s) not made, the loss or its gradient is not "
-                f"finite (loss {metrics.get('loss/total', math.nan):.4g}); the weights are as before, and "
-                f"the batch is kept in {where}"
+                f"step {step}: {metrics[SKIPPED]:.0f} update(s) not made, {_why_not_made(metrics)}; for them "
+                f"the weights are as before, and the batch is kept in {self._record.aside(step, groups)}"
             )
         if metrics.get(BAD_WEIGHTS):
             self._record.log(step, metrics)
@@ -101,32 +94,40 @@ class HealthWatch:
                 "a matter of precision"
             )
 
-    def examine(self, metrics: dict[str, float]) -> list[Alarm]:
+    def examine(self, metrics: dict[str, float]) -> list[Bound]:
         """Bounds that a step's ``metrics`` pass, compared with the steps before it; adds to them what watches
         count.
         """
         skipped = self.state.skipped + 1 if metrics.get(SKIPPED) else 0
-        metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), "health/skipped_in_a_row": float(skipped)})
-        alarms = list(_alarms(self._settings, metrics, self.state))
+        metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), _IN_A_ROW: float(skipped)})
+        settings, state = self._settings, self.state
+        bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
+        alarms = passed(bounds, metrics)
         metrics["health/alarms"] = float(len(alarms))
-        norm, reward = _known(metrics, "policy/grad_norm"), _known(metrics, "reward/mean")
-        best = self.state.best_reward
+        norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
+        rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
+        norms = [] if math.isnan(norm) or metrics[SKIPPED] else [norm]
         self.state = replace(
-            self.state,
-            best_reward=best if reward is None else max(reward, reward if best is None else best),
-            grad_norms=(*self.state.grad_norms, *([] if norm is None else [norm]))[-_REMEMBERED:],
+            state,
+            best_reward=max(rewards, default=None),
+            grad_norms=(*state.grad_norms, *norms)[-_REMEMBERED:],
             skipped=skipped,
         )
         return alarms
 
-    def act(self, step: int, alarms: Sequence[Alarm], groups: list[Group]) -> None:
-        """Warn of ``alarms``, or raise Unhealthy or Rollback: as `health.action` says."""
+    def act(
+        self, step: int, alarms: Sequence[Bound], metrics: dict[str, float], groups: list[Group]
+    ) -> None:
+        """Warn of ``alarms``, or raise Unhealthy or Rollback: as `health.action` says. What was skipped has
+        been told of, so that only a run that skips on and on is stopped.
+        """
+        if self._skips:
+            alarms = passed(of_run(self._settings), metrics)
         if not alarms:
             return
-        found = f"step {step}: {'; '.join(map(str, alarms))}"
+        found = f"step {step}: {_said(alarms, metrics)}"
         if self._settings.action == "warn":
-            kept = f"samples/step_{step:06d}.parquet" if self._samples else self._record.aside(step, groups)
-            self._record.warn(f"{found}; its batch is in {kept}")
+            self._record.warn(f"{found}; its batch is in {self._kept(step, groups)}")
             return
         kept = self._record.aside(step, groups)
         self._roll_back(step, found, kept)
@@ -136,35 +137,24 @@ class HealthWatch:
             "comes to this step again unless the bound is another"
         )
 
+    def _kept(self, step: int, groups: list[Group]) -> str:
+        return f"samples/step_{step:06d}.parquet" if self._samples else self._record.aside(step, groups)
+
     def _roll_back(self, step: int, found: str, kept: str) -> None:
         """Raises Rollback where `health.action` says so, until the run has been rolled back too often."""
         if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
             raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
 
 
-def _alarms(settings: Health, metrics: Mapping[str, float], state: HealthState) -> Iterator[Alarm]:
-    for key, metric in _BOUNDS:
-        bound, value = getattr(settings, key), _known(metrics, metric)
-        if bound is None or value is None:
-            continue
-        side = key.rpartition("_")[2]
-        if value > bound if side == "above" else value < bound:
-            yield Alarm(key, metric, value, f"{side} {bound:g}")
-    share, best, reward = settings.reward_below_share, state.best_reward, _known(metrics, "reward/mean")
-    # A share of what is not above 0 is no bound from below.
-    if share is not None and reward is not None and best is not None and best > 0 and reward < share * best:
-        yield Alarm(
-            "reward_below_share", "reward/mean", reward, f"below {share:g} x {best:.4g}, its greatest"
-        )
-    spike, norm = settings.grad_norm_spike, _known(metrics, "policy/grad_norm")
-    if spike is not None and norm is not None and len(state.grad_norms) >= _ENOUGH:
-        median = statistics.median(state.grad_norms)
-        if norm > spike * median:
-            yield Alarm(
-                "grad_norm_spike", "policy/grad_norm", norm, f"above {spike:g} x {median:.4g}, its median"
-            )
+def _said(beyond: Sequence[Bound], metrics: dict[str, float]) -> str:
+    return "; ".join(bound.said(metrics) for bound in beyond)
 
 
-def _known(metrics: Mapping[str, float], name: str) -> float | None:
-    value = metrics.get(name)
-    return None if value is None or math.isnan(value) else value
+def _why_not_made(metrics: dict[str, float]) -> str:
+    refused = {n.removeprefix(REFUSED): v for n, v in metrics.items() if n.startswith(REFUSED)}
+    if not refused:
+        loss = metrics.get("loss/total", math.nan)
+        return f"the loss or its gradient is not finite (loss {loss:.4g})"
+    by = ", ".join(f"{count:.0f} beyond `health.{key}`" for key, count in refused.items())
+    seen = (f"{name} = {metrics[name]:.4g}" for name in UPDATE_METRICS if name in metrics)
+    return f"{by} ({', '.join(seen)})"

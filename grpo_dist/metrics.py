@@ -55,6 +55,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
         "rollout/truncated_share": reasons["length"] / len(lengths),
+        "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
         "rollout/tokens": float(lengths.sum()),
         "rollout/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
         "rollout/staleness_max": float(staleness.max(initial=0)),

@@ -6,8 +6,10 @@ call the same methods in the same order; each method that communicates says so.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_dist.attention import choose_kernel
+from grpo_dist.bounds import GRAD_NORM, Bound, passed
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.durable import publish
@@ -30,7 +33,7 @@ from grpo_dist.hardware import (
     micro_batch_tokens,
     resolve_dtype,
 )
-from grpo_dist.health import BAD_WEIGHTS, SKIPPED
+from grpo_dist.health import BAD_WEIGHTS, REFUSED, SKIPPED
 from grpo_dist.layout import Layout, packed, padded
 from grpo_dist.lora import (
     adapter_parameters,
@@ -41,6 +44,7 @@ from grpo_dist.lora import (
     write_adapter,
 )
 from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
+from grpo_dist.norm_gate import NormGate
 from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_files import PolicyFiles
@@ -117,23 +121,29 @@ class Trainer:
         module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib, ranks=self._shared)
         self.attention_cost = attention_cost(causal_lm)
         self.engine = _initialize(module, policy, settings)
+        self._gate = NormGate(self.engine.optimizer) if policy.zero_stage > 0 else None
         self._files = _own_files(self.engine)
 
-    def update(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    def update(self, batches: Sequence[TrainBatch], bounds: Sequence[Bound] = ()) -> dict[str, float]:
         """One optimiser update per batch and epoch, this rank's rows of each. Collective.
 
         The second and later updates are off-policy with respect to the first, so their ``old_logprobs`` are
         those of the weights the step began with, or the engine's if the settings say so. Returns metrics of
         the whole step over all ranks: the mean over updates (maxima where the name says so), except
         ``mismatch/*``, which compares rollout and trainer before anything moved; ``first_update/*`` are those
-        before anything moved, too. An update whose loss or gradient is not finite is not made, and counted in
-        `health/skipped_updates`; `health/bad_weights` is 1 when weights are not finite afterwards.
+        before anything moved, too. An update whose loss or gradient is not finite, or whose own metrics pass
+        one of ``bounds``, is not made, and counted in `health/skipped_updates`, of the latter also in
+        `health/refused_<key of the bound>`; `health/bad_weights` is 1 when weights are not finite afterwards.
         """
         prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
         plan = prepared * self._epochs
         if self._loss.old_logprobs == "trainer":
             plan[0] = replace(plan[0], old_logprobs=None)  # nothing has moved yet: the ratio is exactly 1
-        per_update = [self._one_update(batch) for batch in plan]
+        per_update, refused = [], Counter[str]()
+        for batch in plan:
+            own, by = self._one_update(batch, bounds)
+            per_update.append(own)
+            refused.update(f"{REFUSED}{bound.key}" for bound in by)
         first = per_update[0]
         metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
         metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
@@ -145,6 +155,7 @@ class Trainer:
             values = [m[name] for m in unmoved]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
+        metrics |= {name: float(count) for name, count in refused.items()}
         return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}
 
     @torch.no_grad()
@@ -207,9 +218,9 @@ class Trainer:
         trained = self._named_parameters(adapters_only=self._policy.lora is not None)
         return {name: safe_get_full_grad(p).detach().float().cpu().clone() for name, p in trained}
 
-    def step(self) -> dict[str, float]:
-        """Clip, move the weights, clear the gradients. Where the gradient is not finite, weights, optimiser
-        and schedule stay as they are, on all ranks. Collective.
+    def step(self, *, limit: float = math.inf) -> dict[str, float]:
+        """Clip, move the weights, clear the gradients. Where the gradient is not finite, or its norm above
+        ``limit``, weights, optimiser and schedule stay as they are, on all ranks. Collective.
         """
         o = self._policy.optimizer
         rate = learning_rate(
@@ -222,22 +233,37 @@ class Trainer:
         )
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate
-        # Without ZeRO every rank holds the whole gradient, and DeepSpeed reports no norm of it.
-        grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads) if self._policy.zero_stage == 0 else None
-        if norm is not None and not norm.isfinite():
-            self.engine.zero_grad()  # without ZeRO, DeepSpeed would move the weights all the same
-            made = False
-        else:
-            self.engine.step()
-            made = self.engine.was_step_applied()
-            norm = self.engine.get_global_grad_norm() if norm is None else norm
+        gate = self._gate
+        norm, made = self._gated_step(gate, limit) if gate else self._step_without_zero(limit)
         self._updates += made
-        grad_norm = float(norm) if made and norm is not None else torch.nan
-        return {"policy/grad_norm": grad_norm, "policy/lr": rate, SKIPPED: float(not made)}
+        known = norm if math.isfinite(norm) else math.nan
+        return {GRAD_NORM: known, "policy/lr": rate, SKIPPED: float(not made)}
 
-    def _one_update(self, batch: TrainBatch) -> dict[str, float]:
-        return self.accumulate(batch) | self.step()
+    def _gated_step(self, gate: NormGate, limit: float) -> tuple[float, bool]:
+        """Norm of the gradient, and whether the weights were moved."""
+        gate.limit = limit
+        self.engine.step()
+        return gate.norm, self.engine.was_step_applied()
+
+    def _step_without_zero(self, limit: float) -> tuple[float, bool]:
+        # Every rank holds the whole gradient, DeepSpeed reports no norm of it, and would move the weights
+        # whatever it is.
+        grads = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(grads))
+        made = norm <= limit and math.isfinite(norm)
+        if made:
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm, made
+
+    def _one_update(self, batch: TrainBatch, bounds: Sequence[Bound]) -> tuple[dict[str, float], list[Bound]]:
+        """Metrics, and the bounds for which it was not made."""
+        metrics = self.accumulate(batch)
+        refused = passed(bounds, metrics)
+        most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
+        metrics |= self.step(limit=-math.inf if refused else most)
+        return metrics, refused or passed(bounds, metrics)
 
     @torch.no_grad()
     def _weights_are_finite(self) -> bool:

@@ -81,7 +81,7 @@ class World:
     def stage(self, batches):
         return batches
 
-    async def update(self, batches, *, kl_coef):
+    async def update(self, batches, *, kl_coef, bounds):
         self.events.append(f"update at version {self.version}")
         self.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
         return {"loss/policy": 0.0}

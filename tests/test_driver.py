@@ -298,7 +298,7 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
     kl = {"coef": 0.1, "target": 0.5, "gain": 1.0}
     config = fakes.config(steps=4, algorithm={"kl": kl}, checkpoint={"every": 2})
 
-    async def update(batches, *, kl_coef):
+    async def update(batches, *, kl_coef, bounds):
         world.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
         return {"ref/kl": 5.0}
 

@@ -1,6 +1,7 @@
 """Steps that are not trained on, watches on metrics, and what becomes of a run that passes a bound."""
 
 import asyncio
+import dataclasses
 import math
 
 import fakes
@@ -40,9 +41,9 @@ def updates_say(world, **by_step):
     """``world``'s updates return these metrics, a list with one value a step."""
     update, names = world.update, {name.replace("__", "/"): values for name, values in by_step.items()}
 
-    async def told(batches, *, kl_coef):
+    async def told(batches, *, kl_coef, bounds):
         step = len(world.updates)
-        return await update(batches, kl_coef=kl_coef) | {n: v[step] for n, v in names.items()}
+        return await update(batches, kl_coef=kl_coef, bounds=bounds) | {n: v[step] for n, v in names.items()}
 
     world.update = told
 
@@ -134,7 +135,8 @@ def watch(state=None, **settings):
 
 
 def alarms_of(metrics, state=None, **settings):
-    return [str(a) for a in watch(state, **settings).examine(dict(metrics))]
+    metrics = dict(metrics)
+    return [bound.said(metrics) for bound in watch(state, **settings).examine(metrics)]
 
 
 @pytest.mark.parametrize(
@@ -207,10 +209,99 @@ def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(cap
     assert capsys.readouterr().err == f"{ended.value}\n"
 
 
+# --- steps that are skipped for a bound
+
+
+def looping(world, share):
+    """A ``share`` of every batch from the second on is garbage, and the batch short of the first's reward."""
+    score, seen = world.score, []
+
+    async def scored(prompt, rollouts):
+        group = await score(prompt, rollouts)
+        seen.append(prompt.uid)
+        later = len(seen) > 4
+        return dataclasses.replace(group, garbage=round(share * len(rollouts)) if later else 0)
+
+    world.score = scored
+
+
+def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
+    world = fakes.World(jitter=False)
+    looping(world, share=1.0)
+    train(world, fakes.config(steps=3, tracking={"samples": False}))
+    assert len(world.updates) == 1 and world.version == 3
+    assert list(world.kept_aside) == [2, 3] and len(world.kept_aside[2]) == 4
+    assert world.warnings[0] == (
+        "step 2: not trained on, rollout/garbage_share = 1 is above 0.9 (`health.garbage_above`); its batch "
+        "is in aside/step_000002.parquet"
+    )
+    assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 2]
+    assert "trained" in world.accounts[1] and "skipped" in world.accounts[2]
+    half = fakes.World(jitter=False)
+    looping(half, share=0.5)
+    train(half, fakes.config(steps=3))
+    assert len(half.updates) == 3 and half.logged[3]["rollout/garbage_share"] == 0.5
+
+
+def test_a_reward_that_has_collapsed_is_not_trained_on():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [0.0, 1.0 if step != 1 else 0.4])
+    train(world, fakes.config(steps=3, health={"reward_below_share": 0.5}))
+    assert len(world.updates) == 2
+    assert [step for step in world.accounts if "skipped" in world.accounts[step]] == [2]
+    assert "reward/mean = 0.2 is below 0.5 x 0.5, its greatest" in world.warnings[0]
+
+
+def test_a_run_that_skips_on_and_on_is_stopped():
+    world = fakes.World(jitter=False)
+    looping(world, share=1.0)
+    with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
+        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2}))
+    assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
+
+
+def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipped():
+    """The median of 1 to 5 is 3."""
+    keys = {}
+    for action in ("skip", "warn", "stop", "rollback"):
+        state = HealthState(None, (1.0, 2.0, 3.0, 4.0, 5.0))
+        found = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).bounds_of_update()
+        keys[action] = {bound.key: (bound.metric, bound.value, bound.above) for bound in found}
+    assert keys.pop("skip") == {
+        "entropy_below": ("policy/entropy", 0.1, False),
+        "mismatch_above": ("mismatch/logprob_diff_mean", 1.0, True),
+        "kl_above": ("ref/kl", 10.0, True),
+        "grad_norm_spike": ("policy/grad_norm", 12.0, True),
+    }
+    assert not any(keys.values())
+
+
+def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
+    world = fakes.World(jitter=False)
+    updates_say(
+        world,
+        health__skipped_updates=[0.0, 2.0, 0.0], health__refused_kl_above=[0.0, 2.0, 0.0],
+        ref__kl=[0.1, 12.0, 0.1], policy__grad_norm=[1.0, 50.0, 1.0],
+    )  # fmt: skip
+    train(world, fakes.config(steps=3))
+    assert world.warnings == [
+        "step 2: 2 update(s) not made, 2 beyond `health.kl_above` (ref/kl = 12, policy/grad_norm = 50); for "
+        "them the weights are as before, and the batch is kept in aside/step_000002.parquet"
+    ]
+    assert list(world.kept_aside) == [2] and "skipped" in world.accounts[2]
+
+
+def test_the_norm_of_a_gradient_that_moved_nothing_is_no_measure_for_later_ones():
+    health = watch()
+    for norm, skipped in ((1.0, 0.0), (50.0, 1.0), (2.0, 0.0)):
+        health.examine({"policy/grad_norm": norm, "health/skipped_updates": skipped})
+    assert health.state.grad_norms == (1.0, 2.0)
+
+
 def test_warn_goes_on():
     world = fakes.World(jitter=False)
     updates_say(world, ref__kl=[0.1, 12.0, 0.1, 11.0])
-    train(world, fakes.config(steps=4))
+    train(world, fakes.config(steps=4, health={"action": "warn"}))
     assert len(world.warnings) == 2 and world.warnings[1].startswith("step 4: ref/kl = 11")
     assert [world.logged[s]["health/alarms"] for s in (1, 2, 3, 4)] == [0, 1, 0, 1]
     assert not world.kept_aside
@@ -219,7 +310,7 @@ def test_warn_goes_on():
 def test_a_resumed_run_remembers_what_watches_compare_with():
     """Step 4 is a collapse only to whoever knows that step 1 had reward 1."""
     rewards = [1.0, 0.9, 0.9, 0.1]
-    health = {"reward_below_share": 0.5, "min_signal_groups": 0}
+    health = {"action": "warn", "reward_below_share": 0.5, "min_signal_groups": 0}
     config = fakes.config(steps=4, checkpoint={"every": 2}, health=health)
     world = fakes.World(jitter=False)
     scored_by(world, lambda step, index: [rewards[step]] * 2)
@@ -238,4 +329,4 @@ def test_a_resumed_run_remembers_what_watches_compare_with():
 def test_a_bound_that_no_step_can_meet_is_refused():
     with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5 is above"):
         fakes.config(health={"min_signal_groups": 5})
-    assert Health().min_signal_groups == 1 and Health().action == "warn"
+    assert Health().min_signal_groups == 1 and Health().action == "skip"

@@ -19,13 +19,13 @@ class MortalRank(OpenWorker):
         self._what = what if rank == self._trainer.place.rank else None
         return os.getpid()
 
-    def update(self, shards, kl_coef):
+    def update(self, shards, kl_coef, bounds):
         what = getattr(self, "_what", None)
         if isinstance(what, Exception):
             raise what
         if what is not None:
             os.kill(os.getpid(), what)
-        return super().update(shards, kl_coef)
+        return super().update(shards, kl_coef, bounds)
 
 
 @pytest.mark.parametrize(

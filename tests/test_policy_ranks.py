@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker, loss_settings
+from grpo_dist.bounds import Bound
 from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
 from grpo_dist.hardware import thread_environment
 from grpo_dist.layout import padded
@@ -244,6 +245,46 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     assert metrics[0]["loss/total"] == math.inf  # not hidden
     assert metrics[1]["loss/total"] == expected[0]["loss/total"]
     assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
+)
+def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
+    ray_cluster, tiny_model, tmp_path, ranks, stage, how
+):
+    """update, update  ==  update, one beyond a bound of its KL, one beyond one of its gradient, update."""
+    first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        await group.ready()
+        await group.update(group.stage([first]))
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.load(tmp_path)
+        before = await on_all(group, "weights")
+        kl, norm = expected[0]["ref/kl"], expected[0]["policy/grad_norm"]
+        beyond = [
+            Bound("kl_above", "ref/kl", kl / 2, above=True),
+            Bound("grad_norm_spike", "policy/grad_norm", norm / 2, above=True),
+        ]
+        within = [replace(bound, value=3 * bound.value) for bound in beyond]
+        metrics = [await group.update(group.stage([second]), bounds=[bound]) for bound in beyond]
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second]), bounds=within), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    for told, key in zip(metrics, ("kl_above", "grad_norm_spike"), strict=True):
+        assert told.pop("health/skipped_updates") == told.pop(f"health/refused_{key}") == 1
+        assert told | {"health/skipped_updates": 0} == expected[0]
+    assert again[0] == expected[0]
     for ours, theirs in ((between, before), (again[1], expected[1])):
         for a, b in zip(ours, theirs, strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a)

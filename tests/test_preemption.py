@@ -21,8 +21,8 @@ def asked_during(world, *, step, number=signal.SIGTERM, then=None):
     """A signal arrives in the midst of the update of ``step``, which goes on with ``then``."""
     update = world.update
 
-    async def updated(batches, *, kl_coef):
-        metrics = await update(batches, kl_coef=kl_coef)
+    async def updated(batches, *, kl_coef, bounds):
+        metrics = await update(batches, kl_coef=kl_coef, bounds=bounds)
         if len(world.updates) == step:
             os.kill(os.getpid(), number)
             await asyncio.sleep(0.01)  # the loop hears of it

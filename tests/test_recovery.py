@@ -33,7 +33,7 @@ class Job(fakes.World):
         self.trained = []
         self.die_at, self.metrics_at = {}, {}
 
-    async def update(self, batches, *, kl_coef):
+    async def update(self, batches, *, kl_coef, bounds):
         step = self.version + 1
         if self.die_at.get(step):
             self.die_at[step] -= 1

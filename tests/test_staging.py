@@ -23,8 +23,8 @@ class Slow(fakes.World):
         self.events.append("stage")
         return super().stage(batches)
 
-    async def update(self, batches, *, kl_coef):
-        await super().update(batches, kl_coef=kl_coef)
+    async def update(self, batches, *, kl_coef, bounds):
+        await super().update(batches, kl_coef=kl_coef, bounds=bounds)
         await asyncio.sleep(0.1)
         self.events.append("updated")
         return {"loss/policy": 0.0, "ref/kl": 5.0}
@@ -99,8 +99,8 @@ def test_the_weight_known_late_reaches_every_update_of_a_rank():
     from actors.policy import PolicyWorker
 
     worker = PolicyWorker()
-    worker._trainer = SimpleNamespace(update=lambda shards: [shard.kl_coef for shard in shards])
-    assert worker.update([samples_of_groups.batch(), samples_of_groups.batch()], 0.3) == [0.3, 0.3]
+    worker._trainer = SimpleNamespace(update=lambda shards, bounds: [shard.kl_coef for shard in shards])
+    assert worker.update([samples_of_groups.batch(), samples_of_groups.batch()], 0.3, ()) == [0.3, 0.3]
 
 
 def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
