@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chaos import verdict
+from chaos.__main__ import _kinds, long_groups, short_groups
 from chaos.events import Event
 from chaos.faults import Connection, Worker, reset
 from chaos.find import MARK, Family
@@ -37,6 +38,21 @@ def test_a_step_that_is_missing_or_there_twice_is_told():
     assert verdict.unfinished(LINES, 4) is None
     assert "[1, 2, 3, 4], expected 1 to 5" in verdict.unfinished(LINES, 5)
     assert "[1, 2, 3, 4, 4]" in verdict.unfinished([*LINES, LINES[-1]], 4)
+
+
+def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended():
+    everything = [kind for kind in _kinds() if "starting" not in kind]
+    assert sorted(f.kind for group in long_groups(None, everything) for f in group) == sorted(everything)
+    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 4}
+    for refusal, wanted, kills in (
+        (None, everything, False),
+        (None, ["torn file"], True),
+        ("no", everything, True),
+    ):
+        groups = long_groups(refusal, wanted)
+        (torn,) = [f for group in groups for f in group if f.kind == "torn file"]
+        assert torn.kills == kills
+    assert not {f.kind for group in short_groups(None) for f in group} & {"SIGKILL driver", "SIGTERM driver"}
 
 
 def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from random import Random
 
@@ -21,7 +21,7 @@ from grpo_dist.ledger import LEDGER, imbalance
 
 from . import room, verdict
 from .events import Event
-from .faults import Fault, TornFile, in_starts, in_steps
+from .faults import TornFile, in_starts, in_steps
 from .job import CONFIG, Job
 from .play import Group, Plan, Play, Stuck
 from .report import goodput, step_s, table
@@ -96,11 +96,9 @@ class Chaos:
         options = self._options
         if options.short:
             return Plan(short_groups(self._place.refusal), in_starts())
-        groups: list[Group] = [[f] for f in in_steps(self._place.refusal) for _ in range(options.each)]
-        starting: list[Fault] = [f for f in in_starts() for _ in range(options.each)]
-        if options.only:
-            groups = [group for group in groups if group[0].kind in options.only]
-            starting = [fault for fault in starting if fault.kind in options.only]
+        wanted = options.only or _kinds()
+        starting = [f for f in in_starts() for _ in range(options.each) if f.kind in wanted]
+        groups = [g for g in long_groups(self._place.refusal, wanted) for _ in range(options.each)]
         self._rng.shuffle(groups)
         self._rng.shuffle(starting)
         return Plan(groups, starting)
@@ -170,20 +168,33 @@ class Chaos:
         print(f"{time.monotonic() - self._begin:6.0f} s  {message}", flush=True)
 
 
+# What can be told apart comes at once: recovering is what takes long.
+_AT_ONCE = (
+    ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
+    ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
+    ("disk full", "torn file"),
+)
+
+
+def long_groups(refusal: str | None, wanted: Collection[str]) -> list[Group]:
+    """One event of each of the ``wanted`` kinds."""
+    torn = TornFile(kills=refusal is not None or "disk full" not in wanted)
+    kinds = {fault.kind: fault for fault in [*in_steps(refusal), torn] if fault.kind in wanted}
+    at_once = [[kinds.pop(kind) for kind in group if kind in kinds] for group in _AT_ONCE]
+    return [*filter(None, at_once), *([fault] for fault in kinds.values())]
+
+
 def short_groups(refusal: str | None) -> list[Group]:
-    """One event of each kind, as many at once as can be told apart: to start again is what takes long. The
-    driver is killed, and asked to end, while it starts.
+    """Those without the moments that a job seldom comes to; the driver is killed, and asked to end, while it
+    starts.
     """
-    kinds = {fault.kind: fault for fault in [*in_steps(refusal), TornFile(kills=False)]}
-    together = (
-        ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
-        ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
-        ("connection cut",),
-        ("SIGKILL policy",),
-        ("SIGSTOP policy",),
-        ("disk full", "torn file"),
-    )
-    return [[kinds[kind] for kind in group] for group in together]
+    left_out = ("SIGKILL driver", "SIGTERM driver", " at ")
+    wanted = [kind for kind in _kinds() if not any(part in kind for part in left_out)]
+    return long_groups(refusal, wanted)
+
+
+def _kinds() -> list[str]:
+    return [fault.kind for fault in (*in_steps(None), *in_starts())]
 
 
 def _shared_memory() -> list[str]:
@@ -203,7 +214,7 @@ def _mapped() -> set[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    kinds = [fault.kind for fault in (*in_steps(None), *in_starts())]
+    kinds = _kinds()
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="one event of each kind, many at once")
     parser.add_argument("--each", type=int, default=20, help="events of each kind (20)")
