@@ -43,6 +43,26 @@ def tiny_model(model_cache) -> Path:
 
 
 @pytest.fixture(scope="session")
+def ranks_parent(ray_cluster, tmp_path_factory):
+    from forked_ranks import Parent
+
+    from grpo_dist.hardware import thread_environment
+
+    parent = Parent(tmp_path_factory.mktemp("forks"), thread_environment(1))
+    yield parent
+    parent.close()
+
+
+@pytest.fixture
+def forked_ranks(ranks_parent, monkeypatch):
+    """Ranks of a `PolicyGroup` are forked, not started by Ray: see `forked_ranks`."""
+    import actors.policy
+
+    monkeypatch.setattr(actors.policy, "one_at_a_time", ranks_parent.actor_class)
+    monkeypatch.setattr(actors.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
+
+
+@pytest.fixture(scope="session")
 def ray_cluster():
     """One private Ray for all tests with actors."""
     import ray

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-import ray
 import samples_of_groups
 import torch
 from peft import PeftModel
 from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, relative
 from transformers import AutoModelForCausalLM
 
+from actors.calls import results
 from actors.policy import PolicyGroup, loss_settings
 from grpo_dist.config import LoRA, Model, Optimizer, Policy, Timeouts
 from grpo_dist.hardware import thread_environment
@@ -58,7 +58,14 @@ def start(model_dir, *, ranks, stage, token_budget=10_000, **policy):
 
 
 def on_all(group, method, *arguments):
-    return ray.get([getattr(rank, method).remote(*arguments) for rank in group.ranks])
+    return together(getattr(rank, method).remote(*arguments) for rank in group.ranks)
+
+
+def together(calls):
+    async def answers():
+        return await results(calls)
+
+    return asyncio.run(answers())
 
 
 def base_weights(model_dir):
@@ -82,7 +89,7 @@ def expected_gradients(model_dir, tensors, batch):
 
 @pytest.mark.parametrize(("ranks", "stage", "micro_batch_tokens"), [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)])
 def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
-    ray_cluster, tiny_model, ranks, stage, micro_batch_tokens
+    forked_ranks, tiny_model, ranks, stage, micro_batch_tokens
 ):
     """After one update, so that neither A's nor B's gradient is 0."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
@@ -93,7 +100,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     low_rank, weights = on_all(group, "adapters")[0], on_all(group, "weights")[0]
     elements = sum(on_all(group, "optimizer_elements"))
     calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shard(second, ranks), strict=True)]
-    gradients, _ = ray.get(calls)[0]
+    gradients, _ = together(calls)[0]
     asyncio.run(group.shutdown())
 
     trained = sum(t.numel() for t in low_rank.values())
@@ -116,7 +123,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.evidence), 3])
-def test_checkpoint_holds_the_adapters_and_resumes_exactly(ray_cluster, tiny_model, tmp_path, stage):
+def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  (other processes) load, update; the export is the model and its adapter."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
 

@@ -1,5 +1,5 @@
-"""Real DeepSpeed ranks in real Ray actors: a step's gradient is that of the whole batch, however it is
-split.
+"""Real DeepSpeed ranks: a step's gradient is that of the whole batch, however it is split. Most are forked,
+which is quicker than Ray's actors by the seconds that each of those imports.
 """
 
 import asyncio
@@ -143,7 +143,7 @@ def reference(tiny_model, batch):
     ],
 )
 def test_gradient_is_that_of_the_whole_batch(
-    ray_cluster, tiny_model, batch, reference, ranks, stage, micro_batch_tokens, how
+    forked_ranks, tiny_model, batch, reference, ranks, stage, micro_batch_tokens, how
 ):
     """Over ranks, ZeRO stages, micro-batches, padded and packed rows, and ranks that share sequences (with as
     many key heads as ranks, and with fewer).
@@ -157,7 +157,7 @@ def test_gradient_is_that_of_the_whole_batch(
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
 
 
-def test_more_ranks_than_rows_still_give_the_gradient(ray_cluster, tiny_model):
+def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     small = samples_of_groups.batch(groups=1, samples=1)
 
     async def both():
@@ -211,7 +211,7 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_mo
     [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
-    ray_cluster, tiny_model, tmp_path, ranks, stage, how
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
 ):
     """update, update  ==  update, one with an infinite loss on one rank, one with a gradient that is NaN on
     one, update: weights, optimiser and schedule.
@@ -255,7 +255,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
 )
 def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
-    ray_cluster, tiny_model, tmp_path, ranks, stage, how
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
 ):
     """update, update  ==  update, one beyond a bound of its KL, one beyond one of its gradient, update."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
@@ -290,7 +290,7 @@ def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_weights_that_are_lost_are_told(ray_cluster, tiny_model):
+def test_weights_that_are_lost_are_told(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
     async def step():
@@ -304,7 +304,7 @@ def test_weights_that_are_lost_are_told(ray_cluster, tiny_model):
     assert metrics["health/bad_weights"] == 1 and metrics["health/skipped_updates"] == 0
 
 
-def test_a_missing_checkpoint_is_refused_by_name(ray_cluster, tiny_model, tmp_path):
+def test_a_missing_checkpoint_is_refused_by_name(forked_ranks, tiny_model, tmp_path):
     async def load():
         group = start(tiny_model, ranks=1, stage=2)
         await group.ready()
@@ -333,7 +333,7 @@ SLOW = ("the tokens of highest entropy", "ratios to the engine")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in FAMILY]
 )
-def test_two_ranks_and_small_micro_batches_update_as_one_does(ray_cluster, tiny_model, name):
+def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny_model, name):
     """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
     changes, epochs = FAMILY[name]
     algorithm = Algorithm(**changes)
@@ -372,7 +372,7 @@ def near_the_models(model_dir, batch):
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)
 
 
-def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_model):
+def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_model):
     """One sample on two ranks: old log-probs, the entropy threshold and two epochs all need both."""
     algorithm = Algorithm(top_entropy_share=0.5, kl=KL())
     small = samples_of_groups.batch(groups=1, samples=1, reference=False)
@@ -392,7 +392,7 @@ def test_a_rank_without_rows_takes_part_in_every_collective(ray_cluster, tiny_mo
     ("stage", "optimizer_on"),
     [pytest.param(1, "none", marks=pytest.mark.evidence), (2, "none"), (3, "cpu")],
 )
-def test_states_that_were_away_come_back_bit_by_bit(ray_cluster, tiny_model, batch, stage, optimizer_on):
+def test_states_that_were_away_come_back_bit_by_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
     """Two steps with all states moved to host memory in between are two steps."""
 
     async def two_steps(*, away):

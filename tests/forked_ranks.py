@@ -1,0 +1,151 @@
+"""Ranks that are forked from a process with everything imported, where a test is of what ranks compute: Ray's
+own take ten seconds each to import as much.
+
+    test                         parent                      rank
+      one socket a rank ------->   fork --------------------->  the worker object
+      (method, arguments) ------------------------------------> its method
+      what it returns, or raises <-----------------------------
+
+A rank is a process of its own, as under Ray, and takes the calls one by one.
+"""
+
+import asyncio
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
+
+import ray
+
+_PR_SET_PDEATHSIG = 1
+_PRELOADED = """
+import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
+import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
+from transformers import AutoModelForCausalLM, AutoTokenizer
+import actors.policy, grpo_dist.trainer
+"""
+
+
+class Parent:
+    """The process that ranks are forked from."""
+
+    def __init__(self, directory, environment):
+        self.address = str(directory / "ranks")
+        command = [sys.executable, "-c", f"import forked_ranks; forked_ranks.serve_forks({self.address!r})"]
+        self._process = subprocess.Popen(
+            command, env=os.environ | environment | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def close(self):
+        self._process.kill()
+        self._process.wait()
+
+    def actor_class(self, worker):
+        """In the place of `actors.calls.one_at_a_time`."""
+        return _Class(self.address, worker)
+
+
+class _Class:
+    def __init__(self, address, worker):
+        self._address, self._worker = address, worker
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *arguments):
+        return Forked(self._address, self._worker, arguments)
+
+
+class Forked:
+    """In the place of an actor's handle."""
+
+    def __init__(self, address, worker, arguments):
+        self._connection = Client(address, "AF_UNIX")
+        self._thread = ThreadPoolExecutor(1)
+        self._send(worker, arguments)
+
+    def __getattr__(self, method):
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return _Method(self, method)
+
+    def end(self):
+        """In the place of `ray.kill`."""
+        self._send(None)
+        self._thread.shutdown(cancel_futures=True)
+
+    def call(self, method, arguments):
+        self._send(method, [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in arguments])
+        value, error = pickle.loads(self._connection.recv_bytes())
+        if error is not None:
+            raise error
+        return value
+
+    def _send(self, *message):
+        self._connection.send_bytes(pickle.dumps(message))
+
+
+class _Method:
+    def __init__(self, actor, name):
+        self._actor, self._name = actor, name
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *arguments):
+        return _Answer(self._actor._thread.submit(self._actor.call, self._name, arguments))
+
+
+class _Answer:
+    """As an object reference, it begins without a loop and is awaited in one."""
+
+    def __init__(self, future):
+        self._future = future
+
+    def __await__(self):
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def serve_forks(address):
+    """The parent. It computes nothing itself: a fork of a process with threads of its own would hang."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    exec(_PRELOADED)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with Listener(address, "AF_UNIX", backlog=16) as listener:
+        print("ready", flush=True)
+        while True:
+            connection = listener.accept()
+            if os.fork() == 0:
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers are waited for
+                _serve(connection)
+            connection.close()
+
+
+def _serve(connection):
+    """Until the other side ends it, or is gone."""
+    try:
+        worker, arguments = pickle.loads(connection.recv_bytes())
+        own = worker(*arguments)
+        while (message := pickle.loads(connection.recv_bytes())) != (None,):
+            method, arguments = message
+            connection.send_bytes(pickle.dumps(_answer(getattr(own, method), arguments)))
+    except EOFError:
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def _answer(method, arguments):
+    try:
+        return method(*arguments), None
+    except Exception as error:
+        return None, error
