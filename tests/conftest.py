@@ -54,12 +54,10 @@ def ranks_parent(ray_cluster, tmp_path_factory):
 
 
 @pytest.fixture
-def forked_ranks(ranks_parent, monkeypatch):
+def forked_ranks(ranks_parent):
     """Ranks of a `PolicyGroup` are forked, not started by Ray: see `forked_ranks`."""
-    import actors.policy
-
-    monkeypatch.setattr(actors.policy, "one_at_a_time", ranks_parent.actor_class)
-    monkeypatch.setattr(actors.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
+    with ranks_parent.in_the_place_of_ray():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,10 @@ import subprocess
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.connection import Client, Listener
 
+import pytest
 import ray
 
 _PR_SET_PDEATHSIG = 1
@@ -46,9 +48,15 @@ class Parent:
         self._process.kill()
         self._process.wait()
 
-    def actor_class(self, worker):
-        """In the place of `actors.calls.one_at_a_time`."""
-        return _Class(self.address, worker)
+    @contextmanager
+    def in_the_place_of_ray(self):
+        """Within, the ranks of every `PolicyGroup` that is made are forked."""
+        import actors.policy
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(actors.policy, "one_at_a_time", lambda worker: _Class(self.address, worker))
+            patch.setattr(actors.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
+            yield
 
 
 class _Class:

@@ -58,10 +58,11 @@ async def two_updates(model_dir, directory=None, **policy):
 
 
 @pytest.fixture(scope="module")
-def without(ray_cluster, tiny_model):
-    return asyncio.run(two_updates(tiny_model, zero_stage=2)), asyncio.run(
-        two_updates(tiny_model, zero_stage=2, lora=LoRA(rank=4))
-    )
+def without(ranks_parent, tiny_model):
+    """Of all weights, and of adapters."""
+    with ranks_parent.in_the_place_of_ray():
+        kinds = (None, LoRA(rank=4))
+        return [asyncio.run(two_updates(tiny_model, zero_stage=2, lora=lora)) for lora in kinds]
 
 
 def agree(ours, theirs):
@@ -97,7 +98,7 @@ SLOW = ("optimiser, ZeRO-1", "optimiser, ZeRO-3")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in CPU]
 )
-def test_offload_to_the_cpu_trains_as_without(without, tiny_model, tmp_path, name):
+def test_offload_to_the_cpu_trains_as_without(forked_ranks, without, tiny_model, tmp_path, name):
     directory = tmp_path / "policy" if name in ("optimiser, ZeRO-2", "all, ZeRO-3") else None
     result = asyncio.run(two_updates(tiny_model, directory, **CPU[name]))
     agree(result, without["lora" in CPU[name]])

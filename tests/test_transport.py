@@ -54,8 +54,9 @@ def receiver(backend, port, rank, size, rounds, out):
     transport.close()
 
 
-def one_that(backend, port, action, reached):
+def one_that(backend, port, action, up, reached):
     """A receiver that reads one bucket and then does something else."""
+    up.set()  # everything is imported
     transport = join(backend, port, 1, 2)
     next(receive(transport, MANY, 1))
     reached.set()
@@ -96,8 +97,10 @@ def test_two_receivers_get_every_byte_round_after_round(backend):
 @pytest.mark.parametrize("backend", CPU_KINDS)
 @pytest.mark.parametrize("action", ["die", "hang"])
 def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, action):
-    port, reached = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Event()
-    other = start(one_that, backend, port, action, reached)
+    port, processes = free_port("127.0.0.1"), multiprocessing.get_context("spawn")
+    up, reached = processes.Event(), processes.Event()
+    other = start(one_that, backend, port, action, up, reached)
+    assert up.wait(120)
     transport = join(backend, port, 0, 2, timeout_s=10.0)
     begin = time.monotonic()
     many = [[(spec.name, torch.zeros(spec.shape))] for spec in MANY]
