@@ -479,7 +479,9 @@ class Health(Section):
     length_above: PositiveFloat | None = Field(None, description="mean completion, tokens")
     truncated_above: Fraction | None = Field(None, description="share of completions that were cut off")
     garbage_above: Fraction | None = Field(
-        0.9, description="share of completions that end in a loop, or that nobody can read"
+        None,
+        description="share of completions that end in a loop, or that nobody can read, e.g. 0.5. Not for "
+        "models with random weights, which say nothing else",
     )
     mismatch_above: PositiveFloat | None = Field(
         1.0, description="mean difference of log-probs between engine and trainer, nats"

@@ -228,7 +228,7 @@ def looping(world, share):
 def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
-    train(world, fakes.config(steps=3, tracking={"samples": False}))
+    train(world, fakes.config(steps=3, health={"garbage_above": 0.9}, tracking={"samples": False}))
     assert len(world.updates) == 1 and world.version == 3
     assert list(world.kept_aside) == [2, 3] and len(world.kept_aside[2]) == 4
     assert world.warnings[0] == (
@@ -239,7 +239,7 @@ def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
     assert "trained" in world.accounts[1] and "skipped" in world.accounts[2]
     half = fakes.World(jitter=False)
     looping(half, share=0.5)
-    train(half, fakes.config(steps=3))
+    train(half, fakes.config(steps=3, health={"garbage_above": 0.9}))
     assert len(half.updates) == 3 and half.logged[3]["rollout/garbage_share"] == 0.5
 
 
@@ -256,7 +256,7 @@ def test_a_run_that_skips_on_and_on_is_stopped():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
     with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
-        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2}))
+        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2, "garbage_above": 0.9}))
     assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
 
 
