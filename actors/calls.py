@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ import ray
 from grpo_dist.concurrency import gather
 
 BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
+Places = Sequence[dict[str, Any]] | None  # Ray options of each worker of a role on top of those of all
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
 
 
@@ -29,6 +31,13 @@ def one_at_a_time(worker: type) -> Any:
     `max_concurrency` in its options so many run at once.
     """
     return ray.remote(concurrency_groups={BESIDE: 1})(worker)
+
+
+def makers(make: Callable[[dict[str, Any], str], Any], places: Places, workers: int) -> list[Any]:
+    """Of so many ``workers``, what makes each, given its name: ``make`` with the options of its place."""
+    own = [{}] * workers if places is None else list(places)
+    assert len(own) == workers, f"{len(own)} places for {workers} workers"
+    return [partial(make, place) for place in own]
 
 
 async def on_one_host(workers: Iterable[Any]) -> bool:

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine import EngineSpec
+from actors.fitting import bundles, too_large
 from actors.placement import Demand, Devices, Resources, describe, placement, ranks_beside, share_out
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
@@ -30,6 +31,7 @@ from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
+from actors.room import Room, nodes
 from actors.supervision import Team, reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
@@ -77,15 +79,18 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     cluster has, before anything is started.
     """
     if _address(config) == "local" and not ray.is_initialized():
-        here, has = True, _local_resources(config)
+        here, has, found = True, _local_resources(config), None
     else:
         owns = _connect(config)
-        here, has = _is_this_machine(), _resources()
+        here, has, found = _is_this_machine(), _resources(shared=True), nodes()
         if owns:
             ray.shutdown()
     if training and here:
         check_offload(config.policy)  # of another cluster, every rank looks at its own machine
-    return describe(placement(config, has, training=training), has)
+    demands = placement(config, has, training=training)
+    if found is not None and (problem := too_large(bundles(demands), found)):
+        raise UserError(f"cluster: {problem}")
+    return describe(demands, has)
 
 
 def local_demands(config: Config) -> dict[str, Demand]:
@@ -100,6 +105,8 @@ class Cluster:
         self._config = config
         self._handles: list[Any] = []
         self._owns_ray = False
+        self._demands: dict[str, Demand] = {}
+        self._room = Room([], None)
         self._generation = 0  # of policy groups
         self._parts: Parts | None = None
 
@@ -118,11 +125,12 @@ class Cluster:
         """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do
         not fit.
         """
-        config, demands = self._config, self._placement(training=True)
-        policy = self._create_policy(model_dir, demands)
-        shared = await self._shared_devices(policy, demands["rollout"])
-        samplers = self._create_samplers(model_dir, demands, shared)
-        reference = self._create_reference(model_dir, demands)
+        config = self._config
+        await self._take_room(training=True)
+        policy = self._create_policy(model_dir)
+        shared = await self._shared_devices(policy)
+        samplers = self._create_samplers(model_dir, shared)
+        reference = self._create_reference(model_dir)
         parts = Parts(policy, samplers, reference)
         limit_s = config.cluster.timeouts.sync_s
         turns = (
@@ -180,7 +188,7 @@ class Cluster:
     async def _with_new_policy(self, old: Parts, model_dir: Path) -> Workers:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
-        parts = replace(old, policy=self._create_policy(model_dir, self._placement(training=True)))
+        parts = replace(old, policy=self._create_policy(model_dir))
         await gather([parts.policy.ready(), old.samplers.rollouts.abandon()])
         if not old.samplers.rollouts.team.is_whole:
             raise WorkerLost("an engine is being replaced")
@@ -226,9 +234,9 @@ class Cluster:
             timeout_s=self._config.cluster.timeouts.sync_s,
         )
 
-    async def _shared_devices(self, policy: PolicyGroup, demand: Demand) -> SharedDevices | None:
+    async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
         """Of the engines, where they have no GPUs of their own."""
-        if not demand.shared:
+        if not self._demands["rollout"].shared:
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
             held = await policy.devices()
@@ -251,14 +259,18 @@ class Cluster:
 
     async def start_evaluation(self, model_dir: Path) -> Samplers:
         """Rollout and reward workers alone, on the weights in ``model_dir``."""
-        samplers = self._create_samplers(model_dir, self._placement(training=False), None)
+        await self._take_room(training=False)
+        samplers = self._create_samplers(model_dir, None)
         await self._ready(None)
         return samplers
 
     async def stop_workers(self) -> None:
-        """End every actor this cluster started; safe to call twice."""
+        """End every actor this cluster started, and give their room back; safe to call twice."""
         handles, self._handles = self._handles, []
-        await gather(handle.shutdown() for handle in reversed(handles))
+        try:
+            await gather(handle.shutdown() for handle in reversed(handles))
+        finally:
+            self._room.give_back()
 
     async def _ready(self, turns: Turns | None, *in_turns: Any) -> None:
         """All actors load at once, but for those that take turns; what they refuse (a model they cannot
@@ -268,7 +280,7 @@ class Cluster:
         with refusals():
             await gather([*(handle.ready() for handle in own), *([turns.start()] if turns else [])])
 
-    def _create_policy(self, model_dir: Path, demands: dict[str, Demand]) -> PolicyGroup:
+    def _create_policy(self, model_dir: Path) -> PolicyGroup:
         config = self._config
         policy = PolicyGroup(
             config.policy,
@@ -281,20 +293,20 @@ class Cluster:
             total_updates=config.total_updates,
             timeouts=config.cluster.timeouts,
             seed=config.seed,
-            options=self._options(demands["policy"]),
+            options=self._options("policy"),
+            places=self._room.of("policy"),
             restarts=config.cluster.restarts,
             generation=self._generation,
         )
         self._handles.insert(0, policy)
         return policy
 
-    def _create_samplers(
-        self, model_dir: Path, demands: dict[str, Demand], shared: SharedDevices | None
-    ) -> Samplers:
+    def _create_samplers(self, model_dir: Path, shared: SharedDevices | None) -> Samplers:
         config = self._config
         spec = EngineSpec.of(config, model_dir, colocated=shared is not None)
-        options = self._options(demands["rollout"])
-        places = None if shared is None else [_place(options, devices) for devices in shared.engines]
+        options, places = self._options("rollout"), self._room.of("rollout")
+        if shared is not None:
+            places = [_place(options, devices) for devices in shared.engines]
         restarts = self._restarts
         rollouts = self._keep(
             RolloutPool(
@@ -308,22 +320,29 @@ class Cluster:
         rewards = RewardPool(
             config.rewards,
             max_new_tokens=config.sampling.max_new_tokens,
-            models=[
-                RewardModelPool(
-                    model,
-                    policy=config.model,
-                    policy_dir=str(model_dir),
-                    options=self._options(demands["reward_models"]),
-                    **restarts,
-                )
-                for model in config.rewards.models
-            ],
-            options=self._options(demands["rewards"]),
+            models=self._create_reward_models(model_dir),
+            options=self._options("rewards"),
+            places=self._room.of("rewards"),
             **restarts,
         )
         return Samplers(rollouts, self._keep(rewards))
 
-    def _create_reference(self, model_dir: Path, demands: dict[str, Demand]) -> ReferencePool | None:
+    def _create_reward_models(self, model_dir: Path) -> list[RewardModelPool]:
+        places, made = self._room.of("reward_models"), []
+        for model in self._config.rewards.models:
+            own, places = (None, None) if places is None else _split(places, model.num_workers)
+            pool = RewardModelPool(
+                model,
+                policy=self._config.model,
+                policy_dir=str(model_dir),
+                options=self._options("reward_models"),
+                places=own,
+                **self._restarts,
+            )
+            made.append(pool)
+        return made
+
+    def _create_reference(self, model_dir: Path) -> ReferencePool | None:
         config = self._config
         if not config.needs_reference:
             return None
@@ -334,7 +353,8 @@ class Cluster:
                 model_dir=str(model_dir),
                 temperature=config.sampling.temperature,
                 chunk_mib=config.policy.logprob_chunk_mib,
-                options=self._options(demands["reference"]),
+                options=self._options("reference"),
+                places=self._room.of("reference"),
                 **self._restarts,
             )
         )
@@ -349,13 +369,16 @@ class Cluster:
         self._handles.append(handle)
         return handle
 
-    def _placement(self, *, training: bool) -> dict[str, Demand]:
-        return placement(self._config, _resources(), training=training)
+    async def _take_room(self, *, training: bool) -> None:
+        has = _resources(shared=not self._owns_ray)
+        self._demands = placement(self._config, has, training=training)
+        self._room = await Room.take(self._config, self._demands)
 
-    def _options(self, demand: Demand) -> dict[str, Any]:
-        """Ray options of an actor. CPUs are divided by thread counts, not by Ray: actors that take turns
-        share them.
+    def _options(self, role: str) -> dict[str, Any]:
+        """Ray options of an actor that has no place of its own. CPUs are divided by thread counts, not by
+        Ray: actors that take turns share them.
         """
+        demand = self._demands[role]
         return {
             "num_cpus": 0,
             "num_gpus": 0 if demand.shared else demand.gpus,
@@ -372,6 +395,10 @@ def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
     }
 
 
+def _split(places: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return places[:count], places[count:]
+
+
 def _address(config: Config) -> str:
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
@@ -380,9 +407,11 @@ def _local_resources(config: Config) -> Resources:
     return Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
 
 
-def _resources() -> Resources:
+def _resources(*, shared: bool) -> Resources:
+    """Of the cluster that this process has joined; ``shared``: see `Resources`."""
     has = ray.cluster_resources()
-    return Resources(int(has.get("CPU", 1)), int(has.get("GPU", 0)))
+    most = int(max(node.cpus for node in nodes()))
+    return Resources(int(has.get("CPU", 1)), int(has.get("GPU", 0)), max(most, 1), shared)
 
 
 def _is_this_machine() -> bool:

@@ -8,7 +8,7 @@ GPU 4 5 6 7   rollout engines          GPU 0 1 2 3 4 5 6 7   rollout engines, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from grpo_dist.config import Config
@@ -18,23 +18,29 @@ from grpo_dist.offload import optimizer_device
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cluster has in all."""
+    """What a cluster has in all. ``node_cpus``: the most that one of its nodes has; None: it is one.
+    ``shared``: others may use it, so that CPUs are reserved, too, where they suffice.
+    """
 
     cpus: int
     gpus: int
+    node_cpus: int | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class Demand:
     """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
 
-    ``shared``: the GPUs are those of the policy ranks, and counted there.
+    ``shared``: the GPUs are those of the policy ranks, and counted there. ``cpus``: kept free of other jobs
+    for each; 0: it runs beside what else there is.
     """
 
     workers: int
     gpus: int
     threads: int
     shared: bool = False
+    cpus: int = 0
 
 
 class Devices(NamedTuple):
@@ -110,12 +116,13 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     on_gpu = 1 if has.gpus else 0
     # Who takes turns has all CPUs in its turn; otherwise sampling and training get half of them each.
     share = has.cpus if colocated or not training else max(1, has.cpus // 2)
+    most = has.node_cpus or has.cpus  # of one worker
     rollout, policy, reference = config.rollout, config.policy, config.reference
     demands = {
         "rollout": Demand(
             rollout.num_workers,
             on_gpu * rollout.tensor_parallel_size,
-            rollout.threads or max(1, share // rollout.num_workers),
+            rollout.threads or max(1, min(most, share // rollout.num_workers)),
             shared=bool(on_gpu) and colocated,
         ),
         "rewards": Demand(config.rewards.num_workers, 0, 1),
@@ -125,11 +132,24 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         demands["reward_models"] = Demand(workers, on_gpu, 1)
     if training:
         demands["policy"] = Demand(
-            policy.num_workers, on_gpu, policy.threads or max(1, share // policy.num_workers)
+            policy.num_workers, on_gpu, policy.threads or max(1, min(most, share // policy.num_workers))
         )
     if training and config.needs_reference:
         demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
-    return demands
+    return _with_cpus(demands, has, colocated=colocated)
+
+
+def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
+    """With the CPUs that are reserved for each, if there are enough of them for all."""
+    if has.gpus:
+        cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}
+    elif has.shared and not colocated:
+        # Engines and ranks compute; what else there is waits, mostly.
+        cpus = {role: demands[role].threads for role in ("rollout", "policy") if role in demands}
+    else:
+        cpus = {}
+    enough = sum(each * demands[role].workers for role, each in cpus.items()) <= has.cpus
+    return {role: replace(d, cpus=cpus.get(role, 0) if enough else 0) for role, d in demands.items()}
 
 
 def _gpus(demands: dict[str, Demand]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from actors.calls import BESIDE, kill, one_at_a_time, results
+from actors.calls import BESIDE, Places, kill, makers, one_at_a_time, results
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
@@ -137,6 +137,7 @@ class PolicyGroup:
         timeouts: Timeouts,
         seed: int,
         options: dict[str, Any],
+        places: Places = None,
         worker: type[PolicyWorker] = PolicyWorker,
         restarts: Restarts | None = None,
         generation: int = 0,
@@ -155,13 +156,14 @@ class PolicyGroup:
         }
         actor = one_at_a_time(worker)
 
-        def make(name: str) -> Any:
+        def make(place: dict[str, Any], name: str) -> Any:
             # The name of the one before may not be free yet.
-            return actor.options(name=f"{name}.{generation}" if generation else name, **options).remote()
+            own = f"{name}.{generation}" if generation else name
+            return actor.options(name=own, **options | place).remote()
 
         self.team = Team(
             "policy",
-            [make] * settings.num_workers,
+            makers(make, places, settings.num_workers),
             restarts=restarts,
             start_s=timeouts.start_s,
             irreplaceable=_SHARDED,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.calls import kill, one_at_a_time, results
+from actors.calls import Places, kill, makers, one_at_a_time, results
 from actors.supervision import Team, Watched
 from actors.transport import Seat, Transport, open_transport
 from actors.weight_stream import receive
@@ -132,19 +132,20 @@ class ReferencePool:
         temperature: float,
         chunk_mib: int | None,
         options: dict[str, Any],
+        places: Places = None,
         restarts: Restarts | None = None,
         start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(ReferenceWorker)
 
-        def make(name: str) -> Any:
-            return actor.options(name=name, **options).remote(
+        def make(place: dict[str, Any], name: str) -> Any:
+            return actor.options(name=name, **options | place).remote(
                 settings, model=model, model_dir=model_dir, temperature=temperature, chunk_mib=chunk_mib
             )
 
         self.team = Team(
             "reference",
-            [make] * settings.num_workers,
+            makers(make, places, settings.num_workers),
             restarts=restarts,
             start_s=start_s,
             irreplaceable=_RENEWED if settings.refresh_every else None,

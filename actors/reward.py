@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from actors.calls import end, one_at_a_time
+from actors.calls import Places, end, makers, one_at_a_time
 from actors.reward_model import RewardModelPool
 from actors.supervision import Team, Watched, reason
 from grpo_dist.concurrency import gather
@@ -91,6 +91,7 @@ class RewardPool:
         max_new_tokens: int,
         models: Sequence[RewardModelPool] = (),
         options: dict[str, Any],
+        places: Places = None,
         worker: type = RewardWorker,
         restarts: Restarts | None = None,
         start_s: float = 600.0,
@@ -98,11 +99,12 @@ class RewardPool:
         actor, settings = one_at_a_time(worker), placed(settings)
         in_hand = 2 * settings.processes_per_worker
 
-        def make(name: str) -> Any:
-            own = actor.options(name=name, max_concurrency=in_hand, **options)
+        def make(place: dict[str, Any], name: str) -> Any:
+            own = actor.options(name=name, max_concurrency=in_hand, **options | place)
             return own.remote(settings, max_new_tokens=max_new_tokens)
 
-        self.team = Team("reward", [make] * settings.num_workers, restarts=restarts, start_s=start_s)
+        made = makers(make, places, settings.num_workers)
+        self.team = Team("reward", made, restarts=restarts, start_s=start_s)
         self.workers = self.team.workers
         self._settings = settings
         self.models = list(models)

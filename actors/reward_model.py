@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.calls import kill, one_at_a_time
+from actors.calls import Places, kill, makers, one_at_a_time
 from actors.supervision import Team, Watched
 from grpo_dist.config import Model, Restarts, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
@@ -45,17 +45,19 @@ class RewardModelPool:
         policy: Model,
         policy_dir: str,
         options: dict[str, Any],
+        places: Places = None,
         restarts: Restarts | None = None,
         start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(RewardModelWorker)
 
-        def make(name: str) -> Any:
-            return actor.options(name=name, **options).remote(settings, policy=policy, policy_dir=policy_dir)
+        def make(place: dict[str, Any], name: str) -> Any:
+            own = actor.options(name=name, **options | place)
+            return own.remote(settings, policy=policy, policy_dir=policy_dir)
 
         self.name = settings.name
-        makers = [make] * settings.num_workers
-        self.team = Team(f"reward-model-{settings.name}", makers, restarts=restarts, start_s=start_s)
+        made = makers(make, places, settings.num_workers)
+        self.team = Team(f"reward-model-{settings.name}", made, restarts=restarts, start_s=start_s)
         self.workers = self.team.workers
 
     async def ready(self) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from actors.calls import end, results
+from actors.calls import Places, end, makers, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
 from actors.supervision import Health, Team, Watched
@@ -237,7 +236,7 @@ class RolloutPool:
         spec: EngineSpec,
         *,
         options: dict[str, Any],
-        places: Sequence[dict[str, Any]] | None = None,
+        places: Places = None,
         worker: type = RolloutWorker,
         restarts: Restarts | None = None,
         start_s: float = 600.0,
@@ -248,14 +247,13 @@ class RolloutPool:
         """
         actor, settings = ray.remote(worker), spec.rollout
         self.tensor_parallel_size = settings.tensor_parallel_size
-        own = places or [{}] * settings.num_workers
 
         def make(place: dict[str, Any], name: str) -> Any:
             return actor.options(name=name, max_concurrency=10_000, **options | place).remote(spec)
 
         self.team = Team(
             "rollout",
-            [partial(make, place) for place in own],
+            makers(make, places, settings.num_workers),
             restarts=restarts,
             start_s=start_s,
             start=lambda worker: worker.start.remote(),

@@ -526,6 +526,7 @@ class Tracking(Section):
 
 
 class Timeouts(Section):
+    room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
     start_s: PositiveFloat = Field(600.0, description="all actors up, models loaded")
     sample_s: PositiveFloat = Field(1800.0, description="one batch sampled and scored")
     update_s: PositiveFloat = Field(1800.0, description="one step of the policy, or of the reference worker")

@@ -42,7 +42,8 @@ def test_auto_separates_where_the_gpus_suffice(ranks, engines, tensor_parallel, 
     demands = placement(wanted, NODE, training=True)
     assert is_colocated(wanted, NODE) is colocated
     assert demands["policy"].gpus == 1 and not demands["policy"].shared
-    assert demands["rollout"] == Demand(engines, tensor_parallel, demands["rollout"].threads, colocated)
+    threads, cpus = demands["rollout"].threads, 0 if colocated else 1
+    assert demands["rollout"] == Demand(engines, tensor_parallel, threads, colocated, cpus)
 
 
 def test_one_gpu_is_enough_for_a_run():

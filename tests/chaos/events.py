@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import psutil
@@ -60,12 +61,9 @@ class Event:
         return True
 
     def _said(self, job: Job, words: str) -> float | None:
-        """When the job first said so of this role, after this event."""
-        return next(
-            (
-                line.at
-                for line in list(job.lines)
-                if line.at > self.at and line.text.startswith(f"{self.role}-") and words in line.text
-            ),
-            None,
-        )
+        """When the job first said so of this role, after this event. What Ray prints from a thread of its own
+        may stand before it in the same line.
+        """
+        of_role = re.compile(rf"\b{self.role}-\d+ {words}")
+        lines = (line for line in list(job.lines) if line.at > self.at)
+        return next((line.at for line in lines if of_role.search(line.text)), None)

@@ -1,0 +1,156 @@
+"""Whether what a run takes fits on the nodes of a cluster as they are now, and what would.
+
+A run takes its room whole or not at all, so that two jobs never wait for each other with half of it each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from pydantic import ValidationError
+
+from actors.placement import Demand, Resources, placement
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+
+
+@dataclass(frozen=True)
+class Node:
+    """``name``: its address. What it has, and what nobody has taken of that."""
+
+    name: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+    def __str__(self) -> str:
+        gpus = f"{self.free_gpus:g} of {self.gpus:g} GPU(s) and " if self.gpus else ""
+        return f"{self.name}: {gpus}{self.free_cpus:g} of {self.cpus:g} CPU(s) free"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Of one worker, on one node."""
+
+    role: str
+    gpus: int
+    cpus: int
+
+    def __str__(self) -> str:
+        parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
+        return " and ".join(parts)
+
+
+def bundles(demands: dict[str, Demand]) -> list[Bundle]:
+    """Of all workers that something is reserved for. Policy ranks come first, and one after the other: they
+    talk to each other most, and whoever places bundles in order packs them on as few nodes as can be.
+    """
+    order = ["policy", *(role for role in demands if role != "policy")]
+    return [
+        Bundle(role, 0 if demands[role].shared else demands[role].gpus, demands[role].cpus)
+        for role in order
+        if role in demands and (demands[role].cpus or (demands[role].gpus and not demands[role].shared))
+        for _ in range(demands[role].workers)
+    ]
+
+
+def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
+    """Whether there is room for all at once: largest first, each on the fullest node that takes it."""
+    free = [[node.free_gpus, node.free_cpus] for node in nodes]
+    for bundle in sorted(wanted, key=lambda b: (-b.gpus, -b.cpus)):
+        takes = [node for node in free if node[0] >= bundle.gpus and node[1] >= bundle.cpus]
+        if not takes:
+            return False
+        chosen = min(takes)
+        chosen[0] -= bundle.gpus
+        chosen[1] -= bundle.cpus
+    return True
+
+
+def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
+    """Why no waiting helps: a worker that no node of the cluster is large enough for."""
+    for bundle in wanted:
+        if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
+            return (
+                f"a worker of `{bundle.role}` takes {bundle} of one node, and none has as much:\n"
+                + "\n".join(f"  {node}" for node in nodes)
+            )
+    return None
+
+
+def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], waited_s: float) -> UserError:
+    """What was asked for, what each node has, and the nearest that would fit."""
+    asked = {bundle.role: 0 for bundle in wanted}
+    for bundle in wanted:
+        asked[bundle.role] += 1
+    each = {bundle.role: bundle for bundle in wanted}
+    lines = [
+        f"cluster: no room for this run within `cluster.timeouts.room_s` = {waited_s:g} s; it asks for",
+        *(f"  {role}: {count} x {each[role]}" for role, count in asked.items()),
+        "and has",
+        *(f"  {node}" for node in nodes),
+    ]
+    near = nearest(config, nodes)
+    if near:
+        lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
+    else:
+        lines.append("There is no room for a smaller one either; wait for other jobs, or add nodes")
+    return UserError("\n".join(lines))
+
+
+def nearest(config: Config, nodes: Sequence[Node]) -> dict[str, Any]:
+    """The run closest to this one that fits now, as overrides: fewer policy ranks or engines, or engines on
+    fewer GPUs. Empty where none does.
+    """
+    has = Resources(
+        int(sum(node.free_cpus for node in nodes)),
+        int(sum(node.free_gpus for node in nodes)),
+        int(max((node.free_cpus for node in nodes), default=0)),
+        shared=True,
+    )
+    for changes in _smaller(config):
+        try:
+            smaller = _with(config, changes)
+            demands = placement(smaller, has, training=True)
+        except (ValidationError, ValueError, UserError):
+            continue  # it would be refused for another reason
+        if fits(bundles(demands), nodes):
+            return changes
+    return {}
+
+
+def _smaller(config: Config) -> Iterator[dict[str, Any]]:
+    """The least changed first: by the share of ranks that is kept, then of engines, then of GPUs of each."""
+    ranks, engines = config.policy.num_workers, config.rollout.num_workers
+    width = config.rollout.tensor_parallel_size
+    widths = [width // n for n in (1, 2, 4, 8) if width % n == 0 and width // n]
+    options = product(range(1, ranks + 1), range(1, engines + 1), widths)
+
+    def lost(option: tuple[int, int, int]) -> float:
+        return sum(
+            math.log(before / now) for before, now in zip((ranks, engines, width), option, strict=True)
+        )
+
+    for r, e, w in sorted(options, key=lost):
+        changes = {"policy.num_workers": (r, ranks), "rollout.num_workers": (e, engines)}
+        changes["rollout.tensor_parallel_size"] = (w, width)
+        yield {key: now for key, (now, before) in changes.items() if now != before}
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    """Validated anew. Raises ValidationError."""
+    policy, rollout = config.policy, config.rollout
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        if section == "policy":
+            policy = policy.model_copy(update={name: value})
+        else:
+            rollout = rollout.model_copy(update={name: value})
+    return Config.model_validate(
+        config.model_dump() | {"policy": policy.model_dump(), "rollout": rollout.model_dump()}
+    )

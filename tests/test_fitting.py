@@ -1,0 +1,110 @@
+"""What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
+
+import pytest
+from test_placement import config, shape
+
+from actors.fitting import Bundle, Node, bundles, fits, nearest, no_room, too_large
+from actors.placement import Resources, placement
+
+GPU = Bundle("policy", gpus=1, cpus=1)
+
+
+def node(name, gpus, free_gpus, cpus=64.0, free_cpus=None):
+    return Node(name, cpus, gpus, cpus if free_cpus is None else free_cpus, free_gpus)
+
+
+def test_ranks_come_first_and_engines_are_whole():
+    demands = placement(shape(2, 2, 4), Resources(64, 16, shared=True), training=True)
+    assert bundles(demands) == [
+        Bundle("policy", 1, 1), Bundle("policy", 1, 1), Bundle("rollout", 4, 1), Bundle("rollout", 4, 1),
+        Bundle("rewards", 0, 1),
+    ]  # fmt: skip
+
+
+def test_engines_on_the_ranks_gpus_take_none():
+    demands = placement(shape(8, 4, 2), Resources(64, 8, shared=True), training=True)
+    assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
+
+
+def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
+    wanted = shape(1, 1, where="separate")
+    assert bundles(placement(wanted, Resources(4, 0), training=True)) == []
+    two_nodes = Resources(4, 0, node_cpus=2, shared=True)
+    assert bundles(placement(wanted, two_nodes, training=True)) == [
+        Bundle("policy", 0, 2), Bundle("rollout", 0, 2)
+    ]  # fmt: skip
+    assert bundles(placement(wanted, Resources(1, 0, shared=True), training=True)) == []  # one CPU for two
+
+
+def test_no_worker_gets_more_threads_than_a_node_has():
+    demands = placement(shape(1, 1, where="separate"), Resources(32, 0, node_cpus=4), training=True)
+    assert demands["policy"].threads == demands["rollout"].threads == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "fit"),
+    [
+        ([4, 4], [8], True),
+        ([4, 4], [4, 4], True),
+        ([4, 4], [6, 2], False),  # eight are free, but no two times four on one node
+        ([1, 1, 6], [6, 2], True),  # the large one first
+        ([3, 3, 2, 2], [5, 5], True),
+        ([1], [], False),
+    ],
+)
+def test_each_worker_fits_on_one_node(wanted, free, fit):
+    nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
+    assert fits([Bundle("rollout", gpus, 1) for gpus in wanted], nodes) is fit
+
+
+def test_cpus_count_as_gpus_do():
+    assert fits([GPU, GPU], [node("a", 8, 8, cpus=2)]) and not fits([GPU] * 3, [node("a", 8, 8, cpus=2)])
+
+
+def test_what_no_node_is_large_enough_for_is_said_at_once():
+    wide = [Bundle("rollout", 16, 1)]
+    assert too_large(wide, [node("a", 8, 8), node("b", 16, 0)]) is None  # when b is free
+    problem = too_large(wide, [node("10.0.0.1", 8, 8), node("10.0.0.2", 8, 3)])
+    assert problem.splitlines() == [
+        "a worker of `rollout` takes 16 GPU(s) and 1 CPU(s) of one node, and none has as much:",
+        "  10.0.0.1: 8 of 8 GPU(s) and 64 of 64 CPU(s) free",
+        "  10.0.0.2: 3 of 8 GPU(s) and 64 of 64 CPU(s) free",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "near"),
+    [
+        ((4, 4, 1), [8], {}),
+        ((4, 4, 1), [7], {"rollout.num_workers": 3}),  # three ranks cannot share the step's samples
+        ((1, 4, 1), [4], {"rollout.num_workers": 3}),
+        ((1, 1, 8), [4, 4], {"rollout.tensor_parallel_size": 4}),
+        ((2, 2, 4), [6], {"rollout.num_workers": 1}),
+        ((8, 8, 1), [1, 1], {"policy.num_workers": 1, "rollout.num_workers": 1}),
+        ((4, 4, 1), [1], {}),
+    ],
+)
+def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
+    """Of ranks, engines, and GPUs of an engine, the product of the shares that are kept is the greatest."""
+    nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
+    assert nearest(shape(*wanted, where="separate"), nodes) == near
+
+
+def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
+    asked = shape(4, 2, 2, where="separate")
+    nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
+    demands = placement(asked, Resources(128, 16, shared=True), training=True)
+    told = str(no_room(asked, bundles(demands), nodes, 300.0)).splitlines()
+    assert told == [
+        "cluster: no room for this run within `cluster.timeouts.room_s` = 300 s; it asks for",
+        "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
+        "  rollout: 2 x 2 GPU(s) and 1 CPU(s)",
+        "  rewards: 1 x 1 CPU(s)",
+        "and has",
+        "  10.0.0.1: 4 of 8 GPU(s) and 60 of 64 CPU(s) free",
+        "  10.0.0.2: 2 of 8 GPU(s) and 64 of 64 CPU(s) free",
+        told[-1],
+    ]
+    assert told[-1] == "There is room for policy.num_workers=2"
+    nothing = str(no_room(config(), bundles(placement(config(), Resources(8, 2), training=True)), [], 1.0))
+    assert nothing.endswith("There is no room for a smaller one either; wait for other jobs, or add nodes")

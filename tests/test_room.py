@@ -1,0 +1,33 @@
+"""Room that a run takes in a cluster of several nodes, with another job on it: see `rooms_on_nodes`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, str(ROOT / "tests" / "rooms_on_nodes.py")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    told = run.stdout.splitlines()
+    begin = told.index("cluster: no room for this run within `cluster.timeouts.room_s` = 1 s; it asks for")
+    refusal = told[begin : told.index("placed")]
+    assert refusal[1:5] == [
+        "  policy: 2 x 1 GPU(s) and 1 CPU(s)",
+        "  rollout: 1 x 2 GPU(s) and 1 CPU(s)",
+        "  rewards: 1 x 1 CPU(s)",
+        "and has",
+    ]
+    assert sum(": 1 of 2 GPU(s) and 4 of 4 CPU(s) free" in line for line in refusal) == 1
+    assert refusal[-1] == "There is room for policy.num_workers=1"
+    assert told[told.index("placed") :] == [
+        "placed",
+        "replaced",
+        "given back",
+        "a worker of `rollout` takes 4 GPU(s) of one node, and none has as much:",
+    ]
+    assert "waiting for room in the cluster (0 of 60 s): " in run.stderr
