@@ -75,7 +75,7 @@ def test_a_step_drops_the_engines_weights_and_brings_them_anew():
     assert events == [
         "engines.sleep(keep_weights=False)",
         "policy.reload_states()",
-        "policy.update([], kl_coef=None)",
+        "policy.update([], kl_coef=None, bounds=())",
         "engines.wake_up(weights)",
         "sync.push(1)",
         "policy.offload_states()",

@@ -140,7 +140,7 @@ class Instant:
     def stage(self, batches: Sequence[TrainBatch]) -> Any:
         return [shard(batch, RANKS) for batch in batches]
 
-    async def update(self, staged: Any, *, kl_coef: float) -> dict[str, float]:
+    async def update(self, staged: Any, *, kl_coef: float, bounds: Any) -> dict[str, float]:
         return {"loss/policy": 0.0}
 
     async def push(self, version: int) -> dict[str, float]:
