@@ -1,0 +1,72 @@
+"""What is sampled in a plan: lengths of prompts and completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.bench.lengths import length_of
+from grpo_dist.config import Config, Lengths
+
+# Where nobody says how long completions get: the shape of what instructed models write on mathematics.
+_SHARE_OF_CAP = 1 / 3  # mean before the cap
+_SIGMA = 0.7
+_PROMPT_SHARE = 1 / 4  # of `data.max_prompt_tokens`
+_DRAWN = 4096  # for the means
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``prompt_tokens``: of every prompt. Completions are drawn from ``measured`` lengths, or else from
+    ``lengths``; none is above ``cap``. ``assumed``: what of it is a guess, in words.
+    """
+
+    prompt_tokens: int
+    lengths: Lengths
+    cap: int
+    measured: tuple[int, ...] = ()
+    assumed: str = ""
+
+    def length(self, seed: int) -> int:
+        """Of the completion with this seed; the same for the same seed."""
+        if self.measured:
+            return min(self.measured[seed % len(self.measured)], self.cap)
+        drawn = length_of(seed, self.lengths, cap=self.cap)
+        assert drawn is not None  # natural lengths are measured or assumed
+        return drawn
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion."""
+        return float(np.mean(self._sample()))
+
+    @property
+    def mean_square(self) -> float:
+        """Of the tokens of prompt and completion together."""
+        return float(np.mean((np.asarray(self._sample()) + self.prompt_tokens) ** 2.0))
+
+    def _sample(self) -> Sequence[int]:
+        if self.measured:
+            return [min(length, self.cap) for length in self.measured]
+        if self.lengths.kind == "fixed":
+            return [self.length(0)]
+        return [self.length(seed) for seed in range(_DRAWN)]
+
+
+def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:
+    """By `bench.lengths`; where these are natural by ``measured`` lengths, else by an assumption."""
+    cap, lengths = config.sampling.max_new_tokens, config.bench.lengths
+    assumed = []
+    if prompt_tokens is None:
+        prompt_tokens = max(1, round(config.data.max_prompt_tokens * _PROMPT_SHARE))
+        assumed.append(f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)")
+    if lengths.kind == "natural" and not measured:
+        lengths = Lengths(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
+        assumed.append(
+            f"completions log-normal with a mean of {lengths.mean:.0f} tokens, a third of "
+            "sampling.max_new_tokens (bench.lengths)"
+        )
+    used = tuple(measured) if config.bench.lengths.kind == "natural" else ()
+    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))
