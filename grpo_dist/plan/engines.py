@@ -45,14 +45,14 @@ class Engine:
     ) -> None:
         """``meter``: within it the engine's own code runs; ``spans``: gets the times when it has requests."""
         self._times, self._seats, self._meter = times, max(1, seats), meter
-        self._spans = [] if spans is None else spans
+        self.spans = [] if spans is None else spans
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         # (step at which it ends, number, tokens, prompt's share, group) of those that run.
         self._running: list[tuple[float, int, int, float, _Group]] = []
         self._waiting: deque[tuple[int, float, _Group]] = deque()  # (tokens, prompt's share, group)
         self._context = 0.0  # tokens in the cache
-        self._steps = 0.0  # made so far
+        self.steps = 0.0  # made so far
         self._debt = 0.0  # seconds of prefill before the next step
         self._since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -112,9 +112,9 @@ class Engine:
         paid = min(elapsed, self._debt)
         self._debt -= paid
         if elapsed > paid and self._running:
-            planned = self._running[0][0] - self._steps
+            planned = self._running[0][0] - self.steps
             made = min(planned, (elapsed - paid) / self._step_s(planned))
-            self._steps += made
+            self.steps += made
             self._context += made * len(self._running)
 
     def _step_s(self, steps: float) -> float:
@@ -136,11 +136,11 @@ class Engine:
                 self._timer = None
             while self._waiting and len(self._running) < self._seats:
                 length, share, group = self._waiting.popleft()
-                place = (self._steps + length, next(self._numbers), length, share, group)
+                place = (self.steps + length, next(self._numbers), length, share, group)
                 heapq.heappush(self._running, place)
                 self._context += share
             if self._running and not self._paused:
-                steps = self._running[0][0] - self._steps
+                steps = self._running[0][0] - self.steps
                 seconds = self._debt + steps * self._step_s(steps)
                 self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
 
@@ -150,8 +150,8 @@ class Engine:
         with self._meter():
             self._timer = None
             self._advance()
-            self._steps = max(self._steps, self._running[0][0])  # what rounding left
-            while self._running and self._running[0][0] <= self._steps + _ALMOST:
+            self.steps = max(self.steps, self._running[0][0])  # what rounding left
+            while self._running and self._running[0][0] <= self.steps + _ALMOST:
                 _, _, length, share, group = heapq.heappop(self._running)
                 self._context -= share + length
                 ended.append(group)
@@ -164,7 +164,7 @@ class Engine:
 
     def _end_span(self) -> None:
         if self._begun is not None:
-            self._spans.append(Span("sample", self._begun, self._loop.time()))
+            self.spans.append(Span("sample", self._begun, self._loop.time()))
             self._begun = None
 
 

@@ -131,14 +131,32 @@ class Rates:
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
         """One step of the policy: every update of it, as often as `batch.epochs_per_batch` says."""
+        epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
+        return sum(
+            epochs * self._one_update_s(work) + self._compute_s(work, passes)
+            for work, passes in zip(updates, before, strict=True)
+        )
+
+    def compute_s(self, updates: Sequence[UpdateWork]) -> float:
+        """The part of `update_s` that is the model's forward and backward passes."""
+        epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
+        return sum(
+            self._compute_s(work, epochs * self._passes + passes)
+            for work, passes in zip(updates, before, strict=True)
+        )
+
+    @property
+    def _passes(self) -> float:
+        """Of an update, in forward passes: a backward pass is two, and computing again is one more."""
+        return 4.0 if self.config.model.gradient_checkpointing else 3.0
+
+    def _passes_before(self, updates: int) -> list[float]:
+        """What must be known of the weights before they move takes a pass of its own."""
         algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
-        moves = len(updates) * epochs > 1 and algorithm.old_logprobs == "trainer"
-        seconds = 0.0
-        for i, work in enumerate(updates):
-            # What must be known of the weights before they move takes a pass of its own.
-            extra = (moves and (i > 0 or epochs > 1)) or algorithm.top_entropy_share < 1.0
-            seconds += epochs * self._one_update_s(work) + (self._compute_s(work, 1.0) if extra else 0.0)
-        return seconds
+        if algorithm.top_entropy_share < 1.0:
+            return [1.0] * updates
+        moves = updates * epochs > 1 and algorithm.old_logprobs == "trainer"
+        return [1.0 if moves and (i > 0 or epochs > 1) else 0.0 for i in range(updates)]
 
     def reference_s(self, work: UpdateWork) -> float:
         """Log-probs of a group on one reference worker."""
@@ -165,8 +183,7 @@ class Rates:
         return samples / processes * self.reached.score_s
 
     def _one_update_s(self, work: UpdateWork) -> float:
-        checkpointing = self.config.model.gradient_checkpointing
-        compute = self._compute_s(work, 4.0 if checkpointing else 3.0)
+        compute = self._compute_s(work, self._passes)
         gathers, others = self._collectives_s(self._micro_batches(work))
         # ZeRO-3 fetches the weights of the next layer beside the computation; other collectives come after it.
         return max(compute, gathers) + others + self._optimizer_s()
