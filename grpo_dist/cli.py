@@ -1,5 +1,5 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan CONFIG [key=value ...]`` and ``grpo-dist
-pipeline FILE``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan CONFIG [key=value ...]`` and
+``grpo-dist pipeline FILE``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -225,11 +225,11 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("config", help="YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. bench.lengths.kind=fixed")
     sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
-    sub.add_argument("--bench", metavar="FILE", help="bench.json of the same hardware: its times, not a data sheet's")
+    sub.add_argument("--bench", metavar="FILE", help="bench.json of the same hardware, for its times")
     sub.add_argument("--price", type=float, help="dollars an hour of one GPU")
     sub.add_argument("--prompt-tokens", type=int, help="tokens of a prompt, on average")
     sub.add_argument(
-        "--failure-hours", type=float, default=0.0, help="mean hours between failures of one GPU; 0: none fails"
+        "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
     )
     sub.add_argument("--sweep", action="store_true", help="look at other batches and staleness, too")
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")

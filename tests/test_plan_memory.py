@@ -1,4 +1,4 @@
-"""The memory model of `grpo-dist plan`: by hand, and against what a real model keeps for its backward pass."""
+"""The memory model of `grpo-dist plan`: by hand, and against what real models keep for a backward pass."""
 
 import json
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
     from transformers import AutoModelForCausalLM
 
     from grpo_dist.config import LoRA
-    from grpo_dist.lora import add_adapters, adapter_parameters
+    from grpo_dist.lora import adapter_parameters, add_adapters
 
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         settings = {"rank": 4, "target_modules": targets}
@@ -124,8 +124,8 @@ def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
 
 
 def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
-    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream and of
-    its rows.
+    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream
+    and of its rows.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -163,7 +163,9 @@ def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
 @pytest.mark.parametrize("kind, prompt", [("qwen2", 0), ("qwen2", 48), ("llama", 16)])
 def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, kind, prompt):
     shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
-    kept, stream, rows = kept_for_backward(shape, dtype, checkpointing=False, prompt=max(prompt, 1), total=128)
+    kept, stream, rows = kept_for_backward(
+        shape, dtype, checkpointing=False, prompt=max(prompt, 1), total=128
+    )
     sizes = Sizes(False, itemsize, 0, 0, 0)
     found = activation_bytes(
         from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
@@ -211,7 +213,8 @@ def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():
     alone, shared = (
         policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
         for c in (
-            gpu(policy={"num_workers": 4, "sequence_parallel": n}, batch={"prompts_per_step": 4}) for n in (1, 4)
+            gpu(policy={"num_workers": 4, "sequence_parallel": n}, batch={"prompts_per_step": 4})
+            for n in (1, 4)
         )
     )
     assert alone == pytest.approx(4 * shared)
@@ -221,7 +224,8 @@ def test_a_sequence_above_the_budget_is_what_a_rank_must_hold():
     long = gpu(sampling={"max_new_tokens": 31_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
     short = gpu(sampling={"max_new_tokens": 3_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
     a, b = (
-        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"] for c in (long, short)
+        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
+        for c in (long, short)
     )
     assert a / b == pytest.approx((31_000 + 512) / 4096)
 
@@ -244,7 +248,9 @@ def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
     assert engine.longest == engine.cache // token // (512 + 4)
     assert engine.mean == 256  # no more are decoded at once
     assert engine.total == int(81_559 * 2**20 * 0.9)
-    small = rollout_engine(c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, colocated=True)
+    small = rollout_engine(
+        c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, colocated=True
+    )
     assert small.cache < engine.cache / 4
 
 

@@ -25,8 +25,8 @@ def measure(
     batches: Sequence[Sequence[Request]],
     repeats: int,
 ) -> dict[str, Any]:
-    """`seconds` for each batch of requests, [batches][repeats]; `steps`: [sequences, tokens that each holds, seconds]
-    of single steps of the engine, from one sequence to as many as it decodes at once.
+    """`seconds` for each batch of requests, [batches][repeats]; `steps`: [sequences, tokens that each holds,
+    seconds] of single steps of the engine, from one sequence to as many as it decodes at once.
     """
     engine = _make_engine(spec)
     _generate(engine, batches[0], temperature)
@@ -43,8 +43,8 @@ def measure(
 def _steps(
     engine: Any, spec: EngineSpec, requests: Sequence[Request], temperature: float
 ) -> list[tuple[int, float, float]]:
-    """Medians of the first and of the last third of the steps of some batches, all of whose requests are of one
-    length.
+    """Medians of the first and of the last third of the steps of some batches, all of whose requests are of
+    one length.
     """
     found = []
     prompt = requests[0].prompt_ids
@@ -62,7 +62,9 @@ def _steps(
 def _step_times(engine: Any, requests: Sequence[Request], temperature: float) -> list[float]:
     inner, times = engine.llm_engine, []
     for i, request in enumerate(requests):
-        inner.add_request(f"step-{i}", {"prompt_token_ids": list(request.prompt_ids)}, _asked(request, temperature))
+        inner.add_request(
+            f"step-{i}", {"prompt_token_ids": list(request.prompt_ids)}, _asked(request, temperature)
+        )
     while inner.has_unfinished_requests():
         begin = time.perf_counter()
         inner.step()

@@ -1,7 +1,8 @@
 """What the machine can do at best, each in processes of its own, one after the other, after the loop's
 workers have ended. Processes and threads are as many as the loop's workers had.
 
-    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the engine
+    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
+    engine
                  with few and many sequences
     training     transformers and torch's AdamW on as many tokens without padding, in the best of several
                  micro-batch sizes
@@ -39,8 +40,8 @@ _DEADLINE_S = 1800.0
 def generation_limit(
     config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, list[DecodeStep]]:
-    """Completion tokens per second of as many engines as the loop has, each on its share of a step; and single
-    steps of the slowest engine.
+    """Completion tokens per second of as many engines as the loop has, each on its share of a step; and
+    single steps of the slowest engine.
     """
     from actors.engine import EngineSpec
 

@@ -45,8 +45,8 @@ class DecodeStep:
 @dataclass(frozen=True, slots=True)
 class Result:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
-    step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after step.
-    ``decode_steps``: of an engine alone; none where no limits were measured.
+    step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
+    step. ``decode_steps``: of an engine alone; none where no limits were measured.
     """
 
     name: str

@@ -120,8 +120,8 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Re
 def _limits(
     config: Config, model_dir: Path, steps: Sequence[StepRecord]
 ) -> tuple[Limits, float, list[DecodeStep]]:
-    """The limits, the operations per second of a matrix product on the policy's threads, and single steps of an
-    engine.
+    """The limits, the operations per second of a matrix product on the policy's threads, and single steps of
+    an engine.
     """
     from actors.cluster import local_demands
     from actors.transport import free_port

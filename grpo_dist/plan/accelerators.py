@@ -1,8 +1,8 @@
 """The cluster of a plan, and what its accelerators can do by their data sheets.
 
-    8x8xH100      8 nodes of 8 H100
-    1x1xA100-40GB one card
-    1x0xCPU       a machine without GPUs, the one that a benchmark was measured on
+8x8xH100      8 nodes of 8 H100
+1x1xA100-40GB one card
+1x0xCPU       a machine without GPUs, the one that a benchmark was measured on
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``: bytes a second of its memory,
-    to another card of its node and to another node, each way. ``price``: dollars an hour.
+    """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``: bytes a second of its
+    memory, to another card of its node and to another node, each way. ``price``: dollars an hour.
     """
 
     name: str
@@ -41,9 +41,10 @@ def _card(
 
 
 # Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; memory bandwidth and
-# NVLink (half of what is advertised for both ways) or PCIe from NVIDIA's data sheets. The network is what such
-# nodes are commonly built with, per card: 400 Gb/s for Hopper and newer, 200 Gb/s for A100, 100 Gb/s for L40S,
-# 25 Gb/s below. Prices are round numbers of what clouds list on demand in 2025; `--price` is the user's own.
+# NVLink (half of what is advertised for both ways) or PCIe from NVIDIA's data sheets. The network is what
+# such nodes are commonly built with, per card: 400 Gb/s for Hopper and newer, 200 Gb/s for A100, 100 Gb/s for
+# L40S, 25 Gb/s below. Prices are round numbers of what clouds list on demand in 2025; `--price` is the user's
+# own.
 _KNOWN = (
     _card("B200", 183_359, 7_700, 900, 50, 5.5),
     _card("H200", 143_771, 4_800, 450, 50, 3.6),
@@ -84,7 +85,9 @@ class ClusterShape:
 
 
 def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
-    """``text`` as in `8x8xH100`; ``price``: dollars an hour of a card, instead of the table's. Raises UserError."""
+    """``text`` as in `8x8xH100`; ``price``: dollars an hour of a card, instead of the table's. Raises
+    UserError.
+    """
     found = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())
     if not found:
         raise UserError(f"--cluster {text}: expected {_EXAMPLE}")

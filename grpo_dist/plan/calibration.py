@@ -1,4 +1,5 @@
-"""What a benchmark of this project says about the stages: `grpo-dist bench` writes it, `--bench FILE` reads it.
+"""What a benchmark of this project says about the stages: `grpo-dist bench` writes it, `--bench FILE` reads
+it.
 
 Each stage is set so that the model of it gives the benchmark's own time for the benchmark's own work; what is
 planned is then another amount of work. Decoding is measured by the engine's single steps with few and many
@@ -7,8 +8,10 @@ sequences (`Result.decode_steps`); what the loop's engine takes beyond these is 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -28,7 +31,9 @@ _CPU_MEMORY = 10e9  # bytes a second for a process; what is reached of it is cal
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``prompt_tokens``: mean; ``lengths``: of completions; ``cpus``: of the machine, None where there are GPUs."""
+    """``prompt_tokens``: mean; ``lengths``: of completions; ``cpus``: of the machine, None where there are
+    GPUs.
+    """
 
     peaks: Peaks
     reached: Reached
@@ -74,16 +79,14 @@ def calibrate(result: Result, cluster: ClusterShape) -> Calibration:
     return Calibration(peaks, reached, prompt, tuple(result.lengths), roles, cpus)
 
 
-def generation_s(rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, seats: int) -> (
-    tuple[float, float]
-):
-    """Seconds in which engines are busy with these groups of (prompt, completions), asked all at once, mean over
-    engines; and steps they make.
+def generation_s(
+    rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, seats: int
+) -> tuple[float, float]:
+    """Seconds in which engines are busy with these groups of (prompt, completions), asked all at once, mean
+    over engines; and steps they make.
     """
 
     async def session() -> tuple[float, float]:
-        import asyncio
-
         own = [Engine(rates, seats) for _ in range(engines)]
         await asyncio.gather(
             *(own[i % engines].generate(p, n, on_sample=lambda: None) for i, (p, n) in enumerate(groups))
@@ -105,12 +108,13 @@ def _check_hardware(result: Result, cluster: ClusterShape) -> None:
         )
     if not result.lengths:
         raise UserError(
-            f"--bench: {result.name} does not say how long its completions were; measure again with this version"
+            f"--bench: {result.name} does not say how long its completions were; measure again with this "
+            "version"
         )
     if not wanted and not result.figures.get("training/peak_flops"):
         raise UserError(
-            f"--bench: {result.name} was measured without limits, and what a machine without GPUs can do is not in "
-            "a data sheet; measure again with bench.limits=true"
+            f"--bench: {result.name} was measured without limits, and what a machine without GPUs can do is "
+            "in no data sheet; measure again with bench.limits=true"
         )
 
 
@@ -139,14 +143,15 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
 
     curve = _curve(rates, result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
-    seats = EngineSpec.of(rates.config, "").max_num_seqs
+    seats = EngineSpec.of(rates.config, Path()).max_num_seqs
     engines = rates.config.rollout.num_workers
     alone = [generation_s(replace(rates, reached=reached), s, engines=engines, seats=seats) for s in steps]
     predicted, made = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:
         return replace(reached, step_s=(measured - predicted) / made)
-    factor = measured / predicted
+    prefill = sum(rates.prefill_s(prompt) for step in steps for prompt, _ in step) / len(steps) / engines
+    factor = max(measured - prefill, 0.1 * measured) / (predicted - prefill)
     return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
 
 
@@ -160,7 +165,9 @@ def _curve(rates: Rates, result: Result) -> tuple[tuple[float, float], ...]:
 
 def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
     """Share of the peak at which the update's computation takes what it took."""
-    trained = sum(s["train/tokens"] for s in result.steps) / sum(p * len(n) + sum(n) for s in steps for p, n in s)
+    trained = sum(s["train/tokens"] for s in result.steps) / sum(
+        p * len(n) + sum(n) for s in steps for p, n in s
+    )
     at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
     work = [_updates(rates.config, step) for step in steps]
     compute = sum(at_peak.compute_s(own) for own in work) / len(steps)

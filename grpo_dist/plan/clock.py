@@ -26,7 +26,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def jump(self, seconds: float) -> None:
         self._now += seconds
 
-    def run_in_executor(self, executor: Any, function: Any, *arguments: Any) -> Any:
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, function: Any, *arguments: Any
+    ) -> Any:
         future = super().run_in_executor(executor, function, *arguments)
         self.threads += 1
         future.add_done_callback(self._thread_done)
@@ -43,7 +45,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.threads -= 1
 
 
-class _Jumping(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
+class _Jumping(selectors.DefaultSelector):
     """Jumps instead of waiting, unless a thread is at work."""
 
     def __init__(self, loop: VirtualLoop) -> None:

@@ -44,8 +44,8 @@ def make_plan(
     split: bool = True,
     sweep: bool = False,
 ) -> Plan:
-    """``failure_hours``: mean time between failures of a GPU, 0: none; ``split``: look for the best split of GPUs;
-    ``sweep``: with other batches and staleness, too. Raises UserError.
+    """``failure_hours``: mean time between failures of a GPU, 0: none; ``split``: look for the best split of
+    GPUs; ``sweep``: with other batches and staleness, too. Raises UserError.
     """
     setting = _setting(config, parse_cluster(cluster, price=price), bench, prompt_tokens, failure_hours)
     option, refused = None, ""
@@ -116,6 +116,9 @@ def _setting(
 def _own_first(config: Config, found: list[Planned]) -> list[Planned]:
     def is_other(p: Planned) -> bool:
         c = p.option.config
-        return (c.batch.prompts_per_step, c.max_staleness) != (config.batch.prompts_per_step, config.max_staleness)
+        return (c.batch.prompts_per_step, c.max_staleness) != (
+            config.batch.prompts_per_step,
+            config.max_staleness,
+        )
 
     return sorted(found, key=is_other)

@@ -1,8 +1,8 @@
 """A simulated rollout engine: continuous batching as a fluid.
 
 All running sequences grow by one token a step of the engine; how long a step lasts depends on how many they
-are and on what they hold in the cache. Between two events (a sequence begins, a sequence ends) nothing changes
-but the contexts, so a stretch of many steps is one timer, whatever its length.
+are and on what they hold in the cache. Between two events (a sequence begins, a sequence ends) nothing
+changes but the contexts, so a stretch of many steps is one timer, whatever its length.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Engine:
     async def generate(
         self, prompt_tokens: int, lengths: Sequence[int], *, on_sample: Callable[[], None]
     ) -> None:
-        """Returns when all samples of a group are finished. ``on_sample``: called at the end of each. The prompt
-        is prefilled once. Raises EngineLost.
+        """Returns when all samples of a group are finished. ``on_sample``: called at the end of each. The
+        prompt is prefilled once. Raises EngineLost.
         """
         with self._meter():
             self._advance()

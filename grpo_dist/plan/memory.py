@@ -11,6 +11,7 @@ allocates. N parameters, W ranks, b bytes of a weight (2 for bfloat16, 4 for flo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
@@ -56,8 +57,8 @@ class EngineFootprint(Footprint):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What memory and times both depend on. ``gpu``: whether there are any; ``micro_batch``, ``chunk``: tokens
-    of a micro-batch, bytes of a block of logits.
+    """What memory and times both depend on. ``gpu``: whether there are any; ``micro_batch``, ``chunk``:
+    tokens of a micro-batch, bytes of a block of logits.
     """
 
     gpu: bool
@@ -102,7 +103,6 @@ def lora_parameters(config: Config, model: ModelShape) -> int:
 def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
     """At its fullest: in the backward pass of a full micro-batch."""
     policy, b = config.policy, sizes.itemsize
-    ranks, stage = policy.num_workers, policy.zero_stage
     trained = lora_parameters(config, model)
     held = model.parameters + (trained if policy.lora else 0)
     parts, host = _states(config, trained=trained, held=held, itemsize=b)
@@ -146,7 +146,7 @@ def rollout_engine(
 
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
-    sequences = EngineSpec.of(config, "", colocated=colocated).max_num_seqs
+    sequences = EngineSpec.of(config, Path(), colocated=colocated).max_num_seqs
     heads = max(1, s.kv_heads // tensor_parallel)
     token_bytes = 2 * s.layers * heads * s.head_dim * b
     batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
@@ -185,8 +185,8 @@ def activation_bytes(
 
     A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
-    keys, values, the output and a float32 of the softmax. With checkpointing only the input of each layer, and
-    one whole layer at a time.
+    keys, values, the output and a float32 of the softmax. With checkpointing only the input of each layer,
+    and one whole layer at a time.
     """
     s, b = model.shape, sizes.itemsize
     query = s.heads * s.head_dim
@@ -225,9 +225,9 @@ def _states(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Weights, gradients and optimiser states of a rank, and those of them in host memory.
 
-    From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole gradients
-    until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy (DeepSpeed's
-    BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
+    From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
+    gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
+    (DeepSpeed's BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
     """
     policy, offload = config.policy, config.policy.offload
     stage, ranks, b = policy.zero_stage, policy.num_workers, itemsize
@@ -240,7 +240,9 @@ def _states(
     where = optimizer_device(policy)
     if where != "none":
         parts["optimiser"] = parts["gradients"] = 0
-        host = {"optimiser": optimizer, "gradients": gradients} if where == "cpu" else {"gradients": gradients}
+        host = (
+            {"optimiser": optimizer, "gradients": gradients} if where == "cpu" else {"gradients": gradients}
+        )
     if offload.parameters != "none":
         parts["weights"] = 0
         if offload.parameters == "cpu":

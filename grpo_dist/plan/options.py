@@ -31,7 +31,9 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 
 @dataclass(frozen=True)
 class Setting:
-    """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none fails."""
+    """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none
+    fails.
+    """
 
     cluster: ClusterShape
     model: ModelShape
@@ -111,8 +113,8 @@ def footprints(
 
 
 def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape) -> list[str]:
-    """What does not fit in a GPU of ``cluster``, each with what to do. Of a machine without GPUs nothing is said:
-    its memory is everybody's.
+    """What does not fit in a GPU of ``cluster``, each with what to do. Of a machine without GPUs nothing is
+    said: its memory is everybody's.
     """
     if cluster.card is None:
         return []
@@ -128,8 +130,9 @@ def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: Cl
     assert isinstance(engine, EngineFootprint)
     if engine.longest < 1:
         problems.append(
-            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one sequence of "
-            f"{config.max_length:,} tokens takes {config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
+            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one "
+            f"sequence of {config.max_length:,} tokens takes "
+            f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
             "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
         )
     return problems

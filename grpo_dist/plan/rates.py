@@ -98,7 +98,12 @@ class Rates:
         )
 
     def decode_roofline_s(self, sequences: float, context: float) -> float:
-        m, s, t, b = self.model, self.model.shape, self.config.rollout.tensor_parallel_size, self.sizes.itemsize
+        m, s, t, b = (
+            self.model,
+            self.model.shape,
+            self.config.rollout.tensor_parallel_size,
+            self.sizes.itemsize,
+        )
         read = b * (m.computing + m.kv_values() * context) / t
         operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
         seconds = max(
@@ -117,7 +122,7 @@ class Rates:
         return operations / t / (self.peaks.engine_flops * self.reached.prefill)
 
     def forward_flops(self, work: UpdateWork) -> float:
-        """Of one pass over ``work``: shared prompts once where rows are packed, logits of completions alone."""
+        """Of one pass over ``work``: shared prompts once in packed rows, logits of completions alone."""
         s = self.model.shape
         shared = self.config.model.packing
         stream = trained = pairs = 0.0
@@ -163,7 +168,7 @@ class Rates:
         return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
 
     def sync_s(self) -> float:
-        """All weights, or the adapters, from the policy to the engines. Under ZeRO-3 they are gathered first."""
+        """Weights, or the adapters, from the policy to the engines. ZeRO-3 gathers them first."""
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
         sent = (lora_parameters(self.config, self.model) if adapters else self.model.parameters) * (
             self.sizes.itemsize
@@ -185,7 +190,8 @@ class Rates:
     def _one_update_s(self, work: UpdateWork) -> float:
         compute = self._compute_s(work, self._passes)
         gathers, others = self._collectives_s(self._micro_batches(work))
-        # ZeRO-3 fetches the weights of the next layer beside the computation; other collectives come after it.
+        # ZeRO-3 fetches the weights of the next layer beside the computation; other collectives come after
+        # it.
         return max(compute, gathers) + others + self._optimizer_s()
 
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
@@ -222,7 +228,9 @@ class Rates:
     def _between_ranks(self, ranks: int) -> float:
         """Bytes a second of a collective for each rank: all cards of a node send to the next at once."""
         inside = min(ranks, self.peaks.node)
-        return self.peaks.link if ranks <= self.peaks.node else min(self.peaks.link, self.peaks.network * inside)
+        return (
+            self.peaks.link if ranks <= self.peaks.node else min(self.peaks.link, self.peaks.network * inside)
+        )
 
     def _optimizer_s(self) -> float:
         from grpo_dist.offload import optimizer_device

@@ -69,7 +69,7 @@ def reason(run: Simulated) -> str:
         return "training bounds the step: the policy is always busy, engines wait for it"
     if max(idle.values()) < 2 * _FULL:
         return "generation and training take about as long"
-    return "generation and training take turns, or wait for the longest completions: both are idle part of the time"
+    return "generation and training take turns, or wait for the longest completions: both are idle at times"
 
 
 def warnings(planned: Planned) -> list[str]:
@@ -82,7 +82,9 @@ def warnings(planned: Planned) -> list[str]:
                 f"warning: {seconds:,.0f} s is beyond `cluster.timeouts.{key}` = {allowed:g}; raise it"
             )
     if config.rewards.models:
-        lines.append("warning: reward models are given their GPUs, but neither their memory nor their time is planned")
+        lines.append(
+            "warning: reward models are given their GPUs, but neither their memory nor their time is planned"
+        )
     return lines
 
 
@@ -91,8 +93,8 @@ def _head(plan: Plan) -> list[str]:
     model, workload, calibration = setting.model, setting.workload, setting.calibration
     lines = [
         f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
-        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on average, at most "
-        f"{workload.cap:,}",
+        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
+        f"average, at most {workload.cap:,}",
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
     if workload.assumed:
@@ -135,21 +137,22 @@ def _times(planned: Planned) -> Table:
 
 
 def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
-    run, config = planned.simulated, planned.option.config
+    run, steps = planned.simulated, planned.option.config.steps
+    hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
-        f"{run.samples / run.step_s:,.1f} samples/s; {config.steps} steps take {config.steps * run.step_s / 3600:,.1f} h",
-        f"idle: engines {written(run.idle['rollout'], '%')}, policy {written(run.idle['policy'], '%')}: {reason(run)}",
-        f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most {run.queue:,} groups "
-        f"waited for an engine; mean staleness {run.staleness:.2f}"
+        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
+        f"idle: engines {engines}, policy {policy}: {reason(run)}",
+        f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
+        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
         + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
     ]
-    if cluster.price:
-        hour, idle = cluster.price, cluster.gpus - planned.option.roles.gpus
+    if cluster.card and cluster.price:
+        price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
-            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${hour * run.step_s / 3600:,.2f} a step, "
-            f"${hour * config.steps * run.step_s / 3600:,.0f} the run, at ${cluster.card.price if cluster.card else 0:g} "
-            "an hour for each GPU" + (f" ({idle} of {cluster.gpus} are not used, and paid for)" if idle else "")
+            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
+            f"${price * hours * steps:,.0f} the run, at ${cluster.card.price:g} an hour for each GPU"
+            + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
         )
     return lines
 
@@ -157,7 +160,14 @@ def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
 def _found(plan: Plan) -> Table:
     cluster = plan.setting.cluster
     table = _table(
-        f"best splits on {cluster}", "prompts", "staleness", "policy ranks", "engines", "step", "tokens/s", "$/M tokens"
+        f"best splits on {cluster}",
+        "prompts",
+        "staleness",
+        "policy ranks",
+        "engines",
+        "step",
+        "tokens/s",
+        "$/M tokens",
     )
     for p in plan.found:
         c, run = p.option.config, p.simulated
@@ -178,7 +188,8 @@ def _why(plan: Plan) -> str:
     chosen = plan.found[0]
     c = chosen.option.config
     keys = (
-        f"rollout.num_workers={c.rollout.num_workers} rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
+        f"rollout.num_workers={c.rollout.num_workers} "
+        f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
         f"policy.num_workers={c.policy.num_workers} cluster.placement={c.cluster.placement}"
     )
     gain = ""

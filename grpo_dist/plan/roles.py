@@ -14,7 +14,7 @@ _CPUS_PER_GPU = 12  # of nodes that are built for GPUs
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``gpus``: in use; ``threads``: CPU threads of an engine and of a policy rank, where there are no GPUs."""
+    """``gpus``: in use. Threads, of an engine and of a policy rank, count where there are no GPUs."""
 
     colocated: bool
     gpus: int
@@ -44,9 +44,12 @@ def _check_shapes(config: Config, model: ModelShape, cluster: ClusterShape) -> N
             f"`rollout.tensor_parallel_size` = {tensor_parallel}: an engine lies on one node, and a node of "
             f"{cluster} has {cluster.gpus_per_node} GPUs; use at most that"
         )
-    for key, value in (("rollout.tensor_parallel_size", tensor_parallel), ("policy.sequence_parallel", shared)):
+    for key, value in (
+        ("rollout.tensor_parallel_size", tensor_parallel),
+        ("policy.sequence_parallel", shared),
+    ):
         if model.shape.heads % value:
             raise UserError(
-                f"`{key}` = {value} does not divide the {model.shape.heads} attention heads of {model.name}; use a "
-                "divisor of them"
+                f"`{key}` = {value} does not divide the {model.shape.heads} attention heads of {model.name}; "
+                "use a divisor of them"
             )

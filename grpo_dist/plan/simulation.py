@@ -28,9 +28,9 @@ _FOREVER_S = 1e9  # deadlines of a simulated run: the report says what would pas
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated. ``seats``: sequences an engine decodes at once. ``colocated``: engines and policy take
-    turns. ``signal_share``: groups whose rewards differ. ``lost_every_s``: mean time between two losses of an
-    engine, each; 0: none. ``restart_s``: until one that was lost serves again.
+    """What is simulated. ``seats``: sequences an engine decodes at once. ``colocated``: engines and policy
+    take turns. ``signal_share``: groups whose rewards differ. ``lost_every_s``: mean time between two losses
+    of an engine, each; 0: none. ``restart_s``: until one that was lost serves again.
     """
 
     config: Config
@@ -47,11 +47,11 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage; ``idle``:
-    share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and completions of
-    a step. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``: of a processor, a step, without
-    Ray and the records' real sizes. ``bars``: what each track did when, since the begin of the run; ``ends``: of
-    its steps, of which ``timed`` count.
+    """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
+    ``idle``: share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and
+    completions of a step. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``: of a
+    processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since the
+    begin of the run; ``ends``: of its steps, of which ``timed`` count.
     """
 
     step_s: float
@@ -121,7 +121,9 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
 
     stages = ("sample", "score", "logprobs", "update", "sync", "turn")
     engines = [name for name in world.bars if name.startswith("rollout")]
-    sampling = sum(covered_s((s for s in world.bars[name] if s.stage == "sample"), begin, end) for name in engines)
+    sampling = sum(
+        covered_s((s for s in world.bars[name] if s.stage == "sample"), begin, end) for name in engines
+    )
     policy = [s for s in world.bars["policy"] if s.stage in ("update", "sync")]
     return Simulated(
         step_s=seconds / count,
@@ -162,5 +164,3 @@ def _as_planned(scenario: Scenario) -> Config:
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness
     return config.model_copy(update={"steps": steps, "cluster": cluster} | parts)
-
-

@@ -1,5 +1,5 @@
-"""Records that stand for others of any length, so that a thousand GPUs' samples fit a small machine: one token
-whose value is the number of tokens it stands for.
+"""Records that stand for others of any length, so that a thousand GPUs' samples fit a small machine: one
+token whose value is the number of tokens it stands for.
 
     prompt of 200 tokens, completion of 3,812  ->  token_ids [200], completion_ids [3812]
 """

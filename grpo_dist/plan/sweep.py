@@ -1,8 +1,8 @@
 """The best of many: how GPUs are split between engines and policy, tensor parallelism, staleness, batch.
 
-Every option has a bound that its throughput cannot pass, from the same stage times: each stage at full load all the
-time. Options are simulated best bound first, until the best that was simulated is above all bounds that are
-left; so the result is that of simulating all of them.
+Every option has a bound that its throughput cannot pass, from the same stage times: each stage at full load
+all the time. Options are simulated best bound first, until the best that was simulated is above all bounds
+that are left; so the result is that of simulating all of them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _splits(config: Config, setting: Setting) -> Iterator[dict[str, int | str]]:
 
 
 def _ranks(free: int, node: int) -> list[int]:
-    """Numbers of policy ranks that leave an engine some GPU: all of few, powers of two and whole nodes of many."""
+    """Numbers of policy ranks that leave an engine some GPU: all of few, powers of two and whole nodes of
+    many.
+    """
     if free <= _SPLITS:
         return list(range(1, free))
     powers = {2**i for i in range(free.bit_length()) if 2**i < free}
@@ -98,7 +100,11 @@ def bound(option: Option) -> float:
     """Tokens a second that the option cannot pass."""
     scenario, config = option.scenario, option.config
     rates, workload, batch = scenario.rates, scenario.workload, config.batch
-    mean, prompt, samples = workload.mean, workload.prompt_tokens, batch.prompts_per_step * batch.samples_per_prompt
+    mean, prompt, samples = (
+        workload.mean,
+        workload.prompt_tokens,
+        batch.prompts_per_step * batch.samples_per_prompt,
+    )
     in_hand = samples * (1 + config.max_staleness) / config.rollout.num_workers
     held = prompt / batch.samples_per_prompt + mean / 2  # by a sequence, half way
     counts = np.unique(np.geomspace(1, max(1.0, min(scenario.seats, in_hand)), 16))

@@ -12,14 +12,22 @@ from grpo_dist.errors import UserError
 from grpo_dist.plan.simulation import Simulated
 from grpo_dist.usage import Span
 
-_MARKS = {"sample": "s", "update": "U", "sync": "=", "turn": "<", "score": "g", "logprobs": "r", "restart": "x"}
+_MARKS = {
+    "sample": "s",
+    "update": "U",
+    "sync": "=",
+    "turn": "<",
+    "score": "g",
+    "logprobs": "r",
+    "restart": "x",
+}
 _SHOWN = {"rollout": 6, "policy": 1, "reference": 2, "reward": 2}  # workers of each role
 LEGEND = "s sample  U update  = weight sync  < change of turns  g grade  r reference  x restart"
 
 
 def as_text(run: Simulated, *, width: int = 96) -> list[str]:
-    """One line for each of the first workers of a role: the timed steps, with a letter for the stage that filled
-    most of each moment; below them where steps end.
+    """One line for each of the first workers of a role: the timed steps, with a letter for the stage that
+    filled most of each moment; below them where steps end.
     """
     begin, end = _window(run)
     cell = (end - begin) / width
@@ -34,7 +42,9 @@ def as_text(run: Simulated, *, width: int = 96) -> list[str]:
 
 
 def write_trace(run: Simulated, path: Path) -> None:
-    """In the Trace Event Format: complete events with microseconds, a thread for each worker. Raises UserError."""
+    """In the Trace Event Format: complete events with microseconds, a thread for each worker. Raises
+    UserError.
+    """
     events: list[dict[str, Any]] = []
     for number, (track, spans) in enumerate(run.bars.items()):
         named = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
@@ -52,11 +62,15 @@ def write_trace(run: Simulated, path: Path) -> None:
             for span in spans
         ]
     for step, end in enumerate(run.ends, start=1):
-        events.append({"name": f"end of step {step}", "ph": "i", "s": "g", "ts": end * 1e6, "pid": 1, "tid": 0})
+        events.append(
+            {"name": f"end of step {step}", "ph": "i", "s": "g", "ts": end * 1e6, "pid": 1, "tid": 0}
+        )
     try:
         write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
     except OSError as error:
-        raise UserError(f"--timeline {path}: cannot be written ({error.strerror}); name another file") from error
+        raise UserError(
+            f"--timeline {path}: cannot be written ({error.strerror}); name another file"
+        ) from error
 
 
 def _window(run: Simulated) -> tuple[float, float]:

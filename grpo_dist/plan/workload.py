@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -40,19 +41,15 @@ class Workload:
     @property
     def mean(self) -> float:
         """Tokens of a completion."""
-        return float(np.mean(self._sample()))
+        return _mean(self)
 
-    @property
-    def mean_square(self) -> float:
-        """Of the tokens of prompt and completion together."""
-        return float(np.mean((np.asarray(self._sample()) + self.prompt_tokens) ** 2.0))
 
-    def _sample(self) -> Sequence[int]:
-        if self.measured:
-            return [min(length, self.cap) for length in self.measured]
-        if self.lengths.kind == "fixed":
-            return [self.length(0)]
-        return [self.length(seed) for seed in range(_DRAWN)]
+@lru_cache
+def _mean(workload: Workload) -> float:
+    if workload.lengths.kind == "fixed":
+        return float(workload.length(0))
+    drawn = len(workload.measured) or _DRAWN
+    return float(np.mean([workload.length(seed) for seed in range(drawn)]))
 
 
 def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:
@@ -61,7 +58,9 @@ def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence
     assumed = []
     if prompt_tokens is None:
         prompt_tokens = max(1, round(config.data.max_prompt_tokens * _PROMPT_SHARE))
-        assumed.append(f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)")
+        assumed.append(
+            f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)"
+        )
     if lengths.kind == "natural" and not measured:
         lengths = Lengths(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
         assumed.append(

@@ -54,7 +54,8 @@ class World:
         self._signal_share, self._restart_s = signal_share, restart_s
         self._loop = asyncio.get_running_loop()
         count = config.rollout.num_workers
-        self.bars: dict[str, list[Span]] = {f"rollout-{i}": [] for i in range(count)} | {"policy": []}
+        tracks = [f"rollout-{i}" for i in range(count)] + ["policy"]
+        self.bars: dict[str, list[Span]] = {track: [] for track in tracks}
         self._engines = [
             Engine(rates, seats, meter=self.apart, spans=self.bars[f"rollout-{i}"]) for i in range(count)
         ]
