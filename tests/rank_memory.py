@@ -1,5 +1,5 @@
-"""Bytes of all tensors that each of two policy ranks holds between the last backward pass of an update and its
-optimiser step, by dtype and ZeRO stage: prints one JSON object for each.
+"""Bytes of all tensors that each of two policy ranks holds between the last backward pass of an update and
+its optimiser step, by dtype and ZeRO stage: prints one JSON object for each.
 
     python tests/rank_memory.py
 """

@@ -11,6 +11,7 @@ from grpo_dist.plan.command import Plan
 from grpo_dist.plan.memory import GIB, USABLE
 from grpo_dist.plan.options import Option, Planned
 from grpo_dist.plan.simulation import Simulated
+from grpo_dist.plan.sweep import longest_s, waits_for_longest
 from grpo_dist.plan.timeline import LEGEND, as_text
 
 _STAGES = {
@@ -21,6 +22,7 @@ _STAGES = {
     "sync": "weight sync",
     "turn": "changes of turns",
 }
+_TAIL = 0.7  # of a step: a longest completion that takes more bounds it
 _FULL = 0.05  # idle share below which who is idle is said to bound the step
 
 
@@ -57,19 +59,26 @@ def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
     return cluster.price / 3600 / run.tokens_per_s * 1e6
 
 
-def reason(run: Simulated) -> str:
+def reason(planned: Planned) -> str:
     """What bounds the step."""
-    idle, stages = run.idle, run.stage_s
+    run, scenario = planned.simulated, planned.option.scenario
+    idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(stages, key=stages.__getitem__)
     if longest in ("score", "logprobs") and stages[longest] > 0.9 * run.step_s:
         return f"{_STAGES[longest]} bounds the step: its workers are busy all the time"
+    if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
+        return (
+            f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
+            "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
+            "does not wait for it"
+        )
     if idle["rollout"] < _FULL < idle["policy"]:
         return "generation bounds the step: engines are always busy, the policy waits for them"
     if idle["policy"] < _FULL < idle["rollout"]:
         return "training bounds the step: the policy is always busy, engines wait for it"
     if max(idle.values()) < 2 * _FULL:
         return "generation and training take about as long"
-    return "generation and training take turns, or wait for the longest completions: both are idle at times"
+    return "generation and training take turns, or wait for long completions: both are idle at times"
 
 
 def warnings(planned: Planned) -> list[str]:
@@ -142,7 +151,9 @@ def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
         f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
-        f"idle: engines {engines}, policy {policy}: {reason(run)}",
+        f"idle: engines {engines}, policy {policy}: {reason(planned)}",
+        f"engines decode {run.sequences:,.0f} sequences at once on average, each could decode "
+        f"{planned.option.scenario.seats:,}",
         f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
         f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
         + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
@@ -196,7 +207,7 @@ def _why(plan: Plan) -> str:
     if plan.simulated:
         times = chosen.simulated.tokens_per_s / plan.simulated.simulated.tokens_per_s
         gain = f", {times:.2f} times the tokens a second of the configuration as it is"
-    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen.simulated)}"
+    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
 
 
 def _table(title: str, first: str, *others: str) -> Table:

@@ -49,9 +49,10 @@ class Scenario:
 class Simulated:
     """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
     ``idle``: share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and
-    completions of a step. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``: of a
-    processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since the
-    begin of the run; ``ends``: of its steps, of which ``timed`` count.
+    completions of a step. ``sequences``: decoded at once by an engine while it is busy. ``queue``: groups
+    that waited for an engine at most. ``driver_cpu_s``: of a processor, a step, without Ray and the records'
+    real sizes. ``bars``: what each track did when, since the begin of the run; ``ends``: of its steps, of
+    which ``timed`` count.
     """
 
     step_s: float
@@ -60,6 +61,7 @@ class Simulated:
     tokens: float
     completion_tokens: float
     samples: float
+    sequences: float
     longest_batch_s: float
     longest_update_s: float
     queue: int
@@ -135,6 +137,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
         tokens=sum(s.tokens for s in steps) / count,
         completion_tokens=sum(s.completion_tokens for s in steps) / count,
         samples=sum(s.samples for s in steps) / count,
+        sequences=world.decoded / max(world.engine_steps, 1.0),
         longest_batch_s=max(world.batch_s),
         longest_update_s=max(s.end - s.begin for s in world.bars["policy"] if s.stage == "update"),
         queue=world.queue,

@@ -15,9 +15,11 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.plan.options import Option, Planned, Setting, changed, planned, try_option
 from grpo_dist.plan.rates import UpdateWork
+from grpo_dist.plan.simulation import Scenario
 
 _SPLITS = 16  # numbers of policy ranks that are tried, at most
 _TENSOR_PARALLEL = (1, 2, 4, 8)
+_SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
 _STEPS = 2  # simulated of an option that is only compared
 _BATCHES = (0.5, 1, 2)
 _STALENESS = {"drain": (0, 1), "keep": (0, 1, 2, 4)}
@@ -48,7 +50,7 @@ def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
     )
     found: Planned | None = None
     for limit, _, option in options:
-        if found and found.simulated.tokens_per_s >= limit:
+        if found and found.simulated.tokens_per_s >= _SLACK * limit:
             break
         tried = planned(option, steps=_STEPS)
         if found is None or tried.simulated.tokens_per_s > found.simulated.tokens_per_s:
@@ -96,6 +98,18 @@ def _ranks(free: int, node: int) -> list[int]:
     return sorted(powers | set(spread))
 
 
+def waits_for_longest(config: Config) -> bool:
+    """Whether every step ends with all that is sampled."""
+    return config.max_staleness == 0 or config.weight_sync.mode == "drain"
+
+
+def longest_s(scenario: Scenario) -> float:
+    """Seconds of the longest completion of a step, were it alone: no engine takes less."""
+    batch, workload = scenario.config.batch, scenario.workload
+    tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
+    return tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
+
+
 def bound(option: Option) -> float:
     """Tokens a second that the option cannot pass."""
     scenario, config = option.scenario, option.config
@@ -116,6 +130,9 @@ def bound(option: Option) -> float:
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.colocated else 0.0)
     # Means of lengths: rows that are longer only add to attention.
     stages = [sampling, training]
+    if waits_for_longest(config):
+        sampling = max(sampling, longest_s(scenario))
+        stages.append(sampling + rates.sync_s())
     if config.needs_reference:
         group = UpdateWork(((prompt, each),))
         stages.append(rates.reference_s(group) * batch.prompts_per_step / config.reference.num_workers)

@@ -41,15 +41,18 @@ class Workload:
     @property
     def mean(self) -> float:
         """Tokens of a completion."""
-        return _mean(self)
+        return float(np.mean(_drawn(self)))
+
+    def longest_of(self, count: int) -> float:
+        """Tokens of the longest of so many completions, nearly always at least."""
+        return float(np.quantile(_drawn(self), max(0.0, 1 - 2 / count)))
 
 
 @lru_cache
-def _mean(workload: Workload) -> float:
+def _drawn(workload: Workload) -> list[int]:
     if workload.lengths.kind == "fixed":
-        return float(workload.length(0))
-    drawn = len(workload.measured) or _DRAWN
-    return float(np.mean([workload.length(seed) for seed in range(drawn)]))
+        return [workload.length(0)]
+    return [workload.length(seed) for seed in range(len(workload.measured) or _DRAWN)]
 
 
 def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:

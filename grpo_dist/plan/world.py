@@ -67,7 +67,7 @@ class World:
         self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
         self.steps: list[Step] = []
         self.batch_s: list[float] = []
-        self.queue = self.lost = 0
+        self.queue = self.lost = self.decoded = 0
         self.apart_s = 0.0
         chance = random.Random(config.seed)
         self._losses = [
@@ -78,6 +78,10 @@ class World:
         me: Any = self
         reference = me if self._config.needs_reference else None
         return Workers(me, me, reference, me, me)
+
+    @property
+    def engine_steps(self) -> float:
+        return sum(engine.steps for engine in self._engines)
 
     def end(self) -> None:
         for task in self._losses:
@@ -118,6 +122,7 @@ class World:
                 continue
         async with self._driver:  # one thread receives all groups
             await asyncio.sleep(len(seeds) * self._rates.reached.sample_s)
+        self.decoded += sum(lengths)
         self.batch_s.append(self._loop.time() - begin)
         with self.apart():
             return stand_ins.rollouts(prompt.uid, lengths, self._version)
