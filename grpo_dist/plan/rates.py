@@ -106,10 +106,10 @@ class Rates:
         )
         read = b * (m.computing + m.kv_values() * context) / t
         operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
-        seconds = max(
-            read / (self.peaks.memory * self.reached.decode),
-            operations / t / (self.peaks.engine_flops * self.reached.prefill),
-        )
+        reading = read / (self.peaks.memory * self.reached.decode)
+        computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
+        # A GPU reads while it computes; a processor, as measured, does one after the other.
+        seconds = max(reading, computing) if self.sizes.gpu else reading + computing
         if t > 1:
             sent = 2 * (t - 1) / t * sequences * s.hidden * b
             seconds += 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))

@@ -23,6 +23,8 @@ from grpo_dist.plan.workload import Workload
 from grpo_dist.plan.world import World
 from grpo_dist.usage import Span
 
+# Rewards of stand-ins have one part and no steps, and which estimator reads them takes no time.
+_ESTIMATOR = {"advantage": "grpo", "std": None}
 _FOREVER_S = 1e9  # deadlines of a simulated run: the report says what would pass those of the configuration
 
 
@@ -49,10 +51,10 @@ class Scenario:
 class Simulated:
     """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
     ``idle``: share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and
-    completions of a step. ``sequences``: decoded at once by an engine while it is busy. ``queue``: groups
-    that waited for an engine at most. ``driver_cpu_s``: of a processor, a step, without Ray and the records'
-    real sizes. ``bars``: what each track did when, since the begin of the run; ``ends``: of its steps, of
-    which ``timed`` count.
+    completions sampled for a step, those that dynamic sampling puts aside, too. ``sequences``: decoded at
+    once by an engine while it is busy. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``:
+    of a processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since
+    the begin of the run; ``ends``: of its steps, of which ``timed`` count.
     """
 
     step_s: float
@@ -153,6 +155,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
 def _as_planned(scenario: Scenario) -> Config:
     """Nothing beside the steps; where sampling runs ahead the last ones have nothing more to sample."""
     config = scenario.config
+    greedy = config.algorithm.advantage == "remax"  # which samples an answer more of each prompt
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
     cluster = config.cluster.model_copy(
         update={"timeouts": config.cluster.timeouts.model_copy(update=timeouts)}
@@ -162,7 +165,8 @@ def _as_planned(scenario: Scenario) -> Config:
         "checkpoint": config.checkpoint.model_copy(update={"every": 0, "export": False}),
         "health": config.health.model_copy(update={"min_signal_groups": 0}),
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
-        "rewards": config.rewards.model_copy(update={"models": ()}),
+        "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
+        "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,
         "data": config.data.model_copy(update={"order": "epochs"}),
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness
