@@ -15,7 +15,7 @@ from typing import Any
 from grpo_dist import driver
 from grpo_dist.bench.figures import covered_s
 from grpo_dist.bench.record import NoCheckpoints
-from grpo_dist.config import Config
+from grpo_dist.config import Config, Health
 from grpo_dist.plan import stand_ins
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.rates import Rates
@@ -163,7 +163,7 @@ def _as_planned(scenario: Scenario) -> Config:
     parts: dict[str, Any] = {
         "evaluation": config.evaluation.model_copy(update={"before": False, "after": False, "every": 0}),
         "checkpoint": config.checkpoint.model_copy(update={"every": 0, "export": False}),
-        "health": config.health.model_copy(update={"min_signal_groups": 0}),
+        "health": Health(min_signal_groups=0),
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
         "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.admission import Admission
+from grpo_dist.bounds import Bound
 from grpo_dist.config import Config
 from grpo_dist.ledger import Account
 from grpo_dist.plan import stand_ins
@@ -169,7 +170,9 @@ class World:
         with self.apart():
             return [stand_ins.work_of(batch) for batch in batches]
 
-    async def update(self, staged: list[UpdateWork], *, kl_coef: float) -> dict[str, float]:
+    async def update(
+        self, staged: list[UpdateWork], *, kl_coef: float, bounds: Sequence[Bound]
+    ) -> dict[str, float]:
         with self.apart():
             seconds = self._rates.update_s(staged)
         if self._colocated:
