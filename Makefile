@@ -37,11 +37,11 @@ test: $(READY)
 chaos: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
-# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: about 50 minutes on
-# two cores.
+# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: about an hour on two
+# cores.
 evidence: $(READY)
 	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
-	    tests/evidence_offload.py tests/evidence_resume.py $(ARGS)
+	    tests/evidence_offload.py tests/evidence_resume.py tests/evidence_plan.py $(ARGS)
 	$(BIN)/python -m pytest -m evidence tests $(ARGS)
 
 lint: $(READY)

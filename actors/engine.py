@@ -21,7 +21,7 @@ _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 # share its full blocks only, and vLLM's own 128 would share nothing of most prompts.
 _CPU_BLOCK = 32
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
-_GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
+GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(_CPU_PREFILL_TOKENS, spec.max_length)
     else:
-        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or _GPU_MEMORY[spec.colocated]
+        arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or GPU_MEMORY[spec.colocated]
         arguments["enable_sleep_mode"] = spec.colocated
     return arguments | settings.engine
 

@@ -1,5 +1,5 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check|bench CONFIG [key=value ...]`` and ``grpo-dist
-pipeline FILE``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan CONFIG [key=value ...]`` and
+``grpo-dist pipeline FILE``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -129,6 +129,15 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     bench(config)
 
 
+def _plan(path: str, overrides: list[str], **options: Any) -> None:
+    from grpo_dist.config_files import load_config
+
+    config = load_config(path, overrides)
+    from grpo_dist.plan.command import plan
+
+    plan(config, **options)
+
+
 def _check(path: str, overrides: list[str]) -> None:
     from grpo_dist.config_files import dump_config, load_config
 
@@ -191,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.set_defaults(command=command)
     _add_bench(commands)
+    _add_plan(commands)
     _add_recipes(commands)
     parser.set_defaults(command=None)
     return parser
@@ -207,6 +217,23 @@ def _add_bench(commands: Any) -> None:
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="print the ratios of two results instead"
     )
     sub.set_defaults(command=_bench)
+
+
+def _add_plan(commands: Any) -> None:
+    text = "predict memory, step time, cost and the best split of GPUs on a cluster, by simulating the loop"
+    sub = commands.add_parser("plan", help=text, description=text)
+    sub.add_argument("config", help="YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. bench.lengths.kind=fixed")
+    sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
+    sub.add_argument("--bench", metavar="FILE", help="bench.json of the same hardware, for its times")
+    sub.add_argument("--price", type=float, help="dollars an hour of one GPU")
+    sub.add_argument("--prompt-tokens", type=int, help="tokens of a prompt, on average")
+    sub.add_argument(
+        "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
+    )
+    sub.add_argument("--sweep", action="store_true", help="look at other batches and staleness, too")
+    sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
+    sub.set_defaults(command=_plan)
 
 
 def _add_recipes(commands: Any) -> None:

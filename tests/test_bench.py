@@ -21,7 +21,7 @@ from grpo_dist.bench.flops import Shape, card_peak, training_flops
 from grpo_dist.bench.lengths import ForcedLengths, length_of
 from grpo_dist.bench.limits import devices_of, fastest, run_jobs
 from grpo_dist.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
-from grpo_dist.bench.result import ActorMemory, Bar, Result
+from grpo_dist.bench.result import ActorMemory, Bar, DecodeStep, Result
 from grpo_dist.bench.run import as_benchmark, timed
 from grpo_dist.bench.table import FIGURES, print_result, written
 from grpo_dist.cli import main
@@ -209,10 +209,18 @@ def printed(function, *arguments):
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
-    made = result()
+    made = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
     made.write(tmp_path / "bench.json")
     assert Result.read(tmp_path / "bench.json") == made
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_a_result_of_a_benchmark_without_single_steps_is_read(tmp_path):
+    result().write(tmp_path / "bench.json")
+    plain = json.loads((tmp_path / "bench.json").read_text())
+    del plain["lengths"], plain["decode_steps"]
+    (tmp_path / "bench.json").write_text(json.dumps(plain))
+    assert Result.read(tmp_path / "bench.json") == result()
 
 
 def test_comparison_gives_ratios_of_b_to_a(tmp_path):
@@ -431,4 +439,7 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     assert {a.name for a in found.actors} == {"rollout-0", "reward-0", "policy-0"}
     assert all(a.peak_bytes > 100e6 for a in found.actors)
     assert {bar.stage for bar in found.timeline} == {"sample", "score", "update", "sync"}
+    assert found.lengths == lengths
+    assert {s.sequences for s in found.decode_steps} == {1, 4, 16, 64, 256} and len(found.decode_steps) == 10
+    assert all(0 < s.seconds < 10 and s.context > 16 for s in found.decode_steps)
     assert (tmp_path / "short/bench.png").stat().st_size > 10_000

@@ -5,9 +5,10 @@ needs, nothing that is computed again or for padding.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # Dense half-precision operations per second of a card, from its data sheet.
 _CARDS = {
@@ -33,7 +34,11 @@ class Shape:
     def of(cls, model_dir: Path) -> Shape:
         """Of a Hugging Face model directory."""
         c = json.loads((model_dir / "config.json").read_text())
-        c = c.get("text_config", c)
+        return cls.from_config(c.get("text_config", c))
+
+    @classmethod
+    def from_config(cls, c: Mapping[str, Any]) -> Shape:
+        """Of what a config.json says of the decoder."""
         heads = c["num_attention_heads"]
         return cls(
             hidden=c["hidden_size"],

@@ -1,7 +1,9 @@
 """What the machine can do at best, each in processes of its own, one after the other, after the loop's
 workers have ended. Processes and threads are as many as the loop's workers had.
 
-    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps
+    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
+    engine
+                 with few and many sequences
     training     transformers and torch's AdamW on as many tokens without padding, in the best of several
                  micro-batch sizes
     sync         one broadcast of as many bytes, from and into buffers that are there already
@@ -18,12 +20,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from grpo_dist.bench.record import StepRecord
+from grpo_dist.bench.result import DecodeStep
 from grpo_dist.config import Config
 from grpo_dist.hardware import device_type, resolve_dtype, thread_environment
 
@@ -33,8 +37,12 @@ _STEPS = 2  # timed steps whose requests are generated again
 _DEADLINE_S = 1800.0
 
 
-def generation_limit(config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int) -> float:
-    """Completion tokens per second of as many engines as the loop has, each on its share of a step."""
+def generation_limit(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+) -> tuple[float, list[DecodeStep]]:
+    """Completion tokens per second of as many engines as the loop has, each on its share of a step; and
+    single steps of the slowest engine.
+    """
     from actors.engine import EngineSpec
 
     workers = config.rollout.num_workers
@@ -49,8 +57,10 @@ def generation_limit(config: Config, model_dir: Path, steps: Sequence[StepRecord
         for i in range(workers)
     ]
     gpus = config.rollout.tensor_parallel_size
-    seconds = run_jobs("grpo_dist.bench.limit_generation", jobs, threads=threads, gpus=gpus)
-    return sum(r.length for batch in batches for r in batch) / fastest(seconds)
+    found = run_jobs("grpo_dist.bench.limit_generation", jobs, threads=threads, gpus=gpus)
+    made = sum(r.length for batch in batches for r in batch)
+    slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in found), strict=True)]
+    return made / fastest([f["seconds"] for f in found]), [DecodeStep(*step) for step in slowest]
 
 
 def training_limit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,19 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One step of an engine: with so many sequences, each of which holds ``context`` tokens."""
+
+    sequences: int
+    context: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
-    step. ``timeline``: of the median step.
+    step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
+    step. ``decode_steps``: of an engine alone; none where no limits were measured.
     """
 
     name: str
@@ -49,6 +59,8 @@ class Result:
     steps: list[dict[str, float]]
     timeline: list[Bar]
     timeline_s: float
+    lengths: list[int] = field(default_factory=list)
+    decode_steps: list[DecodeStep] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
         write_text(path, json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
@@ -70,8 +82,12 @@ class Result:
             raise UserError(
                 f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
             )
-        actors = [ActorMemory(**actor) for actor in plain.pop("actors")]
-        return cls(actors=actors, timeline=[Bar(**bar) for bar in plain.pop("timeline")], **plain)
+        return cls(
+            actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
+            timeline=[Bar(**bar) for bar in plain.pop("timeline")],
+            decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
+            **plain,
+        )
 
 
 def _plain(value: Any) -> Any:

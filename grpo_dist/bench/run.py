@@ -20,7 +20,7 @@ from grpo_dist.bench.lengths import ForcedLengths
 from grpo_dist.bench.limits import REPEATS, SYNC_REPEATS, generation_limit, sync_limit, training_limit
 from grpo_dist.bench.machine import machine_facts
 from grpo_dist.bench.record import BenchRecorder, NoCheckpoints, StepRecord
-from grpo_dist.bench.result import ActorMemory, Bar, Result
+from grpo_dist.bench.result import ActorMemory, Bar, DecodeStep, Result
 from grpo_dist.bench.table import print_result
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
@@ -87,7 +87,9 @@ async def _loop(config: Config, prepared: Prepared) -> list[StepRecord]:
 
 def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Result:
     """The result of the timed ``steps``; measures the limits, if they are asked for."""
-    limits, peak = _limits(config, model_dir, steps) if config.bench.limits else (None, None)
+    limits, peak, decode_steps = (
+        _limits(config, model_dir, steps) if config.bench.limits else (None, None, [])
+    )
     settings = dict(limits.settings) if limits else {}
     if card := _card():
         peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
@@ -110,17 +112,23 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Re
         steps=[_of_step(step) for step in steps],
         timeline=_timeline(middle),
         timeline_s=middle.seconds,
+        lengths=[request.length for step in steps for request in step.requests],
+        decode_steps=decode_steps,
     )
 
 
-def _limits(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> tuple[Limits, float]:
-    """The limits, and the operations per second of a matrix product on the policy's threads."""
+def _limits(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord]
+) -> tuple[Limits, float, list[DecodeStep]]:
+    """The limits, the operations per second of a matrix product on the policy's threads, and single steps of
+    an engine.
+    """
     from actors.cluster import local_demands
     from actors.transport import free_port
 
     demands = local_demands(config)
     _say("limits: generation")
-    generation = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
+    generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
     _say("limits: training")
     training, matmul, micro = training_limit(config, model_dir, steps, threads=demands["policy"].threads)
     _say("limits: weight sync")
@@ -134,7 +142,7 @@ def _limits(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> tup
         "peak": "a matrix product measured on the same threads",
         "step": "largest limit" if config.max_staleness else "sum of the limits",
     }
-    return Limits(generation, training, sync, settings), matmul
+    return Limits(generation, training, sync, settings), matmul, decode_steps
 
 
 def _card() -> float | None:

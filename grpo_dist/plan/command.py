@@ -1,0 +1,124 @@
+"""`grpo-dist plan`: from a configuration and a cluster's name to what would happen there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_dist.bench.result import Result
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.plan.accelerators import ClusterShape, parse_cluster
+from grpo_dist.plan.calibration import calibrate
+from grpo_dist.plan.models import model_of
+from grpo_dist.plan.options import Option, Planned, Setting, option_of, planned
+from grpo_dist.plan.sweep import best, cells
+from grpo_dist.plan.workload import workload_of
+
+_HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
+    says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
+    first.
+    """
+
+    setting: Setting
+    configured: Option | None
+    simulated: Planned | None
+    refused: str
+    found: list[Planned]
+
+
+def make_plan(
+    config: Config,
+    cluster: str,
+    *,
+    bench: Path | None = None,
+    price: float | None = None,
+    prompt_tokens: int | None = None,
+    failure_hours: float = 0.0,
+    split: bool = True,
+    sweep: bool = False,
+) -> Plan:
+    """``failure_hours``: mean time between failures of a GPU, 0: none; ``split``: look for the best split of
+    GPUs; ``sweep``: with other batches and staleness, too. Raises UserError.
+    """
+    setting = _setting(config, parse_cluster(cluster, price=price), bench, prompt_tokens, failure_hours)
+    option, refused = None, ""
+    try:
+        option = option_of(config, setting)
+        refused = "; ".join(option.problems)
+    except UserError as error:
+        refused = str(error)
+    simulated = planned(option) if option and not refused else None
+    found = []
+    if split and setting.cluster.gpus > 1:
+        found = [p for cell in cells(config, wide=sweep) if (p := best(config, setting, cell))]
+    if simulated is None and not found:
+        raise UserError(f"{config.name} on {setting.cluster}: {refused}")
+    return Plan(setting, option, simulated, refused, _own_first(config, found))
+
+
+def plan(
+    config: Config,
+    *,
+    cluster: str,
+    bench: str | None,
+    price: float | None,
+    prompt_tokens: int | None,
+    failure_hours: float,
+    sweep: bool,
+    timeline: str | None,
+) -> None:
+    """Make a plan and print it; write its timeline."""
+    made = make_plan(
+        config,
+        cluster,
+        bench=Path(bench) if bench else None,
+        price=price,
+        prompt_tokens=prompt_tokens,
+        failure_hours=failure_hours,
+        sweep=sweep,
+    )
+    from grpo_dist.plan.report import print_plan
+    from grpo_dist.plan.timeline import write_trace
+
+    print_plan(made)
+    if timeline:
+        shown = made.simulated or made.found[0]
+        write_trace(shown.simulated, Path(timeline))
+        print(f"written: {timeline} (open it in https://ui.perfetto.dev)")
+
+
+def _setting(
+    config: Config, cluster: ClusterShape, bench: Path | None, prompt_tokens: int | None, failure_hours: float
+) -> Setting:
+    for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
+        if value is not None and (value < 0 or (option == "--prompt-tokens" and value < 1)):
+            raise UserError(f"{option} {value:g}: expected a number above 0")
+    if cluster.card is None and bench is None:
+        raise UserError(
+            f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
+            "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
+        )
+    calibration = calibrate(Result.read(bench), cluster) if bench else None
+    lengths: Sequence[int] = calibration.lengths if calibration else ()
+    if prompt_tokens is None and calibration:
+        prompt_tokens = calibration.prompt_tokens
+    workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
+    return Setting(cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S)
+
+
+def _own_first(config: Config, found: list[Planned]) -> list[Planned]:
+    def is_other(p: Planned) -> bool:
+        c = p.option.config
+        return (c.batch.prompts_per_step, c.max_staleness) != (
+            config.batch.prompts_per_step,
+            config.max_staleness,
+        )
+
+    return sorted(found, key=is_other)

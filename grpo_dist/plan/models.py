@@ -1,0 +1,172 @@
+"""What of a model decides memory and time, read from its config.json, or known for the families that recipes
+use.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.bench.flops import Shape
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+
+# What a layer has beside the matrices of `Shape`, by model_type: biases of query, key and value; norms of
+# query and key.
+_BIAS = ("qwen2",)
+_HEAD_NORMS = ("qwen3",)
+_DENSE = ("qwen2", "qwen3", "llama", "mistral")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """``parameters``: each once, a tied head not at all. ``tied``: embedding and LM head are one matrix."""
+
+    name: str
+    shape: Shape
+    parameters: int
+    tied: bool
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the embedding, or of the head."""
+        return self.shape.vocabulary * self.shape.hidden
+
+    @property
+    def computing(self) -> int:
+        """Weights that multiply a token on its way to logits."""
+        return self.shape.layers * self.shape.layer_weights + self.embedding
+
+    def kv_values(self) -> int:
+        """Numbers in the key-value cache for one token."""
+        return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim
+
+
+def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
+    """Of the content of a Hugging Face config.json. Raises UserError for what is no dense decoder of a known
+    type.
+    """
+    c = c.get("text_config", c)
+    kind = c.get("model_type")
+    if kind not in _DENSE:
+        raise UserError(
+            f"model {name}: `model_type` = {kind}; a plan knows the weights of {', '.join(_DENSE)} (dense "
+            "decoders with gated MLPs)"
+        )
+    try:
+        shape = Shape.from_config(c)
+    except KeyError as error:
+        raise UserError(f"model {name}: its config.json has no {error}; expected a whole one") from error
+    tied = bool(c.get("tie_word_embeddings", False))
+    return ModelShape(name, shape, _count(shape, kind, tied), tied)
+
+
+def _count(s: Shape, kind: str, tied: bool) -> int:
+    layer = s.layer_weights + 2 * s.hidden  # two norms
+    if kind in _BIAS:
+        layer += (s.heads + 2 * s.kv_heads) * s.head_dim
+    if kind in _HEAD_NORMS:
+        layer += 2 * s.head_dim
+    return s.layers * layer + s.hidden + (1 if tied else 2) * s.vocabulary * s.hidden
+
+
+def _known(kind: str, *sizes: int, tied: bool, head_dim: int | None = None) -> dict[str, Any]:
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "vocab_size",
+    )  # fmt: skip
+    own = dict(zip(names, sizes, strict=True))
+    return {"model_type": kind, **own, "tie_word_embeddings": tied, "head_dim": head_dim}
+
+
+# Values of the config.json that each was published with on the Hugging Face hub.
+_PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B": _known("qwen2", 896, 4864, 24, 14, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-1.5B": _known("qwen2", 1536, 8960, 28, 12, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-3B": _known("qwen2", 2048, 11008, 36, 16, 2, 151936, tied=True),
+    "Qwen/Qwen2.5-7B": _known("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False),
+    "Qwen/Qwen2.5-14B": _known("qwen2", 5120, 13824, 48, 40, 8, 152064, tied=False),
+    "Qwen/Qwen2.5-32B": _known("qwen2", 5120, 27648, 64, 40, 8, 152064, tied=False),
+    "Qwen/Qwen2.5-72B": _known("qwen2", 8192, 29568, 80, 64, 8, 152064, tied=False),
+    "Qwen/Qwen3-0.6B": _known("qwen3", 1024, 3072, 28, 16, 8, 151936, tied=True, head_dim=128),
+    "Qwen/Qwen3-1.7B": _known("qwen3", 2048, 6144, 28, 16, 8, 151936, tied=True, head_dim=128),
+    "Qwen/Qwen3-4B": _known("qwen3", 2560, 9728, 36, 32, 8, 151936, tied=True, head_dim=128),
+    "Qwen/Qwen3-8B": _known("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False, head_dim=128),
+    "Qwen/Qwen3-14B": _known("qwen3", 5120, 17408, 40, 40, 8, 151936, tied=False, head_dim=128),
+    "Qwen/Qwen3-32B": _known("qwen3", 5120, 25600, 64, 64, 8, 151936, tied=False, head_dim=128),
+    "meta-llama/Llama-3.2-1B": _known("llama", 2048, 8192, 16, 32, 8, 128256, tied=True, head_dim=64),
+    "meta-llama/Llama-3.2-3B": _known("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_dim=128),
+    "meta-llama/Llama-3.1-8B": _known("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),
+    "meta-llama/Llama-3.1-70B": _known("llama", 8192, 28672, 80, 64, 8, 128256, tied=False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _known(
+        "qwen2", 1536, 8960, 28, 12, 2, 151936, tied=False
+    ),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _known("qwen2", 3584, 18944, 28, 28, 4, 152064, tied=False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B": _known("qwen2", 5120, 13824, 48, 40, 8, 152064, tied=False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B": _known("qwen2", 5120, 27648, 64, 40, 8, 152064, tied=False),
+}  # fmt: skip
+
+
+def published(hub_id: str) -> ModelShape | None:
+    """Of a model known by its hub id; a family's -Instruct, -Base, -Math and -Coder have one shape."""
+    plain = re.sub(r"-(Instruct|Base|Math|Coder)(?=-|$)", "", hub_id)
+    found = next((c for name, c in _PUBLISHED.items() if name.lower() == plain.lower()), None)
+    return from_config_json(found, hub_id) if found else None
+
+
+def model_of(config: Config) -> ModelShape:
+    """Of `model.path`: a directory, `demo:`, `random:`, the cold start's model, a hub id that is in the local
+    cache or known here. Nothing is fetched. Raises UserError where the sizes cannot be known.
+    """
+    path = config.model.path
+    if path == "sft":
+        assert config.sft is not None  # the configuration was checked
+        path = config.sft.model
+    if path.startswith("random:"):
+        return _read(Path(path.removeprefix("random:")).expanduser(), path)
+    if path.startswith("demo:"):
+        from grpo_dist.demo.model import cached_model
+
+        try:
+            return _read(cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json", path)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _read(local / "config.json", path)
+    if cached := _in_hub_cache(path, config.model.revision):
+        return _read(cached, path)
+    if known := published(path):
+        return known
+    raise UserError(
+        f"model.path = {path}: neither a directory here, nor in the Hugging Face cache, nor a family whose "
+        f"sizes are known ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
+        "model.path=random:config.json"
+    )
+
+
+def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+    except HFValidationError:  # a path that is no hub id
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _read(file: Path, what: str) -> ModelShape:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.path = {what}: {file} cannot be read ({error}); expected the config.json of a Hugging "
+            "Face model"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"model.path = {what}: {file} is no object; expected a Hugging Face config.json")
+    return from_config_json(content, what)

@@ -1,0 +1,178 @@
+"""One configuration on one cluster: whether it fits, how long its steps take, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.plan.accelerators import ClusterShape
+from grpo_dist.plan.calibration import Calibration
+from grpo_dist.plan.memory import (
+    GIB,
+    USABLE,
+    EngineFootprint,
+    Footprint,
+    Sizes,
+    policy_rank,
+    reference_worker,
+    rollout_engine,
+)
+from grpo_dist.plan.models import ModelShape
+from grpo_dist.plan.rates import Peaks, Rates, Reached
+from grpo_dist.plan.roles import Roles, roles_of
+from grpo_dist.plan.simulation import Scenario, Simulated, simulate
+from grpo_dist.plan.workload import Workload
+
+_SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none
+    fails.
+    """
+
+    cluster: ClusterShape
+    model: ModelShape
+    workload: Workload
+    calibration: Calibration | None
+    lost_every_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Option:
+    """``problems``: why it does not fit in memory; empty where it does."""
+
+    config: Config
+    roles: Roles
+    memory: dict[str, Footprint]
+    problems: list[str]
+    scenario: Scenario
+
+    @property
+    def engine(self) -> EngineFootprint:
+        found = self.memory["rollout"]
+        assert isinstance(found, EngineFootprint)
+        return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    option: Option
+    simulated: Simulated
+
+
+def option_of(config: Config, setting: Setting) -> Option:
+    """Raises UserError where the cluster has too few devices for ``config``."""
+    cluster, model, calibration = setting.cluster, setting.model, setting.calibration
+    roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
+    sizes = Sizes.of(config, gpu=cluster.card is not None)
+    memory = footprints(
+        config, model, sizes, setting.workload, memory=_card_memory(cluster), colocated=roles.colocated
+    )
+    engine = memory["rollout"]
+    assert isinstance(engine, EngineFootprint)
+    peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
+    reached = calibration.reached if calibration else Reached()
+    scenario = Scenario(
+        config,
+        Rates(config, model, sizes, peaks, reached),
+        setting.workload,
+        seats=max(1, engine.mean),
+        colocated=roles.colocated and bool(cluster.gpus),
+        signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
+        lost_every_s=setting.lost_every_s / config.rollout.tensor_parallel_size,
+    )
+    return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)
+
+
+def planned(option: Option, *, steps: int = 4) -> Planned:
+    return Planned(option, simulate(replace(option.scenario, steps=steps)))
+
+
+def footprints(
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    workload: Workload,
+    *,
+    memory: int,
+    colocated: bool,
+) -> dict[str, Footprint]:
+    """Of one worker of every role. ``memory``: bytes of a GPU; 0: there are none."""
+    found: dict[str, Footprint] = {
+        "policy": policy_rank(config, model, sizes, workload),
+        "rollout": rollout_engine(config, model, sizes, workload, memory=memory, colocated=colocated),
+    }
+    if config.needs_reference:
+        found["reference"] = reference_worker(config, model, sizes, workload)
+    return found
+
+
+def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape) -> list[str]:
+    """What does not fit in a GPU of ``cluster``, each with what to do. Of a machine without GPUs nothing is
+    said: its memory is everybody's.
+    """
+    if cluster.card is None:
+        return []
+    limit, problems = int(cluster.card.memory * USABLE), []
+    remedies = {"policy": _policy_remedy(config), "reference": "lower `reference.micro_batch_tokens`"}
+    for role, remedy in remedies.items():
+        if role in memory and memory[role].total > limit:
+            problems.append(
+                f"{role}: a worker needs {memory[role].total / GIB:.1f} GiB and a {cluster.card.name} has "
+                f"{limit / GIB:.1f} GiB for it; {remedy}"
+            )
+    engine = memory["rollout"]
+    assert isinstance(engine, EngineFootprint)
+    if engine.longest < 1:
+        problems.append(
+            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one "
+            f"sequence of {config.max_length:,} tokens takes "
+            f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
+            "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
+        )
+    return problems
+
+
+def _policy_remedy(config: Config) -> str:
+    steps = []
+    if not config.model.gradient_checkpointing:
+        steps.append("set `model.gradient_checkpointing`=true")
+    steps.append("lower `batch.micro_batch_tokens`")
+    if config.policy.zero_stage < 3:
+        steps.append("raise `policy.zero_stage`")
+    return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
+
+
+def _card_memory(cluster: ClusterShape) -> int:
+    return cluster.card.memory if cluster.card else 0
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
+    """``config`` with dotted keys set; None where such a configuration is refused."""
+    plain: dict[str, Any] = config.model_dump()
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = plain
+        for part in path:
+            section = section[part]
+        section[last] = value
+    try:
+        return Config.model_validate(plain)
+    except ValueError:
+        return None
+
+
+def try_option(config: Config | None, setting: Setting) -> Option | None:
+    """None where it is refused or does not fit."""
+    if config is None:
+        return None
+    try:
+        option = option_of(config, setting)
+    except UserError:
+        return None
+    return None if option.problems else option

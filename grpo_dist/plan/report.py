@@ -1,0 +1,218 @@
+"""A plan for people: memory, times, cost, what bounds them, the best split, the timeline."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_dist.bench.table import written
+from grpo_dist.plan.accelerators import ClusterShape
+from grpo_dist.plan.command import Plan
+from grpo_dist.plan.memory import GIB, USABLE
+from grpo_dist.plan.options import Option, Planned
+from grpo_dist.plan.simulation import Simulated
+from grpo_dist.plan.sweep import longest_s, waits_for_longest
+from grpo_dist.plan.timeline import LEGEND, as_text
+
+_STAGES = {
+    "sample": "generation",
+    "score": "scoring",
+    "logprobs": "reference",
+    "update": "training",
+    "sync": "weight sync",
+    "turn": "changes of turns",
+}
+_TAIL = 0.7  # of a step: a longest completion that takes more bounds it
+_FULL = 0.05  # idle share below which who is idle is said to bound the step
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False)
+
+    for line in _head(plan):
+        say(line)
+    shown = plan.simulated
+    if plan.refused:
+        say(f"as configured: does not fit: {plan.refused}")
+    if plan.configured:
+        console.print(_memory(plan.configured, plan.setting.cluster))
+    if shown is None:
+        shown = plan.found[0]
+        console.print(_memory(shown.option, plan.setting.cluster, "best split"))
+    say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
+    console.print(_times(shown))
+    for line in [*_summary(shown, plan.setting.cluster), *warnings(shown)]:
+        say(line)
+    if plan.found:
+        console.print(_found(plan))
+        say(_why(plan))
+    say(LEGEND)
+    for line in as_text(shown.simulated):
+        say(line)
+
+
+def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
+    """Dollars for a million tokens of prompts and completions, all GPUs of the cluster paid for."""
+    return cluster.price / 3600 / run.tokens_per_s * 1e6
+
+
+def reason(planned: Planned) -> str:
+    """What bounds the step."""
+    run, scenario = planned.simulated, planned.option.scenario
+    idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
+    longest = max(stages, key=stages.__getitem__)
+    if longest in ("score", "logprobs") and stages[longest] > 0.9 * run.step_s:
+        return f"{_STAGES[longest]} bounds the step: its workers are busy all the time"
+    if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
+        return (
+            f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
+            "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
+            "does not wait for it"
+        )
+    if idle["rollout"] < _FULL < idle["policy"]:
+        return "generation bounds the step: engines are always busy, the policy waits for them"
+    if idle["policy"] < _FULL < idle["rollout"]:
+        return "training bounds the step: the policy is always busy, engines wait for it"
+    if max(idle.values()) < 2 * _FULL:
+        return "generation and training take about as long"
+    return "generation and training take turns, or wait for long completions: both are idle at times"
+
+
+def warnings(planned: Planned) -> list[str]:
+    """What a real run would stumble over."""
+    config, run, lines = planned.option.config, planned.simulated, []
+    for key, seconds in (("sample_s", run.longest_batch_s), ("update_s", run.longest_update_s)):
+        allowed = getattr(config.cluster.timeouts, key)
+        if seconds > allowed:
+            lines.append(
+                f"warning: {seconds:,.0f} s is beyond `cluster.timeouts.{key}` = {allowed:g}; raise it"
+            )
+    if config.rewards.models:
+        lines.append(
+            "warning: reward models are given their GPUs, but neither their memory nor their time is planned"
+        )
+    return lines
+
+
+def _head(plan: Plan) -> list[str]:
+    setting = plan.setting
+    model, workload, calibration = setting.model, setting.workload, setting.calibration
+    lines = [
+        f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
+        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
+        f"average, at most {workload.cap:,}",
+        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
+    ]
+    if workload.assumed:
+        lines.append(f"assumed: {workload.assumed}")
+    return lines
+
+
+def _memory(option: Option, cluster: ClusterShape, title: str = "as configured") -> Table:
+    limit = f", {cluster.card.memory * USABLE / GIB:.0f} GiB usable" if cluster.card else ""
+    where = "a GPU" if cluster.card else "the machine"
+    table = _table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
+    for role, footprint in option.memory.items():
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.parts.items() if size)
+        if footprint.host:
+            own = sum(footprint.host.values()) / GIB
+            parts += f"; in host memory {own:.1f}"
+        table.add_row(f"{role} x {_count(option, role)}", parts, f"{footprint.total / GIB:.1f}")
+    engine = option.engine
+    table.caption = (
+        f"an engine's cache holds {engine.longest:,} sequences of {option.config.max_length:,} tokens; "
+        f"{option.scenario.seats:,} of mean length are decoded at once"
+    )
+    return table
+
+
+def _count(option: Option, role: str) -> str:
+    config = option.config
+    if role == "rollout":
+        return f"{config.rollout.num_workers} (TP {config.rollout.tensor_parallel_size})"
+    return str(config.policy.num_workers if role == "policy" else config.reference.num_workers)
+
+
+def _times(planned: Planned) -> Table:
+    run = planned.simulated
+    table = _table("times; stages may run beside each other", "stage", "in a step", "of the step")
+    for stage, seconds in run.stage_s.items():
+        table.add_row(_STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
+    table.add_row("[bold]step", written(run.step_s, "s"), "")
+    return table
+
+
+def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
+    run, steps = planned.simulated, planned.option.config.steps
+    hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
+    lines = [
+        f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
+        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
+        f"idle: engines {engines}, policy {policy}: {reason(planned)}",
+        f"engines decode {run.sequences:,.0f} sequences at once on average, each could decode "
+        f"{planned.option.scenario.seats:,}",
+        f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
+        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
+        + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
+    ]
+    if cluster.card and cluster.price:
+        price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
+        lines.append(
+            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
+            f"${price * hours * steps:,.0f} the run, at ${cluster.card.price:g} an hour for each GPU"
+            + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
+        )
+    return lines
+
+
+def _found(plan: Plan) -> Table:
+    cluster = plan.setting.cluster
+    table = _table(
+        f"best splits on {cluster}",
+        "prompts",
+        "staleness",
+        "policy ranks",
+        "engines",
+        "step",
+        "tokens/s",
+        "$/M tokens",
+    )
+    for p in plan.found:
+        c, run = p.option.config, p.simulated
+        engines = f"{c.rollout.num_workers} x TP {c.rollout.tensor_parallel_size}"
+        table.add_row(
+            str(c.batch.prompts_per_step),
+            str(c.max_staleness),
+            f"{c.policy.num_workers}" + (" (colocated)" if p.option.roles.colocated else ""),
+            engines,
+            written(run.step_s, "s"),
+            f"{run.tokens_per_s:,.0f}",
+            f"{cost_per_million(run, cluster):.3g}",
+        )
+    return table
+
+
+def _why(plan: Plan) -> str:
+    chosen = plan.found[0]
+    c = chosen.option.config
+    keys = (
+        f"rollout.num_workers={c.rollout.num_workers} "
+        f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
+        f"policy.num_workers={c.policy.num_workers} cluster.placement={c.cluster.placement}"
+    )
+    gain = ""
+    if plan.simulated:
+        times = chosen.simulated.tokens_per_s / plan.simulated.simulated.tokens_per_s
+        gain = f", {times:.2f} times the tokens a second of the configuration as it is"
+    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="left" if heading == "parts" else "right")
+    return table

@@ -1,0 +1,94 @@
+"""A simulated run as a picture: lines of text, or a trace for chrome://tracing and https://ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.bench.figures import covered_s
+from grpo_dist.durable import write_text
+from grpo_dist.errors import UserError
+from grpo_dist.plan.simulation import Simulated
+from grpo_dist.usage import Span
+
+_MARKS = {
+    "sample": "s",
+    "update": "U",
+    "sync": "=",
+    "turn": "<",
+    "score": "g",
+    "logprobs": "r",
+    "restart": "x",
+}
+_SHOWN = {"rollout": 6, "policy": 1, "reference": 2, "reward": 2}  # workers of each role
+LEGEND = "s sample  U update  = weight sync  < change of turns  g grade  r reference  x restart"
+
+
+def as_text(run: Simulated, *, width: int = 96) -> list[str]:
+    """One line for each of the first workers of a role: the timed steps, with a letter for the stage that
+    filled most of each moment; below them where steps end.
+    """
+    begin, end = _window(run)
+    cell = (end - begin) / width
+    lines = []
+    for track in _tracks(run):
+        marks = "".join(_mark(run.bars[track], begin + i * cell, cell) for i in range(width))
+        lines.append(f"{track:>12} |{marks}|")
+    ends = {min(width - 1, int((e - begin) / cell)) for e in run.ends[run.timed]}
+    lines.append(f"{'step ends':>12} |{''.join('^' if i in ends else ' ' for i in range(width))}|")
+    lines.append(f"{'':>12}  {begin:<.1f} s{f'{end:.1f} s':>{max(1, width - len(f'{begin:.1f} s'))}}")
+    return lines
+
+
+def write_trace(run: Simulated, path: Path) -> None:
+    """In the Trace Event Format: complete events with microseconds, a thread for each worker. Raises
+    UserError.
+    """
+    events: list[dict[str, Any]] = []
+    for number, (track, spans) in enumerate(run.bars.items()):
+        named = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
+        events.append(named)
+        events += [
+            {
+                "name": span.stage,
+                "cat": track.rpartition("-")[0] or track,
+                "ph": "X",
+                "ts": span.begin * 1e6,
+                "dur": (span.end - span.begin) * 1e6,
+                "pid": 1,
+                "tid": number,
+            }
+            for span in spans
+        ]
+    for step, end in enumerate(run.ends, start=1):
+        events.append(
+            {"name": f"end of step {step}", "ph": "i", "s": "g", "ts": end * 1e6, "pid": 1, "tid": 0}
+        )
+    try:
+        write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--timeline {path}: cannot be written ({error.strerror}); name another file"
+        ) from error
+
+
+def _window(run: Simulated) -> tuple[float, float]:
+    first, last = run.timed.start, run.timed.stop
+    return run.ends[first - 1] if first else 0.0, run.ends[last - 1]
+
+
+def _tracks(run: Simulated) -> list[str]:
+    shown: list[str] = []
+    for role, count in _SHOWN.items():
+        own = [name for name in run.bars if name == role or name.rpartition("-")[0] == role]
+        shown += sorted(own, key=lambda name: (len(name), name))[:count]
+    return shown
+
+
+def _mark(spans: list[Span], begin: float, seconds: float) -> str:
+    share = {
+        stage: covered_s((s for s in spans if s.stage == stage), begin, begin + seconds) for stage in _MARKS
+    }
+    stage = max(share, key=share.__getitem__)
+    return _MARKS[stage] if share[stage] > 0.25 * seconds else "."

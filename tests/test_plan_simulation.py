@@ -1,0 +1,299 @@
+"""The simulated clock, engine and loop of `grpo-dist plan`, against times worked out by hand."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from fakes import config
+
+from grpo_dist.plan import clock
+from grpo_dist.plan.clock import run_virtually
+from grpo_dist.plan.engines import Engine, EngineLost
+from grpo_dist.plan.rates import Reached
+from grpo_dist.plan.simulation import Scenario, simulate
+from grpo_dist.plan.workload import Workload
+
+
+@dataclass
+class Times:
+    """Stages of constant length. A decode step takes ``step`` and ``each`` for every token in the cache."""
+
+    step: float = 0.1
+    each: float = 0.0
+    prefill: float = 0.0
+    score: float = 0.5
+    update: float = 2.0
+    sync: float = 0.3
+    reference: float = 0.0
+    reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
+
+    def decode_step_s(self, sequences, context):
+        return self.step + self.each * context
+
+    def prefill_s(self, tokens):
+        return self.prefill * tokens
+
+    def score_s(self, samples):
+        return self.score
+
+    def update_s(self, updates):
+        return self.update
+
+    def sync_s(self):
+        return self.sync
+
+    def turn_s(self):
+        return 0.25
+
+    def reference_s(self, work):
+        return self.reference
+
+
+def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, **changes):
+    changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
+    workload = Workload(20, config().bench.lengths, 1000, measured=tuple(measured) or (length,))
+    return simulate(Scenario(config(**changes), times, workload, seats, colocated, steps=steps))
+
+
+# The clock
+
+
+def test_waiting_takes_no_time_and_timers_keep_their_order():
+    async def main():
+        loop, seen = asyncio.get_running_loop(), []
+
+        async def after(seconds):
+            await asyncio.sleep(seconds)
+            seen.append((seconds, loop.time()))
+
+        await asyncio.gather(after(86_400.0), after(0.5), after(7.25))
+        return seen
+
+    begin = time.monotonic()
+    assert run_virtually(main) == [(0.5, 0.5), (7.25, 7.25), (86_400.0, 86_400.0)]
+    assert time.monotonic() - begin < 3600  # of the day that it was
+
+
+def test_deadlines_are_of_the_simulated_clock():
+    async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(100):
+                await asyncio.sleep(101)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main) == 100
+
+
+def test_the_clock_stands_while_a_thread_computes():
+    async def main():
+        timer = asyncio.create_task(asyncio.sleep(1000))
+        found = await asyncio.to_thread(lambda: time.sleep(0.05) or 42)
+        assert not timer.done() and asyncio.get_running_loop().time() == 0
+        await timer
+        return found, asyncio.get_running_loop().time()
+
+    assert run_virtually(main) == (42, 1000)
+
+
+def test_a_simulation_in_which_all_wait_for_each_other_is_an_error():
+    async def main():
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="stands still"):
+        run_virtually(main)
+
+
+# The engine
+
+
+def ends(times, groups, *, seats=100, then=None):
+    """When the samples of each group (begin, prompt, lengths) were finished, and the engine."""
+
+    async def main():
+        engine, loop = Engine(times, seats), asyncio.get_running_loop()
+        found = [[] for _ in groups]
+
+        async def ask(i, begin, prompt, lengths):
+            await asyncio.sleep(begin)
+            await engine.generate(prompt, lengths, on_sample=lambda: found[i].append(loop.time()))
+
+        others = [then(engine)] if then else []
+        await asyncio.gather(*(ask(i, *group) for i, group in enumerate(groups)), *others)
+        return found, engine
+
+    return run_virtually(main)
+
+
+def test_sequences_of_a_batch_end_with_their_lengths():
+    found, engine = ends(Times(), [(0, 5, [3, 10, 3])])
+    assert found == [[pytest.approx(0.3), pytest.approx(0.3), pytest.approx(1.0)]]
+    assert [(s.begin, s.end) for s in engine.spans] == [(0, pytest.approx(1.0))]
+    assert engine.steps == pytest.approx(10)
+
+
+def test_a_longer_context_slows_the_steps_down():
+    # Two sequences with 10 tokens of prompt each share: 10 + 2 t tokens after t steps, of which 20 are made.
+    found, _ = ends(Times(step=0.1, each=0.001), [(0, 10, [20, 20])])
+    assert found[0][0] == pytest.approx(20 * 0.1 + 0.001 * (10 * 20 + 2 * 20 * 20 / 2))
+
+
+def test_a_group_that_comes_later_joins_the_batch_and_its_prefill_delays_all():
+    found, _ = ends(Times(prefill=0.01), [(0, 0, [10]), (0.5, 20, [10])])
+    assert found == [[pytest.approx(1.0 + 0.2)], [pytest.approx(0.5 + 0.2 + 1.0)]]
+
+
+def test_sequences_beyond_its_seats_wait_in_the_engine():
+    found, _ = ends(Times(), [(0, 0, [10, 4, 6, 2])], seats=2)
+    assert sorted(found[0]) == pytest.approx([0.4, 1.0, 1.0, 1.2])
+
+
+def test_a_paused_engine_goes_on_after_its_cache_is_computed_again():
+    async def update(engine):
+        await asyncio.sleep(0.5)
+        engine.pause()
+        await asyncio.sleep(3)
+        engine.resume()
+
+    found, _ = ends(Times(prefill=0.01), [(0, 0, [10])], then=update)
+    assert found == [[pytest.approx(0.5 + 3 + 5 * 0.01 + 0.5)]]
+
+
+def test_an_engine_that_fails_loses_what_it_has_in_hand():
+    async def main():
+        engine = Engine(Times(), 10)
+        asyncio.get_running_loop().call_later(0.5, engine.fail)
+        with pytest.raises(EngineLost):
+            await engine.generate(5, [10, 2], on_sample=lambda: None)
+        await engine.generate(5, [10], on_sample=lambda: None)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main) == pytest.approx(0.5 + 1.0)
+
+
+# The loop
+
+
+def test_without_staleness_a_step_is_the_sum_of_its_stages():
+    found = run(Times())
+    assert found.step_s == pytest.approx(1.0 + 0.5 + 2.0 + 0.3)
+    assert found.stage_s == {
+        "sample": pytest.approx(1.0), "score": pytest.approx(0.5), "update": pytest.approx(2.0),
+        "sync": pytest.approx(0.3),
+    }  # fmt: skip
+    assert found.idle == {"rollout": pytest.approx(1 - 1 / 3.8), "policy": pytest.approx(1 - 2.3 / 3.8)}
+    assert (found.samples, found.tokens, found.completion_tokens) == (8, 8 * 30, 80)
+    assert found.tokens_per_s == pytest.approx(240 / 3.8) and found.staleness == 0
+
+
+@pytest.mark.parametrize("length, longer", [(10, 2.0), (40, 4.5)])
+def test_one_step_ahead_it_is_the_longer_of_sampling_and_training(length, longer):
+    found = run(Times(), length=length, max_staleness=1)
+    assert found.step_s == pytest.approx(longer + 0.3, abs=1e-6) and found.staleness == 1
+
+
+def test_references_share_out_the_groups():
+    times = Times(reference=1.0, score=0.0)
+    changes = {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"num_workers": 2}}
+    found = run(times, **changes)  # 4 groups, 2 workers: two seconds after the samples
+    assert found.step_s == pytest.approx(1.0 + 2.0 + 2.0 + 0.3)
+    assert found.stage_s["logprobs"] == pytest.approx(2.0)
+
+
+def test_who_shares_gpus_changes_turns_twice_a_step():
+    assert run(Times(), colocated=True).step_s == pytest.approx(3.8 + 2 * 0.25)
+
+
+def test_groups_go_to_the_engine_that_has_least():
+    found = run(Times(), rollout={"num_workers": 4}, seats=2)
+    assert {len(found.bars[f"rollout-{i}"]) for i in range(4)} == {6 - 1}  # of every step, one at once
+    assert found.queue == 0 and found.step_s == pytest.approx(3.8)
+
+
+def test_groups_wait_for_an_engine_with_room():
+    # 4 groups of 2 on one engine that decodes one sequence at a time: two of them wait in the driver's queue.
+    found = run(Times(), seats=1)
+    assert found.queue == 3 and found.stage_s["sample"] == pytest.approx(8 * 1.0)
+
+
+def test_a_long_tail_keeps_the_engine_and_the_driver_waiting():
+    even = run(Times(score=0.0), measured=[50])
+    uneven = run(Times(score=0.0), measured=[1, 99])  # as many tokens on average
+    assert uneven.stage_s["sample"] == pytest.approx(9.9) and even.stage_s["sample"] == pytest.approx(5.0)
+    assert uneven.idle["policy"] > even.idle["policy"]
+
+
+def test_kept_samples_go_on_under_new_weights_and_lose_nothing():
+    times = Times(update=1.0, score=0.0)
+    found = run(times, measured=[5, 50], max_staleness=2, weight_sync={"mode": "keep"}, steps=6)
+    assert found.samples == 8 and 0 < found.staleness <= 2
+    assert found.step_s < 5.0 + 1.0 + 0.3  # the longest samples are not waited for by every step
+
+
+def test_lost_engines_are_replaced_and_no_sample_is_lost():
+    scenario = Scenario(
+        config(rollout={"num_workers": 3}, rewards={"num_workers": 9}, sampling={"max_new_tokens": 1000}),
+        Times(),
+        Workload(20, config().bench.lengths, 1000, measured=(30, 300)),
+        seats=8,
+        colocated=False,
+        lost_every_s=40.0,
+        restart_s=25.0,
+        steps=8,
+    )
+    found = simulate(scenario)
+    assert found.lost > 2 and found.samples == 8
+    assert any(span.stage == "restart" for spans in found.bars.values() for span in spans)
+    calm = run(Times(), measured=[30, 300], rollout={"num_workers": 3}, steps=8)
+    assert found.step_s > calm.step_s
+    assert simulate(scenario).ends == found.ends  # the same seed, the same failures
+
+
+def test_dynamic_sampling_draws_further_groups():
+    changes = {"dynamic_sampling": {"enabled": True}}
+    workload = Workload(20, config().bench.lengths, 1000, measured=(10,))
+    settings = config(sampling={"max_new_tokens": 1000}, rewards={"num_workers": 64}, **changes)
+    all_signal, half = (
+        simulate(Scenario(settings, Times(), workload, 100, False, signal_share=share))
+        for share in (1.0, 0.5)
+    )
+    assert all_signal.step_s == pytest.approx(3.8) and half.step_s > 3.8 + 1.0
+
+
+def test_the_drivers_own_time_is_in_the_way_of_many_groups():
+    slow = Times(reached=Reached(sample_s=0.1, overhead_s=0.2))
+    # Two samples of each of 4 groups, one group after the other through one thread; the last is scored then.
+    assert run(slow).step_s == pytest.approx(1.0 + 4 * 2 * 0.1 + 0.5 + 2.0 + 0.3 + 0.2)
+
+
+def test_deadlines_of_the_configuration_do_not_end_a_simulation():
+    long = run(Times(step=40.0), cluster={"timeouts": {"sample_s": 60.0}})
+    assert long.longest_batch_s == pytest.approx(400)
+
+
+def test_a_thousand_gpus_take_a_few_events_for_each_sample(monkeypatch):
+    jumps = 0
+    real = clock.VirtualLoop.jump
+
+    def counted(loop, seconds):
+        nonlocal jumps
+        jumps += 1
+        real(loop, seconds)
+
+    monkeypatch.setattr(clock.VirtualLoop, "jump", counted)
+    lengths = np.random.default_rng(0).lognormal(6.5, 0.9, 4096).astype(int).clip(1, 1000)
+    found = run(
+        Times(step=0.02, score=0.1, update=20.0),
+        measured=lengths.tolist(),
+        steps=2,
+        max_staleness=1,
+        batch={"prompts_per_step": 256, "samples_per_prompt": 8},
+        rollout={"num_workers": 512},
+        policy={"num_workers": 512},
+        sampling={"max_new_tokens": 8192},
+    )
+    samples = 256 * 8 * 5  # of all steps
+    assert found.samples == 256 * 8 and 0 < jumps < 8 * samples
+    assert found.tokens == pytest.approx(256 * 8 * (lengths.mean() + 20), rel=0.1)
+    assert found.driver_cpu_s > 0
