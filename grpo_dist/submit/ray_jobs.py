@@ -43,6 +43,8 @@ class RayTarget:
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
         check_secrets(job.config.model_dump(mode="json"), str(job.path))
+        with _carried(job):  # refuses code that cannot travel
+            pass
 
     def render(self, job: Job) -> str:
         with _carried(job) as carried:

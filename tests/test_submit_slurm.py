@@ -1,0 +1,361 @@
+"""Runs submitted to Slurm: the rendered script is really run, with stand-ins for Slurm's programs that run
+everything on this machine: a real Ray head, a second real Ray node, and the waiting for both.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from submitted import BIN, command, config_in, until
+
+ROOT = Path(__file__).resolve().parents[1]
+TEMPLATE = ROOT / "launch/slurm.sbatch"
+
+# Options up to the command, which runs here; what Slurm says to its steps it says to this one, too.
+SRUN = """#!/usr/bin/env bash
+echo "srun $*" >> "$SLURM_STAND_IN/calls"
+while [[ $1 == --* ]]; do shift; done
+[[ ! -e $SLURM_STAND_IN/no-workers ]] || exit 1
+"$@" > "$SLURM_STAND_IN/nodes.out" 2>&1 &
+trap 'kill -TERM %1' TERM
+wait %1
+wait %1 2>/dev/null
+exit 0
+"""
+SBATCH = """#!/usr/bin/env bash
+echo "sbatch $*" >> "$SLURM_STAND_IN/calls"
+cat > "$SLURM_STAND_IN/script"
+echo 4711
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "scontrol $*" >> "$SLURM_STAND_IN/calls"
+[[ $1 != show ]] || cat "$SLURM_STAND_IN/job"
+"""
+SQUEUE = """#!/usr/bin/env bash
+echo "squeue $*" >> "$SLURM_STAND_IN/calls"
+cat "$SLURM_STAND_IN/queue" 2>/dev/null
+"""
+SACCT = """#!/usr/bin/env bash
+echo 'COMPLETED|0:0|00:10:00'
+"""
+SCANCEL = """#!/usr/bin/env bash
+echo "scancel $*" >> "$SLURM_STAND_IN/calls"
+"""
+PROGRAMS = {
+    "srun": SRUN,
+    "sbatch": SBATCH,
+    "scontrol": SCONTROL,
+    "squeue": SQUEUE,
+    "sacct": SACCT,
+    "scancel": SCANCEL,
+}
+
+# In place of the driver: says what it was given and which nodes there are; ends in order when it is asked to.
+DRIVER = """#!{python}
+import json, os, signal, sys, time
+told = dict(arguments=sys.argv[1:], variable=os.environ.get("GIVEN"), auth=os.environ["RAY_AUTH_MODE"],
+            token=len(os.environ["RAY_AUTH_TOKEN"]))
+if os.environ["RAY_ADDRESS"] != "stand-in":
+    import ray
+    ray.init(address="auto", log_to_driver=False)
+    told["nodes"] = sum(node["Alive"] for node in ray.nodes())
+    told["cpus"] = ray.cluster_resources()["CPU"]
+asked = []
+signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+print("DRIVER", json.dumps(told), flush=True)
+until = time.monotonic() + float(os.environ.get("DRIVER_S", "60"))
+while not asked and time.monotonic() < until:
+    time.sleep(0.1)
+time.sleep(1)
+print("checkpoint saved" if len(asked) == 1 else f"asked {{len(asked)}} times", flush=True)
+sys.exit(75 if asked else int(os.environ.get("DRIVER_CODE", "0")))
+"""
+
+
+# Where Ray is beside the point.
+RAY = """#!/usr/bin/env bash
+for option in "$@"; do
+    [[ $option != --temp-dir=* ]] || echo stand-in > "${option#--temp-dir=}/ray_current_cluster"
+done
+exec sleep 1000
+"""
+PYTHON = """#!/usr/bin/env bash
+[[ $* != *grpo_dist.submit.nodes* ]] || exit 0
+exec REAL "$@"
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A directory of stand-ins that comes first on the path, and what they note."""
+    programs, notes = tmp_path / "bin", tmp_path / "notes"
+    programs.mkdir(), notes.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (notes / "job").write_text("JobId=4711 JobState=RUNNING Reason=None PreemptTime=None")
+    monkeypatch.setenv("PATH", f"{programs}:{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_STAND_IN", str(notes))
+    monkeypatch.chdir(tmp_path)
+    return notes
+
+
+def submit(capsys, directory, *arguments):
+    path = config_in(directory)
+    return command(capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0", *arguments)
+
+
+def calls(notes):
+    return (notes / "calls").read_text().splitlines() if (notes / "calls").exists() else []
+
+
+class Running:
+    """A script as Slurm runs it on the first node, with `driver` in place of grpo-dist."""
+
+    def __init__(self, directory, script, *arguments, nodes=2, **environment):
+        self.mark = uuid.uuid4().hex
+        driver = directory / "driver" / "grpo-dist"
+        driver.parent.mkdir(exist_ok=True)
+        driver.write_text(DRIVER.format(python=sys.executable))
+        driver.chmod(0o755)
+        text = script.replace("nodes_deadline_s=600", "nodes_deadline_s=90")
+        text = text.replace("train=(grpo-dist", f"train=({shlex.quote(str(driver))}")
+        self.path = directory / "job.sh"
+        self.path.write_text(text)
+        self.job = str(os.getpid()) + uuid.uuid4().hex[:4]
+        self.out = directory / "job.out"
+        own = {
+            "SLURM_JOB_ID": self.job, "SLURM_JOB_NUM_NODES": str(nodes), "SLURMD_NODENAME": "node1",
+            "SLURM_CPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "1", "GRPO_DIST_TEST_RUN": self.mark,
+        }  # fmt: skip
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(
+                ["bash", self.path, *arguments], stdout=out, stderr=out, cwd=directory,
+                env=os.environ | own | environment, start_new_session=True,
+            )  # fmt: skip
+
+    def said(self):
+        return self.out.read_text()
+
+    def driver(self):
+        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, 120, self.said)
+        lines = [line for line in self.said().splitlines() if line.startswith("DRIVER ")]
+        assert lines, self.said()
+        return json.loads(lines[0].removeprefix("DRIVER "))
+
+    def end(self):
+        code = self.process.wait(120)
+        until(lambda: not self.survivors(), 30, lambda: f"{self.survivors()}")
+        assert not Path(f"/tmp/ray-{self.job}").exists()
+        return code
+
+    def survivors(self):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("GRPO_DIST_TEST_RUN") == self.mark:
+                    found.append((process.pid, process.cmdline()[:3]))
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def kill(self):
+        for pid, _ in self.survivors():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        shutil.rmtree(f"/tmp/ray-{self.job}", ignore_errors=True)
+
+
+@pytest.fixture
+def without_ray(tmp_path, slurm):
+    for name, text in {"ray": RAY, "python": PYTHON.replace("REAL", sys.executable)}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def make(*arguments, **options):
+        started.append(Running(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield make
+    for job in started:
+        job.kill()
+
+
+def test_the_run_has_all_nodes_and_is_queued_again_before_its_time_is_over(slurm, tmp_path, capsys, start):
+    status, said = submit(
+        capsys,
+        tmp_path,
+        "--nodes",
+        "2",
+        "--dry-run",
+        "--env",
+        "GIVEN=a b",
+        "steps=7",
+        "data.instruction=it's $HOME",
+    )
+    assert status == 0, said
+    job = start(said)
+    told = job.driver()
+    assert told["arguments"] == [
+        "train", str(tmp_path / "tiny.yaml"), "steps=7", "data.instruction=it's $HOME",
+        "cluster.address=null",
+    ]  # fmt: skip
+    assert (told["nodes"], told["cpus"]) == (2, 2)
+    assert (told["variable"], told["auth"], told["token"]) == ("a b", "token", 64)
+    assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 --exclude=node1" in calls(slurm)[0]
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75
+    assert "checkpoint saved" in job.said() and "2 of 2 nodes have joined" in job.said()
+    assert calls(slurm)[-1] == f"scontrol requeue {job.job}"
+
+
+def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm, tmp_path, start):
+    job = start(TEMPLATE.read_text(), "configs/my.yaml", "steps=3", nodes=1)
+    assert job.driver()["arguments"] == ["train", "configs/my.yaml", "steps=3"]
+    job.process.send_signal(signal.SIGUSR2)
+    assert job.end() == 75
+    assert "checkpoint saved" in job.said()
+    assert not [call for call in calls(slurm) if "requeue" in call or call.startswith("srun")]
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        ("JobState=RUNNING PreemptTime=None", True),  # of a partition with a grace time
+        ("JobState=COMPLETING PreemptTime=2026-01-02T03:04:05", True),
+        ("JobState=COMPLETING PreemptTime=None", False),  # scancel
+        ("JobState=CANCELLED PreemptTime=None", False),
+    ],
+)
+def test_preemption_goes_on_and_scancel_does_not(slurm, without_ray, tmp_path, start, state, again):
+    (slurm / "job").write_text(f"JobId=1 {state} EndTime=2026")
+    job = start(TEMPLATE.read_text(), "my.yaml", nodes=1)
+    job.driver()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75
+    assert (f"scontrol requeue {job.job}" in calls(slurm)) is again
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [("0", "0", False), ("3", "0", False), ("75", "0", True), ("75", "100", False)],
+)
+def test_only_a_run_that_goes_on_is_queued_again(slurm, without_ray, tmp_path, start, code, restarts, again):
+    job = start(
+        TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0", DRIVER_CODE=code, SLURM_RESTART_COUNT=restarts
+    )
+    assert job.end() == int(code)
+    assert ("scontrol requeue" in " ".join(calls(slurm))) is again
+
+
+def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
+    (slurm / "no-workers").touch()
+    job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
+    assert job.end() == 1
+    assert "1 of 2 nodes have joined within" in job.said() and "DRIVER" not in job.said()
+
+
+def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
+    status, said = submit(capsys, tmp_path, "--sbatch=--partition=gpu", "--time", "01:00:00")
+    assert status == 0, said
+    run = tmp_path / "runs/tiny"
+    record = json.loads((run / "submitted.json").read_text())
+    assert (record["job"], record["log"]) == ("4711", str(run / "slurm-4711.log"))
+    script = (slurm / "script").read_text()
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    wanted = ("--nodes=1", "--time=01:00:00", "--signal=B:USR1@180", "--requeue", "--dependency=singleton")
+    for option in (*wanted, f"--output={run}/slurm-%j.log", "--partition=gpu", f"--chdir={tmp_path}"):
+        assert f"#SBATCH {option}" in directives
+    # sbatch reads no directive after the first command.
+    first = next(i for i, line in enumerate(script.splitlines()) if line and not line.startswith("#"))
+    assert not [line for line in script.splitlines()[first:] if line.startswith("#SBATCH")]
+
+    (slurm / "queue").write_text("4711")
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "its job 4711 waits or runs" in said
+
+    (slurm / "queue").write_text("PENDING|0:00|(Resources)")
+    assert (
+        "4711 on slurm" in (said := command(capsys, "status", run)[1]) and "PENDING, 0:00 (Resources)" in said
+    )
+    command(capsys, "stop", run)
+    assert calls(slurm)[-1] == "scancel 4711"
+    (slurm / "queue").write_text("RUNNING|1:00|node1")
+    command(capsys, "stop", run)
+    assert calls(slurm)[-1] == "scancel --signal=USR2 --batch 4711"
+
+    (run / "slurm-4711.log").write_text("step 1\n")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "grpo_dist.cli", "logs", "--follow", run],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert following.stdout.readline() == "step 1\n"
+    with (run / "slurm-4711.log").open("a") as log:
+        log.write("step 2\n")
+    assert following.stdout.readline() == "step 2\n"
+    (slurm / "queue").unlink()
+    assert following.wait(30) == 0
+    assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rollout.num_workers=99", "--nodes", "1"), "`rollout.num_workers` = 99"),
+        (("--sbatch=partition",), "--sbatch=partition: expected an option"),
+        (("rewards.models=[]", "+algorithm=nope"), "+algorithm=nope"),
+        (("--image", "x"), "--image is no option of --to slurm"),
+        (("sft.api_key=k-1",), "sft"),
+    ],
+)
+def test_what_cannot_work_is_not_submitted(slurm, tmp_path, capsys, arguments, words):
+    status, said = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and words in said
+    assert not calls(slurm) and not (tmp_path / "runs").exists()
+
+
+def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
+    path = config_in(tmp_path)
+    gpus = (
+        "--to",
+        "slurm",
+        "--gpus-per-node",
+        "8",
+        "--dry-run",
+        "batch.prompts_per_step=12",
+        "max_staleness=1",
+    )
+    gpus += ("policy.num_workers=12", "rollout.num_workers=2", "rollout.tensor_parallel_size=4")
+    status, said = command(capsys, "submit", path, *gpus)
+    assert status == 0 and "#SBATCH --nodes=3\n" in said, said
+    assert "#SBATCH --gpus-per-node=8\n" in said and "#SBATCH --cpus-per-task=64\n" in said
+    status, said = command(capsys, "submit", path, *gpus, "--nodes", "2")
+    assert status == 2 and "20 GPUs are needed" in said
+
+
+def test_without_slurm_it_says_where_to_submit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "squeue: no such program here; submit from a machine that has it" in said
+
+
+def test_the_template_is_a_script_as_it_is():
+    assert subprocess.run(["bash", "-n", TEMPLATE], timeout=20).returncode == 0
+    assert (
+        TEMPLATE.read_text().count("# >>> settings\n") == TEMPLATE.read_text().count("# <<< settings\n") == 1
+    )
