@@ -50,6 +50,7 @@ _VOLUME = an(
 )
 _POD = an(
     {
+        "securityContext": an({"fsGroup": WHOLE}),
         "terminationGracePeriodSeconds": WHOLE,
         "containers": some(_CONTAINER),
         "tolerations": some(an({"key": TEXT, "operator": TEXT, "effect": TEXT})),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from grpo_dist.cli import main
 
+ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 TINY = """
 name: tiny
@@ -77,6 +78,7 @@ def ray_head(directory):
     try:
         until((place / "ray_current_cluster").is_file, 90, lambda: (directory / "head.out").read_text())
         yield {
+            "GCS_ADDRESS": (place / "ray_current_cluster").read_text(),
             "RAY_ADDRESS": f"http://127.0.0.1:{port}",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": environment["RAY_AUTH_TOKEN"],
@@ -88,3 +90,13 @@ def ray_head(directory):
         except subprocess.TimeoutExpired:
             os.killpg(head.pid, signal.SIGKILL)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def health(process=None, **environment):
+    """Exit code of the image's health check, here for ``process`` or the cluster of ``environment``."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    own |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", ROOT / "docker/healthcheck.sh", str(process or os.getpid())], env=own | environment,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
+    ).returncode  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from submitted import command, config_in, ray_head, until
+from submitted import command, config_in, health, ray_head, until
 
 from grpo_dist import __version__
 from grpo_dist.config_files import load_config
@@ -63,6 +63,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, 
     with ray_head(project) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
+        assert health(**environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}) == 0
         status, said = command(capsys, *submit)
         assert status == 0, said
         job = json.loads((run / "submitted.json").read_text())["job"]
