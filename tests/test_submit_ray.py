@@ -180,6 +180,7 @@ def test_too_much_is_noticed_before_it_travels(project, capsys):
         (("rewards.code_paths=[nowhere]",), "nowhere: no such directory here"),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
         (("steps=none",), "steps"),
+        (("rewards.functions.0.function=maths",), "`rewards.functions.0.function` = maths: expected"),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
         (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
         (("--image", "x"), "--image is no option of --to ray"),

@@ -31,6 +31,20 @@ def check_resumes(config: Config) -> None:
         )
 
 
+def check_rewards_known(config: Config) -> None:
+    """Raises UserError for a built-in reward that there is not. The user's own may be there on the cluster
+    alone.
+    """
+    from grpo_dist.rewards.registry import REWARDS
+
+    for i, reward in enumerate(config.rewards.functions):
+        if reward.function not in REWARDS and ":" not in reward.function:
+            raise UserError(
+                f"`rewards.functions.{i}.function` = {reward.function}: expected `module:function`, or one "
+                f"of {', '.join(sorted(REWARDS))}"
+            )
+
+
 def check_secrets(shown: Any, what: str) -> None:
     """Raises UserError when ``shown``, plain mappings and lists that others can read, has a secret."""
     found = list(_differing(shown, masked(shown), ()))

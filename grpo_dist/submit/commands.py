@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from grpo_dist.errors import UserError
 from grpo_dist.submit import kuberay, ray_jobs, slurm
-from grpo_dist.submit.checks import check_resumes, variables
+from grpo_dist.submit.checks import check_resumes, check_rewards_known, variables
 from grpo_dist.submit.job import Job, Record, read_record
 
 _TARGETS = {"ray": ray_jobs, "slurm": slurm, "kuberay": kuberay}
@@ -35,6 +35,7 @@ def submit(
 
     config = load_config(path, overrides)
     check_resumes(config)
+    check_rewards_known(config)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
     target = _target(to, options)
     target.check(job)
