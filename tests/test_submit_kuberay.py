@@ -25,7 +25,7 @@ for word in "$@"; do
         create) [[ ! -e $KUBE/exists ]] || { echo "AlreadyExists" >&2; exit 1; }
                 cat > "$KUBE/created.yaml"; exit ;;
         delete) rm -f "$KUBE/rayjob.json"; exit ;;
-        logs) echo "step 1"; exit ;;
+        logs) echo "step 1"; [[ ! -e $KUBE/broken ]]; exit ;;
         exec) exit ;;
     esac
 done
@@ -135,6 +135,8 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
     assert status == 2 and f"its RayJob {name} is there (Running: RUNNING)" in said
     assert f"{name} on kuberay" in (said := command(capsys, "status", run)[1]) and "Running: RUNNING" in said
     assert command(capsys, "logs", run)[1] == command(capsys, "logs", "--follow", run)[1] == "step 1\n"
+    (kube / "broken").touch()
+    assert command(capsys, "logs", "--follow", run)[0] == command(capsys, "logs", run)[0] == 2
     command(capsys, "stop", run)
     assert calls(kube)[-1].endswith("exec pod/tiny-head --container=ray-head -- ray job stop --no-wait j-1")
     assert "--selector ray.io/cluster=c-1,ray.io/node-type=head" in calls(kube)[-2]

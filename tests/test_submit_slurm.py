@@ -118,16 +118,17 @@ def calls(notes):
 
 
 class Running:
-    """A script as Slurm runs it on the first node, with `driver` in place of grpo-dist."""
+    """A script as Slurm runs it on the first node, with DRIVER or the real grpo-dist."""
 
-    def __init__(self, directory, script, *arguments, nodes=2, **environment):
+    def __init__(self, directory, script, *arguments, nodes=2, stand_in=True, **environment):
         self.mark = uuid.uuid4().hex
-        driver = directory / "driver" / "grpo-dist"
-        driver.parent.mkdir(exist_ok=True)
-        driver.write_text(DRIVER.format(python=sys.executable))
-        driver.chmod(0o755)
         text = script.replace("nodes_deadline_s=600", "nodes_deadline_s=90")
-        text = text.replace("train=(grpo-dist", f"train=({shlex.quote(str(driver))}")
+        if stand_in:
+            driver = directory / "driver" / "grpo-dist"
+            driver.parent.mkdir(exist_ok=True)
+            driver.write_text(DRIVER.format(python=sys.executable))
+            driver.chmod(0o755)
+            text = text.replace("train=(grpo-dist", f"train=({shlex.quote(str(driver))}")
         self.path = directory / "job.sh"
         self.path.write_text(text)
         self.job = str(os.getpid()) + uuid.uuid4().hex[:4]
@@ -151,8 +152,8 @@ class Running:
         assert lines, self.said()
         return json.loads(lines[0].removeprefix("DRIVER "))
 
-    def end(self):
-        code = self.process.wait(120)
+    def end(self, seconds=120):
+        code = self.process.wait(seconds)
         until(lambda: not self.survivors(), 30, lambda: f"{self.survivors()}")
         assert not Path(f"/tmp/ray-{self.job}").exists()
         return code
@@ -359,3 +360,21 @@ def test_the_template_is_a_script_as_it_is():
     assert (
         TEMPLATE.read_text().count("# >>> settings\n") == TEMPLATE.read_text().count("# <<< settings\n") == 1
     )
+
+
+@pytest.mark.evidence
+def test_a_whole_run_is_interrupted_queued_again_and_goes_on(slurm, tmp_path, capsys, start):
+    status, said = submit(capsys, tmp_path, "--nodes", "2", "--dry-run", "steps=8", "checkpoint.keep=8")
+    assert status == 0
+    run, script = tmp_path / "runs/tiny", said
+    first = start(script, stand_in=False)
+    until((run / "checkpoints/step_000002").exists, 240, first.said)
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.end() == 75, first.said()
+    assert calls(slurm)[-1] == f"scontrol requeue {first.job}"
+    assert not (run / "DONE").exists()
+    again = start(script, stand_in=False, SLURM_RESTART_COUNT="1")
+    assert again.end(400) == 0, again.said()
+    assert "resuming from" in again.said() and "(attempt 2)" in again.said()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9)) and (run / "DONE").read_text() == "8\n"

@@ -34,15 +34,20 @@ def ask(command: Sequence[str], *, given: str | None = None) -> str:
 
 
 def lines(command: Sequence[str]) -> Iterator[str]:
-    """Of what ``command`` prints, for as long as it runs. It ends with whoever reads. Raises UserError."""
+    """Of what ``command`` prints, for as long as it runs. It ends with whoever reads, and says itself what is
+    wrong. Raises Refused when it fails, UserError when it is not there.
+    """
     check_there(command[0])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             yield from process.stdout
+            code = process.wait(timeout=_DEADLINE_S)
         finally:
             with suppress(ProcessLookupError):
                 process.terminate()
+    if code:
+        raise Refused(f"`{' '.join(command)}` failed with exit code {code}")
 
 
 def check_there(program: str) -> None:
