@@ -149,6 +149,33 @@ def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
     assert there.model_copy(update={"cluster": config.cluster}) == config
 
 
+def test_by_hand_ray_leaves_no_code_behind():
+    from ray._private.runtime_env.packaging import _get_excludes
+
+    root = Path(__file__).resolve().parents[1]
+    stays = _get_excludes(root, ray_jobs._template()["excludes"])
+    code_of_ours = [p for name in ("grpo_dist", "actors", "configs") for p in (root / name).rglob("*.*")]
+    assert not [p for p in code_of_ours if "__pycache__" not in p.parts and p.is_file() and stays(p)]
+    for left in (
+        "runs/demo/metrics.jsonl",
+        ".git/config",
+        ".venv/bin/python",
+        "data/train.txt",
+        "m/model.safetensors",
+    ):
+        assert stays(root / left)
+
+
+def test_the_top_alone_is_excluded_where_it_says_so(project):
+    for place in ("data", "lib/data"):
+        (project / place).mkdir(parents=True)
+        (project / place / "words.py").write_text("")
+    (project / "carried").mkdir()
+    config = load_config(config_in(project), ["rewards.code_paths=[.]"])
+    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    assert "lib/data/words.py" in carried.files and "data/words.py" not in carried.files
+
+
 def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
     import tomllib
 
@@ -180,7 +207,7 @@ def test_too_much_is_noticed_before_it_travels(project, capsys):
         (("rewards.code_paths=[nowhere]",), "nowhere: no such directory here"),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
         (("steps=none",), "steps"),
-        (("rewards.functions.0.function=maths",), "`rewards.functions.0.function` = maths: expected"),
+        (("rewards.functions=[{function: maths}]",), "`rewards.functions.0.function` = maths: expected"),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
         (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
         (("--image", "x"), "--image is no option of --to ray"),

@@ -53,11 +53,12 @@ def resolved(config: Config) -> str:
 def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     """Put everything into the empty directory ``into``.
 
-    ``excludes``: patterns of names of files and directories that stay behind. Raises UserError for reward
+    ``excludes``: patterns of names of files and directories that stay behind, as in
+    `launch/ray_runtime_env.yaml`. Raises UserError for reward
     code that cannot travel, and when it all is too much.
     """
     for relative in _reward_code(config):
-        _copy(Path(relative), into / relative, (*excludes, Path(config.output_dir).name, into.name))
+        _copy(Path(relative), into / relative, (*excludes, f"/{Path(config.output_dir).name}", into.name))
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
@@ -90,8 +91,10 @@ def _reward_code(config: Config) -> Iterator[str]:
 
 
 def _copy(source: Path, target: Path, excludes: Sequence[str]) -> None:
-    def excluded(_: str, names: list[str]) -> list[str]:
-        return [n for n in names if any(fnmatch(n, pattern.rstrip("/")) for pattern in excludes)]
+    def excluded(directory: str, names: list[str]) -> list[str]:
+        at_top = Path(directory).resolve() == Path.cwd()
+        patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
+        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
     shutil.copytree(source, target, ignore=excluded, dirs_exist_ok=True)
 
