@@ -35,9 +35,10 @@ echo "scontrol $*" >> "$SLURM_STAND_IN/calls"
 """
 SQUEUE = """#!/usr/bin/env bash
 echo "squeue $*" >> "$SLURM_STAND_IN/calls"
-cat "$SLURM_STAND_IN/queue" 2>/dev/null
+cat "$SLURM_STAND_IN/queue" 2>/dev/null || true
 """
 SACCT = """#!/usr/bin/env bash
+[[ ! -e $SLURM_STAND_IN/no-accounting ]] || exit 1
 echo 'COMPLETED|0:0|00:10:00'
 """
 SCANCEL = """#!/usr/bin/env bash

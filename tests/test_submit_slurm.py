@@ -178,6 +178,8 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     (slurm / "queue").unlink()
     assert following.wait(30) == 0
     assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
+    (slurm / "no-accounting").touch()
+    assert "over; squeue and sacct know no more" in command(capsys, "status", run)[1]
 
 
 @pytest.mark.parametrize(

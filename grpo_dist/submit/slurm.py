@@ -113,10 +113,13 @@ def state(record: Record) -> State:
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
         return State(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
-    rows = ask(["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job,
-                "--format", "State,ExitCode,Elapsed"]).strip().splitlines()  # fmt: skip
+    accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
+    try:
+        rows = ask([*accounting, "--format", "State,ExitCode,Elapsed"]).strip().splitlines()
+    except Refused:  # a cluster without accounting
+        rows = []
     if not rows:
-        return State("unknown to squeue and sacct", live=False)
+        return State("over; squeue and sacct know no more", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
     return State(f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING)
 
