@@ -77,6 +77,11 @@ sys.exit(75 if asked else int(os.environ.get("DRIVER_CODE", "0")))
 
 # Where Ray is beside the point.
 RAY = """#!/usr/bin/env bash
+if [[ -e $SLURM_STAND_IN/ray-fails ]]; then
+    rm "$SLURM_STAND_IN/ray-fails"
+    echo "port in use"
+    exit 1
+fi
 for option in "$@"; do
     [[ $option != --temp-dir=* ]] || echo stand-in > "${option#--temp-dir=}/ray_current_cluster"
 done
@@ -93,7 +98,7 @@ class Running:
 
     def __init__(self, directory, script, *arguments, nodes=2, stand_in=True, number=None, **environment):
         self.mark = uuid.uuid4().hex
-        text = script.replace("nodes_deadline_s=600", "nodes_deadline_s=90")
+        text = script.replace("nodes_deadline_s=600", "nodes_deadline_s=300")
         if stand_in:
             driver = directory / "driver" / "grpo-dist"
             driver.parent.mkdir(exist_ok=True)
@@ -118,12 +123,12 @@ class Running:
         return self.out.read_text()
 
     def driver(self):
-        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, 120, self.said)
+        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, 330, self.said)
         lines = [line for line in self.said().splitlines() if line.startswith("DRIVER ")]
         assert lines, self.said()
         return json.loads(lines[0].removeprefix("DRIVER "))
 
-    def end(self, seconds=120):
+    def end(self, seconds=360):
         code = self.process.wait(seconds)
         until(lambda: not self.survivors(), 30, lambda: f"{self.survivors()}")
         assert not list(Path("/tmp").glob(f"ray-{self.job}-*"))

@@ -130,6 +130,13 @@ def test_only_a_run_that_goes_on_is_queued_again(slurm, without_ray, tmp_path, s
     assert ("scontrol requeue" in " ".join(calls(slurm))) is again
 
 
+def test_a_head_that_does_not_start_is_tried_again(slurm, without_ray, tmp_path, start):
+    (slurm / "ray-fails").touch()
+    job = start(TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0
+    assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
+
+
 def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
