@@ -222,6 +222,10 @@ def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
     assert "#SBATCH --gpus-per-node=8\n" in said and "#SBATCH --cpus-per-task=64\n" in said
     status, said = command(capsys, "submit", path, *gpus, "--nodes", "2")
     assert status == 2 and "20 GPUs are needed" in said
+    # 8 GPUs in all, but an engine of 3 lies on one node.
+    wide = (*gpus[:2], "--gpus-per-node", "2", "rollout.tensor_parallel_size=3", "max_staleness=1")
+    status, said = command(capsys, "submit", path, *wide, "--nodes", "4")
+    assert status == 2 and "4 node(s) with 2 GPU(s) and 16 CPU(s) each have no room" in said
 
 
 def test_without_slurm_it_says_where_to_submit(tmp_path, capsys, monkeypatch):

@@ -102,16 +102,25 @@ def nodes_for(config: Config, *, gpus: int, cpus: int, nodes: int | None) -> tup
 
     ``nodes``: as many as that, or None for the fewest that do. Raises UserError when they do not suffice.
     """
+    from actors.fitting import Node, bundles, fits
     from actors.placement import Resources, describe, placement
 
-    tried = [nodes] if nodes else range(1, 1 + _most_nodes(config, gpus))
     refused: UserError | None = None
-    for count in tried:
-        has = Resources(cpus=count * cpus, gpus=count * gpus)
+    for count in [nodes] if nodes else range(1, 1 + _most_nodes(config, gpus)):
+        has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
         try:
-            return count, describe(placement(config, has, training=True), has)
+            demands = placement(config, has, training=True)
         except UserError as error:
             refused = error
+            continue
+        there = [Node(f"node {i + 1}", cpus, gpus, cpus, gpus) for i in range(count)]
+        if fits(bundles(demands), there):
+            return count, describe(demands, has)
+        each = f"{gpus} GPU(s) and {cpus} CPU(s)"
+        refused = UserError(
+            f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a worker "
+            "has what it takes on one node: use more or larger nodes, or lower `rollout.tensor_parallel_size`"
+        )
     assert refused is not None
     raise refused
 
