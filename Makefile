@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short pipeline bench test chaos evidence lint clean
+.PHONY: setup demo demo-short pipeline bench test chaos evidence install-check lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -44,10 +44,16 @@ evidence: $(READY)
 	    tests/evidence_offload.py tests/evidence_resume.py tests/evidence_plan.py $(ARGS)
 	$(BIN)/python -m pytest -m evidence tests $(ARGS)
 
+# The steps of the image in a clean copy of this checkout: what launch/setup.sh installs is complete and works.
+install-check: $(READY)
+	$(BIN)/python -m pytest -m evidence tests/test_docker.py $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python launch/check_waits.py grpo_dist actors
+	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch docker/*.sh .ci/run
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

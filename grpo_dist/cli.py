@@ -1,5 +1,5 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan CONFIG [key=value ...]`` and
-``grpo-dist pipeline FILE``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan|submit CONFIG [key=value ...]``,
+``grpo-dist pipeline FILE`` and ``grpo-dist status|logs|stop RUN``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_dist import __version__
 from grpo_dist.errors import RunEnded, UserError
+from grpo_dist.submit.arguments import add_commands
 
 USER_ERROR = 2
 
@@ -202,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_plan(commands)
     _add_recipes(commands)
+    add_commands(commands)
     parser.set_defaults(command=None)
     return parser
 

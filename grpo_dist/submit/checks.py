@@ -1,0 +1,157 @@
+"""What is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.secrets import masked
+from grpo_dist.submit.job import Variable, run_directory
+
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_resumes(config: Config) -> None:
+    """Raises UserError for a run that cannot go on after its job was interrupted, or has nothing left."""
+    if config.checkpoint.resume == "never":
+        raise UserError(
+            "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
+            "auto, and another `name` for a fresh run"
+        )
+    done = run_directory(config) / "DONE"
+    if done.is_file() and int(done.read_text()) >= config.steps:
+        raise UserError(
+            f"{done.parent}: the run is complete ({done.read_text().strip()} steps); choose another `name`, "
+            "or raise `steps` to go on"
+        )
+
+
+def check_rewards_known(config: Config) -> None:
+    """Raises UserError for a built-in reward that there is not. The user's own may be there on the cluster
+    alone.
+    """
+    from grpo_dist.rewards.registry import REWARDS
+
+    for i, reward in enumerate(config.rewards.functions):
+        if reward.function not in REWARDS and ":" not in reward.function:
+            raise UserError(
+                f"`rewards.functions.{i}.function` = {reward.function}: expected `module:function`, or one "
+                f"of {', '.join(sorted(REWARDS))}"
+            )
+
+
+def check_secrets(shown: Any, what: str) -> None:
+    """Raises UserError when ``shown``, plain mappings and lists that others can read, has a secret."""
+    found = list(_differing(shown, masked(shown), ()))
+    if found:
+        raise UserError(
+            f"{what}: `{'.'.join(found[0])}` looks like a secret, and others on the cluster could read it; "
+            "name an environment variable instead (`api_key_env` of a judge), and hand that on with --env or "
+            "--secret"
+        )
+
+
+def _differing(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(a, dict):
+        for key in a:
+            yield from _differing(a[key], b[key], (*place, str(key)))
+    elif isinstance(a, list):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(x, y, (*place, str(i)))
+    elif a != b:
+        yield place
+
+
+def check_output(config: Config, reason: str) -> None:
+    """Raises UserError for a run directory that would be lost with the job."""
+    if not Path(config.output_dir).is_absolute():
+        raise UserError(
+            f"`output_dir` = {config.output_dir} is relative, and {reason}; set output_dir to an absolute "
+            "path on storage that all nodes see"
+        )
+
+
+def check_not_left_behind(config: Config) -> None:
+    """Raises UserError for data or a model that is named relative to this directory: it stays here."""
+    for key, value in _named_files(config):
+        path = value.removeprefix("random:")
+        if not Path(path).is_absolute() and Path(path).expanduser().exists():
+            raise UserError(
+                f"`{key}` = {value} is on this machine and does not travel with the job; put it on storage "
+                "that all nodes see and give its absolute path"
+            )
+
+
+def _named_files(config: Config) -> Iterator[tuple[str, str]]:
+    yield "model.path", config.model.path
+    for kind, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        yield from ((f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources))
+    yield from ((f"rewards.models.{i}.path", model.path) for i, model in enumerate(config.rewards.models))
+    if config.sft is not None:
+        yield "sft.model", config.sft.model
+        yield from ((f"sft.data.{i}.path", data.path) for i, data in enumerate(config.sft.data))
+
+
+def nodes_for(config: Config, *, gpus: int, cpus: int, nodes: int | None) -> tuple[int, str]:
+    """How many nodes with ``gpus`` and ``cpus`` each the run takes, and its placement on them in words.
+
+    ``nodes``: as many as that, or None for the fewest that do. Raises UserError when they do not suffice.
+    """
+    from actors.fitting import Node, bundles, fits
+    from actors.placement import Resources, describe, placement
+
+    refused: UserError | None = None
+    for count in [nodes] if nodes else range(1, 1 + _most_nodes(config, gpus)):
+        has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
+        try:
+            demands = placement(config, has, training=True)
+        except UserError as error:
+            refused = error
+            continue
+        there = [Node(f"node {i + 1}", cpus, gpus, cpus, gpus) for i in range(count)]
+        if fits(bundles(demands), there):
+            return count, describe(demands, has)
+        each = f"{gpus} GPU(s) and {cpus} CPU(s)"
+        refused = UserError(
+            f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a worker "
+            "has what it takes on one node: use more or larger nodes, or lower `rollout.tensor_parallel_size`"
+        )
+    assert refused is not None
+    raise refused
+
+
+def _most_nodes(config: Config, gpus: int) -> int:
+    """Beyond so many further ones cannot help: no worker takes less than one GPU or CPU."""
+    rollout = config.rollout.num_workers * config.rollout.tensor_parallel_size
+    models = sum(model.num_workers for model in config.rewards.models)
+    workers = rollout + config.policy.num_workers + config.reference.num_workers + models
+    return -(-workers // max(1, gpus))
+
+
+def variables(named: Sequence[str]) -> tuple[Variable, ...]:
+    """``NAME`` as it is set here, hidden, or ``NAME=value``. Raises UserError for what is not set, and for a
+    secret on the command line, where other users of this machine read it.
+    """
+    return tuple(_variable(text, os.environ.get) for text in named)
+
+
+def _variable(text: str, get: Callable[[str], str | None]) -> Variable:
+    name, sign, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name):
+        raise UserError(f"--env {text}: expected NAME, or NAME=value")
+    if sign:
+        if masked({name: value})[name] != value:
+            raise UserError(
+                f"--env {name}=***: looks like a secret, and the command line is no place for one; use --env "
+                f"{name}, which takes the value that it has here and shows it to nobody"
+            )
+        return Variable(name, value, hidden=False)
+    here = get(name)
+    if here is None:
+        raise UserError(f"--env {name}: not set here; export it first, or give --env {name}=value")
+    return Variable(name, here, hidden=True)

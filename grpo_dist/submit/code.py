@@ -1,0 +1,114 @@
+"""What a Ray job carries: this code, the resolved configuration and the user's reward code; nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from grpo_dist import __version__
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+
+CONFIG = "config.yaml"
+LIMIT_MIB = 100  # what a Ray cluster takes of a working directory, by its usual settings
+_PACKAGES = ("grpo_dist", "actors")
+# So that the engines' processes find the plug-in also where grpo-dist is not installed.
+_METADATA = {
+    "METADATA": f"Metadata-Version: 2.1\nName: grpo-dist\nVersion: {__version__}\n",
+    "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.vllm_plugin:register\n",
+}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A directory and what is in it, bytes by path."""
+
+    directory: Path
+    files: dict[str, int]
+
+    def summary(self) -> str:
+        """``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``"""
+        tops: dict[str, int] = {}
+        for name in self.files:
+            top = name.split("/")[0] + ("/" if "/" in name else "")
+            tops[top] = tops.get(top, 0) + 1
+        shown = (f"{top} ({count} files)" if top.endswith("/") else top for top, count in tops.items())
+        return f"{', '.join(shown)}: {sum(self.files.values()) / 2**20:.1f} MiB"
+
+
+def resolved(config: Config) -> str:
+    """The configuration as YAML, every default written out; the cluster is the one a job finds itself on."""
+    plain = config.model_dump(mode="json")
+    plain["cluster"]["address"] = None
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
+    """Put everything into the empty directory ``into``.
+
+    ``excludes``: patterns of names of files and directories that stay behind, as in
+    `launch/ray_runtime_env.yaml`. Raises UserError for reward
+    code that cannot travel, and when it all is too much.
+    """
+    for relative in _reward_code(config):
+        _copy(Path(relative), into / relative, (*excludes, f"/{Path(config.output_dir).name}", into.name))
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        shutil.rmtree(into / package, ignore_errors=True)  # a checkout's own, found in the current directory
+        _copy(Path(spec.origin).parent, into / package, ("__pycache__",))
+    for name, text in _METADATA.items():
+        file = into / f"grpo_dist-{__version__}.dist-info" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    (into / CONFIG).write_text(resolved(config))
+    carried = Carried(into, {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))})
+    _check_size(carried)
+    return carried
+
+
+def _reward_code(config: Config) -> Iterator[str]:
+    for given in config.rewards.code_paths:
+        path = Path(given).expanduser()
+        if path.is_absolute():
+            continue  # a place on the cluster
+        relative = os.path.relpath(path)
+        if relative.startswith(".."):
+            raise UserError(
+                f"`rewards.code_paths`: {given} is outside of the current directory, which is what travels "
+                "with the job; submit from a directory above, or give an absolute path on the cluster"
+            )
+        if not path.is_dir():
+            raise UserError(f"`rewards.code_paths`: {given}: no such directory here")
+        yield relative
+
+
+def _copy(source: Path, target: Path, excludes: Sequence[str]) -> None:
+    def excluded(directory: str, names: list[str]) -> list[str]:
+        at_top = Path(directory).resolve() == Path.cwd()
+        patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
+        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+
+    shutil.copytree(source, target, ignore=excluded, dirs_exist_ok=True)
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file())
+
+
+def _check_size(carried: Carried) -> None:
+    mib = sum(carried.files.values()) / 2**20
+    if mib > LIMIT_MIB:
+        largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
+        shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
+        raise UserError(
+            f"`rewards.code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster takes "
+            f"{LIMIT_MIB}; name a directory with the reward code alone. The largest: {shown}"
+        )

@@ -1,0 +1,229 @@
+"""To Kubernetes: a RayJob for the KubeRay operator, `launch/rayjob.yaml` filled in, by way of kubectl.
+
+A run has one RayJob of its name, so that no second one can be made while it is there; one that is over gives
+way to the next.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from grpo_dist.errors import UserError
+from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets, nodes_for
+from grpo_dist.submit.code import resolved
+from grpo_dist.submit.job import Job, Record, State
+from grpo_dist.submit.programs import Refused, ask, lines
+from grpo_dist.submit.templates import template
+
+_OVER = ("Complete", "Failed", "ValidationFailed")
+_SHUTDOWN_S = 30
+_GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
+
+
+@dataclass(frozen=True)
+class KubeRayTarget:
+    """``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
+    ``memory_gib``: of a worker node; ``nodes`` None: the fewest that suffice.
+    """
+
+    image: str | None = None
+    volume: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    memory_gib: int | None = None
+    nodes: int | None = None
+    namespace: str | None = None
+    secret: list[str] = field(default_factory=list)
+
+    def check(self, job: Job) -> None:
+        """Raises UserError for what cannot be submitted so; asks nobody."""
+        for option, value in (("--image", self.image), ("--volume", self.volume)):
+            if not value:
+                raise UserError(
+                    f"--to kuberay: give {option}: the image that docker/Dockerfile makes (--image), and the "
+                    "claim that holds runs and where it is mounted (--volume CLAIM:/runs)"
+                )
+        check_output(job.config, "the file system of a pod ends with it")
+        _, path = self._volume
+        if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
+            raise UserError(
+                f"`output_dir` = {job.config.output_dir} is not below {path}, where --volume is mounted, and "
+                f"would be lost with the pods; set output_dir={path}"
+            )
+        check_not_left_behind(job.config)
+        _check_code(job)
+        check_secrets(job.config.model_dump(mode="json"), str(job.path))
+        if hidden := [variable.name for variable in job.environment if variable.hidden]:
+            raise UserError(
+                f"--env {hidden[0]}: its value would stand in the manifest; make a Secret of it and give "
+                f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value where it is none"
+            )
+        self._nodes(job)
+
+    def render(self, job: Job) -> str:
+        config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
+        config["metadata"] = rayjob["metadata"] = self._metadata(job)
+        config["data"] = {"config.yaml": resolved(job.config)}
+        spec = rayjob["spec"]
+        wait_s = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
+        spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}})
+        cluster = spec["rayClusterSpec"]
+        cluster["rayVersion"] = version("ray")
+        head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+        nodes, _ = self._nodes(job)
+        group["replicas"] = group["minReplicas"] = group["maxReplicas"] = nodes
+        group["groupName"] = "gpu" if self.gpus_per_node else "cpu"
+        for pod in (head["template"]["spec"], group["template"]["spec"]):
+            self._fill(pod, job)
+        self._size(group["template"]["spec"])
+        return yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
+
+    def submit(self, job: Job) -> Record:
+        kubectl = _kubectl(self.namespace)
+        found = _found(kubectl, job.name)
+        if found is not None and _is_live(found):
+            raise UserError(
+                f"{job.run_dir}: its RayJob {job.name} is there ({_words(found)}); end it with "
+                f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
+            )
+        if found is not None:  # over, and this project's own
+            ask([*kubectl, "delete", "rayjob,configmap", job.name, "--ignore-not-found", "--timeout=90s"])
+        ask([*kubectl, "create", "-f", "-"], given=self.render(job))
+        return Record("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
+
+    @property
+    def _volume(self) -> tuple[str, str]:
+        claim, sign, path = (self.volume or "").partition(":")
+        if not sign or not path.startswith("/"):
+            raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
+        return claim, path
+
+    @property
+    def _cpus(self) -> int:
+        return self.cpus_per_node or max(16, 8 * (self.gpus_per_node or 0))
+
+    def _nodes(self, job: Job) -> tuple[int, str]:
+        if self.gpus_per_node is None:
+            raise UserError("--to kuberay: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
+        return nodes_for(job.config, gpus=self.gpus_per_node, cpus=self._cpus, nodes=self.nodes)
+
+    def _metadata(self, job: Job) -> dict[str, Any]:
+        own = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
+        return own | ({"namespace": self.namespace} if self.namespace else {})
+
+    def _fill(self, pod: dict[str, Any], job: Job) -> None:
+        claim, path = self._volume
+        (container,) = pod["containers"]
+        container["image"] = self.image
+        container["env"] = [{"name": v.name, "value": v.value} for v in job.environment]
+        container["envFrom"] = []
+        for secret in self.secret:
+            name, sign, key = secret.partition(":")
+            if sign:
+                reference = {"secretKeyRef": {"name": name, "key": key}}
+                container["env"].append({"name": key, "valueFrom": reference})
+            else:
+                container["envFrom"].append({"secretRef": {"name": name}})
+        for mount in container["volumeMounts"]:
+            if mount["name"] == "runs":
+                mount["mountPath"] = path
+        for volume in pod["volumes"]:
+            if volume["name"] == "runs":
+                volume["persistentVolumeClaim"] = {"claimName": claim}
+            if volume["name"] == "config":
+                volume["configMap"] = {"name": job.name}
+
+    def _size(self, pod: dict[str, Any]) -> None:
+        """Of a worker node."""
+        gpus = self.gpus_per_node or 0
+        gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
+        limits = {"cpu": str(self._cpus), "memory": f"{gib}Gi"}
+        pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+        shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+        shm["emptyDir"]["sizeLimit"] = f"{gib // 4}Gi"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as such, and no references between equal parts."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def state(record: Record) -> State:
+    found = _found(_kubectl(record.where), record.job)
+    if found is None:
+        return State("over, and its RayJob is gone", live=False)
+    return State(_words(found), live=_is_live(found))
+
+
+def print_logs(record: Record, follow: bool) -> None:
+    """Of the pod that submitted to the cluster, which repeats what the driver says."""
+    kubectl = _kubectl(record.where)
+    options = [f"job/{record.job}", "--tail=-1"]
+    if not follow:
+        print(ask([*kubectl, "logs", *options]), end="", flush=True)
+        return
+    for line in lines([*kubectl, "logs", "--follow", *options]):
+        print(line, end="", flush=True)
+
+
+def stop(record: Record) -> None:
+    """The driver is asked to end, on the head; a RayJob that has no driver yet is deleted."""
+    kubectl = _kubectl(record.where)
+    found = _found(kubectl, record.job)
+    status = (found or {}).get("status", {})
+    if status.get("jobStatus") in ("PENDING", "RUNNING"):
+        head = ask([*kubectl, "get", "pods", "--output=name", "--selector",
+                    f"ray.io/cluster={status['rayClusterName']},ray.io/node-type=head"]).split()  # fmt: skip
+        if head:
+            ask([*kubectl, "exec", head[0], "--container=ray-head", "--",
+                 "ray", "job", "stop", "--no-wait", status["jobId"]])  # fmt: skip
+            return
+    ask([*kubectl, "delete", "rayjob,configmap", record.job, "--ignore-not-found", "--wait=false"])
+
+
+def _check_code(job: Job) -> None:
+    for path in job.config.rewards.code_paths:
+        if not PurePosixPath(path).is_absolute():
+            raise UserError(
+                f"`rewards.code_paths`: {path} is relative, and no code travels to a pod; put it into the "
+                "image or on the volume, and give its absolute path there"
+            )
+
+
+def _kubectl(namespace: str | None) -> list[str]:
+    return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+
+
+def _found(kubectl: list[str], name: str) -> dict[str, Any] | None:
+    try:
+        text = ask([*kubectl, "get", "rayjob", name, "--ignore-not-found", "--output=json"])
+    except Refused as error:
+        if "the server doesn't have a resource type" in str(error):
+            raise UserError(f"{error}; the KubeRay operator is not installed on this cluster") from error
+        raise
+    return dict(json.loads(text)) if text.strip() else None
+
+
+def _is_live(rayjob: dict[str, Any]) -> bool:
+    return rayjob.get("status", {}).get("jobDeploymentStatus") not in _OVER
+
+
+def _words(rayjob: dict[str, Any]) -> str:
+    status = rayjob.get("status", {})
+    parts = [status.get("jobDeploymentStatus") or "new", status.get("jobStatus"), status.get("message")]
+    return ": ".join(part for part in parts if part)

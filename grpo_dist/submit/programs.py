@@ -1,0 +1,58 @@
+"""Programs of a cluster (sbatch, squeue, kubectl), which answer within a deadline or are given up."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from grpo_dist.errors import UserError
+
+_DEADLINE_S = 120.0
+
+
+class Refused(UserError):
+    """The program ended with an error; the message is its own."""
+
+
+def ask(command: Sequence[str], *, given: str | None = None) -> str:
+    """What ``command`` prints. Raises Refused with what it says when it fails, UserError when it is not there
+    or does not answer.
+    """
+    check_there(command[0])
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"`{' '.join(command)}` has not answered within {_DEADLINE_S:g} s") from error
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
+        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}: {said}")
+    return done.stdout
+
+
+def lines(command: Sequence[str]) -> Iterator[str]:
+    """Of what ``command`` prints, for as long as it runs. It ends with whoever reads, and says itself what is
+    wrong. Raises Refused when it fails, UserError when it is not there.
+    """
+    check_there(command[0])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield from process.stdout
+            code = process.wait(timeout=_DEADLINE_S)
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+    if code:
+        raise Refused(f"`{' '.join(command)}` failed with exit code {code}")
+
+
+def check_there(program: str) -> None:
+    """Raises UserError where ``program`` is not on the path."""
+    if shutil.which(program) is None:
+        raise UserError(
+            f"{program}: no such program here; submit from a machine that has it, such as a login node"
+        )
