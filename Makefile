@@ -32,7 +32,7 @@ bench: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
-# A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: about four hours on two cores. A
+# A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A
 # shorter one: make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
 chaos: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
