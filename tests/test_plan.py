@@ -1,6 +1,7 @@
 """`grpo-dist plan`: clusters, times by hand, calibration, the best split, what is printed and refused."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -340,13 +341,29 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("gsm8k_qwen*.yaml")), ids=lambda p: p.stem)
-def test_configurations_for_gpus_fit_the_node_they_name(file):
-    gpus = 4 if "0.5b" in file.stem else 8
-    # As many samples of few tokens: what is needed does not depend on what is simulated.
-    short = load_config(file, ["bench.lengths.kind=fixed", "bench.lengths.tokens=50"])
-    made = make_plan(short, f"1x{gpus}xH100", split=False)
-    assert not made.refused and made.configured.roles.gpus == gpus
+RECIPES = sorted([*(ROOT / "configs").glob("gsm8k_qwen*.yaml"), *(ROOT / "configs").glob("math_*.yaml")])
+EXPECTED = re.compile(r"^# Expected on (\S+) \(.*?\): (.*) of a GPU; ([\d.]+) s a step, ([\d,]+) tok", re.M)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_says_what_is_planned_for_it_and_fits(file):
+    """Whoever changes a recipe, or a rate of the plan, writes down what is expected then."""
+    cluster, memory, step_s, tokens_per_s = EXPECTED.search(file.read_text()).groups()
+    made = make_plan(load_config(file, []), cluster, split=False)
+    assert not made.refused and made.configured.roles.gpus == made.setting.cluster.gpus
+    for text in memory.split(", "):
+        role, gib, _ = text.split(" ")
+        assert made.configured.memory[role].total / 2**30 == pytest.approx(float(gib), abs=0.06)
+    run = made.simulated.simulated
+    assert run.step_s == pytest.approx(float(step_s), rel=0.03)
+    assert run.tokens_per_s == pytest.approx(float(tokens_per_s.replace(",", "")), rel=0.03)
+
+
+def test_recipes_are_there_for_every_size():
+    sizes = {EXPECTED.search(file.read_text())[1] for file in RECIPES}
+    assert sizes == {"1x1xH100", "1x4xH100", "1x8xH100", "2x8xH100", "8x8xH100", "16x8xH100"}
+    largest = load_config(ROOT / "configs/math_qwen2.5_32b_16nodes.yaml", [])
+    assert largest.policy.zero_stage == 3 and largest.policy.sequence_parallel > 1
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml")))
