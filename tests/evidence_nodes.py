@@ -1,0 +1,26 @@
+"""A run on several nodes that loses two of them; the cluster's other tenant notices nothing. Some minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from run_on_nodes import STEPS, lines
+
+from grpo_dist.ledger import LEDGER, imbalance
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_a_run_survives_the_loss_of_its_nodes_and_leaves_others_alone(tmp_path):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [sys.executable, str(ROOT / "tests" / "run_on_nodes.py"), str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    said = (tmp_path / "said.txt").read_text()
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr[-3000:] + said[-5000:]
+    told = lines(tmp_path / "run")
+    assert [line["step"] for line in told] == list(range(1, STEPS + 1))
+    assert imbalance(tmp_path / "run" / LEDGER, steps=STEPS, prompts_per_step=4) is None
+    assert sum(line["restarts/rollout"] for line in told) >= 1
+    assert sum(line["restarts/policy"] for line in told) >= 1
