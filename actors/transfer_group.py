@@ -60,7 +60,9 @@ class TransferGroup:
     settings: SyncSettings
     processes_each: int
 
-    async def again(self, workers: Sequence[Any], *, name: str, timeout_s: float) -> TransferGroup:
+    async def again(
+        self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
+    ) -> TransferGroup:
         """One of the same policy with other ``workers``, which do not share its devices."""
         return await TransferGroup.open(
             name,
@@ -70,6 +72,7 @@ class TransferGroup:
             processes_each=self.processes_each,
             adapters_only=self.adapters_only,
             timeout_s=timeout_s,
+            ranks_busy_s=ranks_busy_s,
         )
 
     async def close(self) -> None:
@@ -88,9 +91,13 @@ class TransferGroup:
         adapters_only: bool = False,
         beside: Sequence[int] | None = None,
         timeout_s: float,
+        ranks_busy_s: float = 0.0,
     ) -> TransferGroup:
         """All join. ``processes_each``: of a worker, that receive. ``beside``: for each of these processes
-        the policy rank on its GPU; None: they have devices of their own. The caller holds the deadline.
+        the policy rank on its GPU; None: they have devices of their own. ``ranks_busy_s``: ranks may come so
+        much later than the workers, which wait for them; nobody else waits longer than ``timeout_s``, so that
+        a worker that is lost meanwhile does not keep the ranks from their work. The caller holds the
+        deadline.
         """
         backend = transfer_backend(
             settings.backend,
@@ -108,7 +115,7 @@ class TransferGroup:
         ]
         for i, worker in enumerate(workers):
             taken = seats.of_receivers[i * processes_each : (i + 1) * processes_each]
-            joining.append(worker.open_transfer.remote(backend, taken, timeout_s))
+            joining.append(worker.open_transfer.remote(backend, taken, timeout_s + ranks_busy_s))
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
         specs = await policy.ranks[0].parameter_specs.remote(adapters_only)

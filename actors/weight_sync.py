@@ -107,7 +107,9 @@ class WeightSync:
                 seconds = self._timeout_s + policy.update_s
                 stage = "weight sync: a restarted engine"
                 async with deadline_of(both, seconds, f"{stage} joins"):
-                    group = await self._group.again([worker], name=own, timeout_s=seconds)
+                    group = await self._group.again(
+                        [worker], name=own, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s
+                    )
                 async with deadline_of(both, seconds, f"{stage} receives"):
                     await worker.begin_update.remote()
                     await self._send(group, [worker])

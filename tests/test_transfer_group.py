@@ -1,6 +1,7 @@
 """Who sends to whom where engines share the policy's devices: two ranks under ZeRO-3, two receivers."""
 
 import asyncio
+from types import SimpleNamespace
 
 import ray
 import test_policy_ranks
@@ -64,3 +65,31 @@ async def exchange(model_dir, *, beside):
 def test_every_process_gets_the_weights_from_the_rank_beside_it(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, beside=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # groups of their own
+
+
+class Called:
+    """In the place of an actor: how long it is told to wait for the others."""
+
+    def __init__(self):
+        self.waits = []
+
+    def __getattr__(self, method):
+        async def call(*arguments):
+            if method == "open_transfer":
+                self.waits.append(arguments[-1])
+            return {"address": ("127.0.0.1", 1), "parameter_specs": [], "__ray_call__": "node"}.get(method)
+
+        return SimpleNamespace(remote=call)
+
+
+def test_ranks_do_not_wait_for_an_engine_as_long_as_it_waits_for_them():
+    """It may be lost while it does, and they have an update to make."""
+    rank, engine = Called(), Called()
+    policy = SimpleNamespace(ranks=[rank], device="cpu")
+
+    async def session():
+        group = await TransferGroup.open("rollout", policy, [engine], WeightSync(), timeout_s=300)
+        await group.again([engine], name="anew", timeout_s=300, ranks_busy_s=1800)
+
+    asyncio.run(session())
+    assert rank.waits == [300, 300] and engine.waits == [300, 2100]
