@@ -32,7 +32,8 @@ from grpo_dist.errors import UserError
 logger = logging.getLogger("grpo_dist")
 
 _LOOK_S = 0.5
-_TELL_S = 30.0  # between two lines about waiting
+_FIRST_S = 2.0  # of waiting are not worth a line
+_TELL_S = 30.0  # between two lines about it
 
 
 class Room:
@@ -85,14 +86,14 @@ class Room:
 
     async def _given(self, config: Config) -> None:
         assert self._group is not None
-        limit_s, begin, told = config.cluster.timeouts.room_s, time.monotonic(), 0.0
+        limit_s, begin, tell_s = config.cluster.timeouts.room_s, time.monotonic(), _FIRST_S
         while placement_group_table(self._group)["state"] != "CREATED":
             waited = time.monotonic() - begin
             if waited > limit_s:
                 raise no_room(config, self._wanted, nodes(), limit_s)
-            if waited > told:
+            if waited > tell_s:
                 logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
-                told += _TELL_S
+                tell_s = waited + _TELL_S
             await asyncio.sleep(_LOOK_S)
 
 

@@ -52,7 +52,7 @@ async def session(cluster):
     # Another job gives its GPU back while the run waits.
     waits = config(room_s=60)
     taking = asyncio.create_task(Room.take(waits, demands(waits)))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(3.0)
     assert not taking.done() and ray.get(tenant.where.remote()) == there
     ray.kill(tenant)
     room = await taking

@@ -30,4 +30,5 @@ def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
         "given back",
         "a worker of `rollout` takes 4 GPU(s) of one node, and none has as much:",
     ]
-    assert "waiting for room in the cluster (0 of 60 s): " in run.stderr
+    assert "waiting for room in the cluster (2 of 60 s): " in run.stderr
+    assert "of 1 s): " not in run.stderr  # a short wait is not told of

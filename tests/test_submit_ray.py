@@ -55,8 +55,26 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, capsys, monkeypatch):
-    monkeypatch.setattr(ray_jobs, "_ENTRYPOINT", "python rewards/driver.py")
+_COMMAND = """
+import sys
+from grpo_dist.cli import main
+from grpo_dist.submit import ray_jobs
+ray_jobs._ENTRYPOINT = "python rewards/driver.py"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def outside(*arguments, **environment):
+    """Exit status and all that a command says, in a process of its own: Ray reads its token once in each."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *map(str, arguments)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, monkeypatch):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
     submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "rewards.code_paths=[rewards]")
@@ -64,47 +82,43 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, 
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         assert health(**environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}) == 0
-        status, said = command(capsys, *submit)
+        status, said = outside(*submit)
         assert status == 0, said
         job = json.loads((run / "submitted.json").read_text())["job"]
         assert job == f"{Job(load_config(path), path, ()).name}-1"
         assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
 
-        printed = until(lambda: driver_said(capsys, run), 90, lambda: command(capsys, "status", run))
+        printed = until(lambda: driver_said(run), 90, lambda: outside("status", run))
         # The code that was here, not what is installed there.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
         assert (printed["variable"], printed["head"]) == ("of-mine-alone", True)
         assert printed["files"] == ["driver.py"]
-        assert "RUNNING" in command(capsys, "status", run)[1]
+        assert "RUNNING" in outside("status", run)[1]
 
-        status, said = command(capsys, *submit)
+        status, said = outside(*submit)
         assert status == 2
         assert f"its job {job} is RUNNING; end it with `grpo-dist stop {run}`" in said
 
-        assert command(capsys, "stop", run)[0] == 0
+        assert outside("stop", run)[0] == 0
         # Ends with the job, which had the time to save its checkpoint.
-        assert "checkpoint saved" in command(capsys, "logs", "--follow", run)[1]
-        until(lambda: "STOPPED" in command(capsys, "status", run)[1], 20, "not stopped")
-        assert "is over: STOPPED" in command(capsys, "stop", run)[1]
+        assert "checkpoint saved" in outside("logs", "--follow", run)[1]
+        until(lambda: "STOPPED" in outside("status", run)[1], 20, "not stopped")
+        assert "is over: STOPPED" in outside("stop", run)[1]
 
         (run / "submitted.json").unlink()  # as if the next submission came from another machine
-        assert command(capsys, *submit)[0] == 0
+        assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
-        until(lambda: driver_said(capsys, run), 90, "the second job says nothing")
-        command(capsys, "stop", run)
-        until(lambda: "STOPPED" in command(capsys, "status", run)[1], 20, "not stopped")
+        until(lambda: driver_said(run), 90, "the second job says nothing")
+        outside("stop", run)
+        until(lambda: "STOPPED" in outside("status", run)[1], 20, "not stopped")
 
-        stranger = os.environ | {"RAY_AUTH_TOKEN": "0" * 32}  # a process of its own: Ray reads the token once
-        done = subprocess.run(
-            [sys.executable, "-m", "grpo_dist.cli", "status", run],
-            env=stranger, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert done.returncode == 2 and "token" in done.stderr.lower()
+        status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
+        assert status == 2 and "token" in said.lower()
 
 
-def driver_said(capsys, run):
-    lines = [line for line in command(capsys, "logs", run)[1].splitlines() if line.startswith("DRIVER ")]
+def driver_said(run):
+    lines = [line for line in outside("logs", run)[1].splitlines() if line.startswith("DRIVER ")]
     return json.loads(lines[0].removeprefix("DRIVER ")) if lines else None
 
 
