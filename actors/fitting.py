@@ -95,7 +95,7 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         "and has",
         *(f"  {node}" for node in nodes),
     ]
-    near = nearest(config, nodes)
+    near = nearest(config, nodes, training="policy" in asked)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
     else:
@@ -103,9 +103,9 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
     return UserError("\n".join(lines))
 
 
-def nearest(config: Config, nodes: Sequence[Node]) -> dict[str, Any]:
-    """The run closest to this one that fits now, as overrides: fewer policy ranks or engines, or engines on
-    fewer GPUs. Empty where none does.
+def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any]:
+    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: fewer
+    policy ranks or engines, or engines on fewer GPUs. Empty where none does.
     """
     has = Resources(
         int(sum(node.free_cpus for node in nodes)),
@@ -116,7 +116,7 @@ def nearest(config: Config, nodes: Sequence[Node]) -> dict[str, Any]:
     for changes in _smaller(config):
         try:
             smaller = _with(config, changes)
-            demands = placement(smaller, has, training=True)
+            demands = placement(smaller, has, training=training)
         except (ValidationError, ValueError, UserError):
             continue  # it would be refused for another reason
         if fits(bundles(demands), nodes):

@@ -87,7 +87,15 @@ def test_what_no_node_is_large_enough_for_is_said_at_once():
 def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
     """Of ranks, engines, and GPUs of an engine, the product of the shares that are kept is the greatest."""
     nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
-    assert nearest(shape(*wanted, where="separate"), nodes) == near
+    assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
+
+
+def test_an_evaluation_has_engines_alone():
+    asked = shape(4, 4, where="separate")
+    assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
+    told = str(no_room(asked, wanted, [node("a", 8, 2)], 1.0))
+    assert told.endswith("There is room for rollout.num_workers=2")
 
 
 def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
