@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short pipeline bench test chaos evidence install-check lint clean
+.PHONY: setup demo demo-short pipeline bench test chaos evidence install-check reference lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -47,6 +47,10 @@ evidence: $(READY)
 # The steps of the image in a clean copy of this checkout: what launch/setup.sh installs is complete and works.
 install-check: $(READY)
 	$(BIN)/python -m pytest -m evidence tests/test_docker.py $(ARGS)
+
+# The pages that are made from the code: the metric catalogue.
+reference: $(READY)
+	$(BIN)/python -m grpo_dist.tracking.catalogue
 
 lint: $(READY)
 	$(BIN)/ruff check .

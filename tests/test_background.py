@@ -5,7 +5,6 @@ import threading
 import fakes
 import pytest
 
-from grpo_dist import tracking
 from grpo_dist.background import Background
 from grpo_dist.tracking import Tracker
 
@@ -69,7 +68,7 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
     def full(path, groups):
         raise OSError(f"{path.name}: disk full")
 
-    monkeypatch.setattr(tracking, "write_groups", full)
+    monkeypatch.setattr("grpo_dist.tracking.tracker.write_groups", full)
     with pytest.raises(OSError, match=r"step_000001\.parquet: disk full"), Tracker(quiet(), tmp_path) as run:
         run.samples("step_000001", [])
     with pytest.raises(RuntimeError, match="its own"), Tracker(quiet(), tmp_path) as run:

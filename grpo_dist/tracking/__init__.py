@@ -1,0 +1,5 @@
+"""Where a run's numbers go and what each of them means: README.md of this folder."""
+
+from grpo_dist.tracking.tracker import NoSamples, Tracker
+
+__all__ = ["NoSamples", "Tracker"]
