@@ -48,8 +48,9 @@ evidence: $(READY)
 install-check: $(READY)
 	$(BIN)/python -m pytest -m evidence tests/test_docker.py $(ARGS)
 
-# The pages that are made from the code: the metric catalogue.
+# What is made from the code: the page of every key (configs/README.md) and the metric catalogue.
 reference: $(READY)
+	$(BIN)/python -m grpo_dist.config_reference
 	$(BIN)/python -m grpo_dist.tracking.catalogue
 
 lint: $(READY)

@@ -33,6 +33,8 @@ class Section(BaseModel):
 
 
 class Model(Section):
+    """The model that is trained, and how it is held."""
+
     path: str = Field(
         description="local directory, hub id, `demo:<name>` for a model this project makes, or "
         "`random:<config.json>` for random weights of that shape"
@@ -53,11 +55,14 @@ class Model(Section):
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
     max_length: PositiveInt | None = Field(
         None,
-        description="longest prompt + completion; null: data.max_prompt_tokens + sampling.max_new_tokens",
+        description="longest prompt + completion, tokens; null: data.max_prompt_tokens + the longest "
+        "completion",
     )
 
 
 class DataSource(Section):
+    """Where problems with their answers come from."""
+
     path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
     split: str = Field("train", description="split of a data set that has several")
     name: str | None = Field(
@@ -66,11 +71,11 @@ class DataSource(Section):
         description="label in metrics and samples; null: the file's or data set's name",
     )
     subset: str | None = Field(None, description="configuration name of a hub data set")
-    problem_column: str = "problem"
-    answer_column: str = "answer"
+    problem_column: str = Field("problem", description="column with the text of the problem")
+    answer_column: str = Field("answer", description="column with the answer, or with text that ends in it")
     answer_pattern: str | None = Field(None, description="regular expression whose group 1 is the answer")
     columns: tuple[str, ...] = Field((), description="further columns handed to rewards")
-    max_rows: PositiveInt | None = None
+    max_rows: PositiveInt | None = Field(None, description="use the first so many; null: all")
 
     @model_validator(mode="after")
     def _pattern_has_a_group(self) -> DataSource:
@@ -88,13 +93,17 @@ class DataSource(Section):
 
 
 class Data(Section):
-    train: tuple[DataSource, ...] = Field(min_length=1)
-    eval: tuple[DataSource, ...] = ()
-    system_prompt: str | None = None
+    """What is asked, in training and in evaluations."""
+
+    train: tuple[DataSource, ...] = Field(min_length=1, description="sources of training prompts, together")
+    eval: tuple[DataSource, ...] = Field((), description="evaluation sets, each with metrics of its own")
+    system_prompt: str | None = Field(
+        None, description="said before every problem: the chat template's system message, or a first line"
+    )
     instruction: str | None = Field(None, description="appended to every problem")
     chat_template: Literal["model", "none"] = Field("model", description="none: the problem text as it is")
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
-    max_prompt_tokens: PositiveInt = 512
+    max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, chat template included")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
     order: Literal["epochs", "pass_rate"] = Field(
         "epochs", description="pass_rate: prompts that are solved now and then come more often"
@@ -105,8 +114,12 @@ class Data(Section):
 
 
 class Batch(Section):
-    prompts_per_step: PositiveInt = 16
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """A step draws prompts_per_step * samples_per_prompt samples."""
+
+    prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
+    samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
+        8, description="samples of a prompt, whose rewards are compared: the group size G"
+    )
     updates_per_step: PositiveInt = Field(
         1, description="optimiser updates a step is split into; 1 is on-policy"
     )
@@ -119,7 +132,7 @@ class Batch(Section):
 class DynamicSampling(Section):
     """DAPO: groups whose rewards are all equal are replaced by further prompts."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="whether they are")
     max_extra_prompts: PositiveInt | None = Field(
         None, description="most further prompts a step; null: three times batch.prompts_per_step"
     )
@@ -129,11 +142,15 @@ class DynamicSampling(Section):
 
 
 class Sampling(Section):
-    temperature: PositiveFloat = 1.0
-    max_new_tokens: PositiveInt = 512
+    """How the completions of training are drawn: from the whole distribution, by temperature alone."""
+
+    temperature: PositiveFloat = Field(1.0, description="log-probs of engine and trainer are taken at it")
+    max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are cut off")
 
 
 class KL(Section):
+    """The divergence from the reference that is held down."""
+
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
     estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
         "k3", description="k1+, k3+: value of k1, k3 and gradient of k2"
@@ -145,12 +162,16 @@ class KL(Section):
 
 
 class Correction(Section):
+    """Importance weights for what the engine computed otherwise, or older weights sampled."""
+
     kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
         None, description="null: tis, or none where ratios are to the engine's log-probs already"
     )
-    level: Literal["token", "sequence", "geometric"] = "token"
-    low: NonNegative = 0.0
-    high: PositiveFloat = 2.0
+    level: Literal["token", "sequence", "geometric"] = Field(
+        "token", description="the ratio is a token's, the product over its sequence, or the geometric mean"
+    )
+    low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
+    high: PositiveFloat = Field(2.0, description="upper bound of the weight")
     veto: NonNegative = Field(
         0.0, description="a token whose ratio is below this drops its sequence, e.g. 1e-4; 0: none does"
     )
@@ -163,14 +184,16 @@ class Correction(Section):
 
 
 class Algorithm(Section):
+    """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
+
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "process",
-    ] = "grpo"  # fmt: skip
+    ] = Field("grpo", description="estimator: from the rewards of a group to advantages")  # fmt: skip
     std: Literal["group", "batch", "none"] | None = Field(
         None, description="what a centred reward is divided by; null: group, where the estimator divides"
     )
-    advantage_eps: PositiveFloat = 1e-6
+    advantage_eps: PositiveFloat = Field(1e-6, description="added to a deviation that is divided by")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
     reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")
     reward_norm: Literal["none", "group", "batch"] = Field(
@@ -183,13 +206,15 @@ class Algorithm(Section):
     )
     advantage_clip: PositiveFloat | None = Field(None, description="advantages are held within +- this")
     add_token_level_kl: bool = Field(False, description="the KL term is part of the reward, not of the loss")
-    policy_loss: Literal["policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo"] = (
-        "ppo_clip"
+    policy_loss: Literal["policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo"] = Field(
+        "ppo_clip", description="loss of a token, and what bounds a step"
     )
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="bounds of the policy loss; null: its own, e.g. 0.2 for ppo_clip"
+        None, description="lower bound of the policy loss; null: its own, e.g. 0.2 for ppo_clip"
     )
-    clip_high: PositiveFloat | None = None
+    clip_high: PositiveFloat | None = Field(
+        None, description="upper bound of the policy loss; null: its own; above clip_low: clip-higher (DAPO)"
+    )
     dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="of ppo_clip; null: off")
     tau_positive: PositiveFloat | None = Field(None, description="of sapo; null: 1.0")
     tau_negative: PositiveFloat | None = Field(None, description="of sapo; null: 1.05")
@@ -208,7 +233,11 @@ class Algorithm(Section):
     )
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    ] = Field(
+        "token-mean",
+        description="from losses of tokens to one: over all tokens, or by sequence first; "
+        "seq-mean-token-sum-norm divides each sum by sampling.max_new_tokens",
+    )
     kl: KL = KL()
     correction: Correction = Correction()
 
@@ -216,14 +245,16 @@ class Algorithm(Section):
 class Gated(Section):
     """How a part of the reward counts."""
 
-    weight: float = 1.0
+    weight: float = Field(1.0, description="factor in the sum; 0: only reported, and it cannot spoil the sum")
     gate: str | None = Field(
         None, description="name of another reward; this one is 0 where that is not above `gate_above`"
     )
-    gate_above: float = 0.0
+    gate_above: float = Field(0.0, description="what the gate must be above")
 
 
 class Reward(Gated):
+    """A reward that is a function of the completion."""
+
     name: str = Field("", description="label in metrics; empty: the function's name")
     function: str = Field(
         description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
@@ -232,6 +263,8 @@ class Reward(Gated):
 
 
 class RewardModel(Gated):
+    """A reward that a classifier gives."""
+
     name: str = Field(min_length=1, description="label in metrics")
     path: str = Field(description="local directory or hub id of a sequence or token classifier")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
@@ -247,10 +280,12 @@ class RewardModel(Gated):
         description="process: text put behind each step, at whose last token the score is read; null: "
         "step_separator",
     )
-    num_workers: PositiveInt = 1
-    micro_batch_tokens: PositiveInt = 16384
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    trust_remote_code: bool = False
+    num_workers: PositiveInt = Field(1, description="actors that hold the model, with a GPU each")
+    micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward, padding included")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
 
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> RewardModel:
@@ -265,6 +300,8 @@ class RewardModel(Gated):
 
 
 class Rewards(Section):
+    """What a completion is worth: the sum of weight * reward over functions and models."""
+
     functions: tuple[Reward, ...] = (Reward(function="math"),)
     models: tuple[RewardModel, ...] = Field((), description="reward models, workers of their own")
     num_workers: PositiveInt = Field(1, description="reward actors")
@@ -310,8 +347,10 @@ class Rewards(Section):
 
 
 class Rollout(Section):
-    num_workers: PositiveInt = 1
-    tensor_parallel_size: PositiveInt = 1
+    """The vLLM engines."""
+
+    num_workers: PositiveInt = Field(1, description="engines, each with a whole model")
+    tensor_parallel_size: PositiveInt = Field(1, description="GPUs an engine is split over")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="share of a GPU an engine takes; null: 0.85, or 0.6 where a policy rank is too"
     )
@@ -331,9 +370,13 @@ class Rollout(Section):
 
 
 class Reference(Section):
-    num_workers: PositiveInt = 1
-    threads: Count = 0
-    micro_batch_tokens: PositiveInt | None = Field(None, description="null: 16384 on a GPU, 4096 elsewhere")
+    """The frozen model of the KL term; none is made while `algorithm.kl.coef` is 0."""
+
+    num_workers: PositiveInt = Field(1, description="actors, each with a whole model")
+    threads: Count = Field(0, description="CPU threads of a worker; 0: one")
+    micro_batch_tokens: PositiveInt | None = Field(
+        None, description="tokens in one forward; null: 16384 on a GPU, 4096 elsewhere"
+    )
     refresh_every: Count = Field(
         0, description="steps after which it takes on the policy (launched batches finish first); 0: never"
     )
@@ -343,20 +386,24 @@ class Reference(Section):
 
 
 class Optimizer(Section):
+    """AdamW and its learning rate."""
+
     lr: PositiveFloat = Field(1e-6, description="with policy.lora about ten times as much, e.g. 1e-5")
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegative = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Count = 0
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's two averages")
+    eps: PositiveFloat = Field(1e-8, description="added to AdamW's denominator")
+    weight_decay: NonNegative = Field(0.0, description="decoupled, times the learning rate")
+    max_grad_norm: PositiveFloat = Field(1.0, description="a gradient of larger norm is scaled down to it")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="how the learning rate falls after warm-up, over all updates of the run"
+    )
+    warmup_steps: Count = Field(0, description="optimiser updates over which the learning rate rises")
     min_lr_ratio: Fraction = Field(0.0, description="final learning rate as a share of lr")
 
 
 class LoRA(Section):
     """Low-rank adapters: they alone are trained."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = Field(16, description="inner dimension of an adapter")
     alpha: PositiveFloat = Field(32.0, description="the adapters' product counts alpha / rank times")
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         "all-linear", description="linear layers, e.g. [q_proj, v_proj]; all-linear: all but the LM head"
@@ -385,8 +432,12 @@ class Offload(Section):
 
 
 class Policy(Section):
+    """The DeepSpeed ranks that train."""
+
     num_workers: PositiveInt = Field(1, description="ZeRO ranks, one actor each")
-    zero_stage: Annotated[int, Field(ge=0, le=3)] = 2
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = Field(
+        2, description="what ranks share out: 1 optimiser state, 2 gradients too, 3 weights too; 0: nothing"
+    )
     sequence_parallel: PositiveInt = Field(
         1, description="ranks that share each sequence (Ulysses), for long completions; 1: none do"
     )
@@ -416,6 +467,8 @@ TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 
 
 class WeightSync(Section):
+    """How new weights get from the policy to the engines."""
+
     backend: Literal["auto"] | TransferBackend = Field(
         "auto",
         description="auto: nccl between GPUs, ipc between processes that share them; on CPUs shared_memory "
@@ -432,13 +485,17 @@ class WeightSync(Section):
 
 
 class Evaluation(Section):
+    """Sampling of `data.eval`."""
+
     every: Count = Field(0, description="steps between evaluations; 0: none during training")
-    before: bool = True
+    before: bool = Field(True, description="before the first step, with the weights the run starts from")
     after: bool = Field(True, description="a fresh engine samples the exported weights")
-    samples_per_prompt: PositiveInt = 1
-    temperature: NonNegative = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count = 0
+    samples_per_prompt: PositiveInt = Field(1, description="samples of each problem")
+    temperature: NonNegative = Field(1.0, description="of its samples; 0: greedy")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="draw from the likeliest tokens that have this share together; 1: from all"
+    )
+    top_k: Count = Field(0, description="draw from the so many likeliest tokens; 0: from all")
     max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
     k: tuple[PositiveInt, ...] = Field((1,), description="pass@k to report; each at most samples_per_prompt")
     max_prompts: PositiveInt | None = Field(None, description="evaluate on the first so many of each set")
@@ -469,8 +526,9 @@ class Health(Section):
         "equal rewards teach, too (remax, gdpo, process, reinforce_pp)",
     )
     skipped_steps_above: PositiveInt | None = Field(
-        10, description="steps in a row with an update that was not made: a loss or gradient was not finite, "
-        "or a bound was passed and the step skipped"
+        10,
+        description="steps in a row with an update that was not made: a loss or gradient was not finite, "
+        "or a bound was passed and the step skipped",
     )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward, as a share of its greatest so far where that is above 0, e.g. 0.5"
@@ -493,6 +551,8 @@ class Health(Section):
 
 
 class Checkpoint(Section):
+    """What is saved, and how a run goes on."""
+
     every: Count = Field(20, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] = Field(
@@ -508,17 +568,21 @@ class Checkpoint(Section):
 
 
 class Wandb(Section):
-    enabled: bool = False
-    project: str = "grpo-dist"
-    entity: str | None = None
+    """Weights & Biases."""
+
+    enabled: bool = Field(False, description="log to wandb, too")
+    project: str = Field("grpo-dist", description="project of the run")
+    entity: str | None = Field(None, description="user or team; null: the key's own")
     mode: Literal["auto", "online", "offline"] = Field(
         "auto", description="auto: offline where no key is set"
     )
 
 
 class Tracking(Section):
-    console: bool = True
-    tensorboard: bool = True
+    """Where metrics and samples go besides `metrics.jsonl`: `grpo_dist/tracking/README.md`."""
+
+    console: bool = Field(True, description="a line a step in the terminal")
+    tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
     wandb: Wandb = Wandb()
     samples: bool = Field(
         True, description="keep every sampled completion with its rewards, one Parquet file a step"
@@ -526,6 +590,8 @@ class Tracking(Section):
 
 
 class Timeouts(Section):
+    """Deadlines in seconds; who is waited for when one passes is named in the message."""
+
     room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
     start_s: PositiveFloat = Field(600.0, description="all actors up, models loaded")
     sample_s: PositiveFloat = Field(1800.0, description="one batch sampled and scored")
@@ -589,6 +655,8 @@ class Bench(Section):
 
 
 class Cluster(Section):
+    """Ray, and who has which devices."""
+
     address: str | None = Field(
         None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
     )
@@ -605,9 +673,15 @@ class Cluster(Section):
 class Config(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    output_dir: str = "runs"
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="of the run and of its directory in `output_dir`",
+    )
+    output_dir: str = Field("runs", description="where run directories are made")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of the prompt order, of every sample, and of models this project makes"
+    )
     steps: PositiveInt = Field(100, description="training steps of the whole run")
     max_staleness: Count = Field(
         0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
@@ -716,11 +790,13 @@ class Config(Section):
 class Rejection(Section):
     """Rejection sampling: completions of the prompts of `data.train`, of which the right ones are kept."""
 
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: PositiveInt = Field(8, description="samples drawn of each prompt")
     max_prompts: PositiveInt | None = Field(None, description="so many prompts, drawn by seed; null: all")
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Count = 0
+    temperature: PositiveFloat = Field(1.0, description="of the samples")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="draw from the likeliest tokens that have this share together; 1: from all"
+    )
+    top_k: Count = Field(0, description="draw from the so many likeliest tokens; 0: from all")
     max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
     min_reward: float = Field(1.0, description="a sample of at least this total reward is kept")
     keep_per_prompt: PositiveInt = Field(1, description="different completions kept of a prompt, at most")
@@ -780,17 +856,21 @@ class SFT(Section):
     )
     examples: PositiveInt | None = Field(None, description="use the first so many of a source; null: all")
     noise: Fraction = Field(0.0, description="share of generated demonstrations that carry one wrong step")
-    steps: PositiveInt = 500
-    batch_size: PositiveInt = 48
-    lr: PositiveFloat = 2e-3
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    weight_decay: NonNegative = 0.01
-    warmup_steps: Count = 20
-    min_lr_ratio: Fraction = 0.1
-    max_grad_norm: PositiveFloat = 1.0
-    max_length: PositiveInt = 1024
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    threads: Count = 0
+    steps: PositiveInt = Field(500, description="optimiser steps")
+    batch_size: PositiveInt = Field(48, description="demonstrations of a step")
+    lr: PositiveFloat = Field(2e-3, description="highest learning rate; for pretrained models e.g. 1e-5")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's two averages")
+    weight_decay: NonNegative = Field(0.01, description="decoupled, times the learning rate")
+    warmup_steps: Count = Field(20, description="steps over which the learning rate rises; then it falls")
+    min_lr_ratio: Fraction = Field(0.1, description="final learning rate as a share of lr")
+    max_grad_norm: PositiveFloat = Field(1.0, description="a gradient of larger norm is scaled down to it")
+    max_length: PositiveInt = Field(
+        1024, description="longest prompt + completion, tokens; longer is refused"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of the order of demonstrations, of generated ones, and of a demo model's weights"
+    )
+    threads: Count = Field(0, description="CPU threads; 0: all")
 
 
 def _divisors_near(total: int, wanted: int) -> str:

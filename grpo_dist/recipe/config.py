@@ -71,12 +71,16 @@ class StageFile(Section):
 class PipelineFile(Section):
     """A pipeline as written."""
 
-    name: str = Field("pipeline", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    output_dir: str = "runs"
+    name: str = Field(
+        "pipeline",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="of the pipeline and of its directory in `output_dir`",
+    )
+    output_dir: str = Field("runs", description="where the pipeline's directory is made")
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
         None, description="of every stage and its `sft` section; null: what each stage's configuration says"
     )
-    stages: tuple[StageFile, ...] = Field(min_length=1)
+    stages: tuple[StageFile, ...] = Field(min_length=1, description="in the order they are done")
 
     @model_validator(mode="after")
     def _names(self) -> PipelineFile:

@@ -1,0 +1,85 @@
+"""The page of every configuration key: complete, in step with the code, and right about what it says."""
+
+import re
+
+import pytest
+from pydantic import BaseModel
+
+from grpo_dist.config import Config
+from grpo_dist.config_files import checked
+from grpo_dist.config_reference import PAGE, Key, _anchor, keys, main, meaning, page, sections
+from grpo_dist.recipe.config import PipelineFile
+
+ROOTS = (Config, PipelineFile)
+
+
+def every_key(root: type[BaseModel]) -> list[Key]:
+    return [key for prefix, section in sections(root) for key in keys(section, prefix)]
+
+
+def row(path: str) -> list[str]:
+    """The cells of a key's row on the page."""
+    line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{path}` |"))
+    return [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def test_the_page_is_what_the_code_says():
+    assert main(["--check"]) == 0, "make reference"
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_key_has_a_meaning(root):
+    found = every_key(root)
+    assert [key.path for key in found if len(meaning(key)) < 5] == []
+    assert not [key.path for key in found if "\n" in meaning(key)]
+
+
+def test_a_key_without_a_description_has_no_meaning():
+    class Bare(BaseModel):
+        number: int = 0
+
+    assert [meaning(key) for key in keys(Bare)] == [""]
+
+
+def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
+    """Found another way: a configuration with something in every list and optional section."""
+    filled = {
+        "model": {"path": "m"},
+        "data": {"train": [{"path": "x"}], "eval": [{"path": "y"}]},
+        "rewards": {"models": [{"name": "q", "path": "r"}], "functions": [{"function": "math"}]},
+        "policy": {"lora": {}},
+        "sft": {"model": "demo:tiny", "data": "demo:add3"},
+    }
+    dumped = checked(filled, "test", Config).model_dump(mode="json")
+    shown = set(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE))
+    one_place = {path.replace("data.eval.N", "data.train.N") for path in paths(dumped)}
+    assert len(one_place) > 150 and one_place - shown == set()
+
+
+def paths(value, prefix=""):
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield f"{prefix}{name}"
+            yield from paths(inner, f"{prefix}{name}.")
+    elif isinstance(value, list):
+        for inner in value:
+            yield from paths(inner, f"{prefix}N.")
+
+
+def test_values_ranges_and_defaults_are_said_as_they_are():
+    assert row("batch.samples_per_prompt")[1:3] == ["integer ≥ 2", "`8`"]
+    assert row("algorithm.clip_low")[1:3] == ["number > 0 ≤ 1, `null`", "`null`"]
+    assert row("weight_sync.mode")[1:3] == ["`drain`, `keep`", "`drain`"]
+    assert row("model.path")[1:3] == ["text", "required"]
+    assert row("rewards.functions")[2] == "`[{function: math}]`"
+    assert row("policy.optimizer.betas")[1:3] == ["list of 2: number ≥ 0.0 ≤ 1.0", "`[0.9, 0.95]`"]
+    assert row("policy.lora")[1:3] == ["[section](#policylora), `null`", "`null`"]
+    assert row("policy.optimizer.schedule")[1] == "`constant`, `linear`, `cosine`"
+
+
+@pytest.mark.parametrize("root", ROOTS)
+def test_every_link_of_the_page_has_its_heading(root):
+    text = page(root, "The run")
+    anchors = {_anchor(heading) for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
+    links = set(re.findall(r"\]\(#([^)]+)\)", text))
+    assert links and links <= anchors
