@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -72,6 +73,9 @@ class PolicyWorker(Metered, Watched):
         ``bounds``: no update that passes one is made.
         """
         return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
+
+    def token_logprobs(self) -> dict[int, np.ndarray]:
+        return self._trainer.token_logprobs
 
     def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
         return self._trainer.parameter_specs(adapters_only=adapters_only)
@@ -203,6 +207,14 @@ class PolicyGroup:
         arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
         self.updates += 1
         return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        """By row id, float32 [C]: nats of the tokens that the last `update` trained, as `Trainer` noted them.
+        Empty where its batches had no row ids.
+        """
+        asked: list[tuple[Any, ...]] = [()] * len(self.ranks)
+        answers = await self._on_all("token_logprobs", asked, self._timeouts.update_s, "log-probs of tokens")
+        return {row: values for answer in answers for row, values in answer.items()}
 
     @property
     def update_s(self) -> float:

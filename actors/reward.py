@@ -68,9 +68,7 @@ class RewardWorker(Metered, Watched):
         scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
         garbage = sum(is_garbage(rollout.text) for rollout in rollouts)
-        group = replace(
-            with_steps(group, modelled), garbage=garbage, score_s=time.perf_counter() - begin
-        )
+        group = replace(with_steps(group, modelled), garbage=garbage, score_s=time.perf_counter() - begin)
         return group, self._scorer.news()
 
     def close(self) -> None:

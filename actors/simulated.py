@@ -78,6 +78,9 @@ class SimulatedRank:
     def update(self, shards: Sequence[Any], kl_coef: float | None, bounds: Sequence[Any]) -> dict[str, float]:
         return {"loss/policy": float(len(shards))}
 
+    def token_logprobs(self) -> dict[int, np.ndarray]:
+        return {}
+
 
 class NoSync:
     async def push(self, version: int) -> dict[str, float]:

@@ -15,6 +15,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.policy import PolicyGroup
 from actors.rollout import RolloutPool
 from grpo_dist.bounds import Bound
@@ -91,6 +93,9 @@ class ColocatedPolicy:
     ) -> dict[str, float]:
         await self._turns.to_training()
         return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        return await self._policy.token_logprobs()
 
     async def save(self, directory: Path, *, beside: bool = False) -> None:
         async with self._turns.training():

@@ -26,6 +26,7 @@ def make_batch(
     ref_logprobs: Sequence[np.ndarray] | None,
     max_new_tokens: int,
     mask_truncated: bool = False,
+    with_row_ids: bool = False,
 ) -> TrainBatch:
     """One right-padded row per sample, group after group.
 
@@ -35,6 +36,7 @@ def make_batch(
         max_new_tokens: longest completion that could have been sampled.
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
+        with_row_ids: rows are numbered in this order, for `token_values`.
     """
     samples = [r for g in groups for r in g.rollouts]
     sizes = [len(g.rollouts) for g in groups]
@@ -67,6 +69,7 @@ def make_batch(
         max_tokens=max_new_tokens,
         group_ids=torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
         prompt_lengths=torch.from_numpy(starts),
+        row_ids=torch.arange(len(samples)) if with_row_ids else None,
         **_denominators(torch.from_numpy(loss_mask)),
     )
 

@@ -587,6 +587,11 @@ class Tracking(Section):
     samples: bool = Field(
         True, description="keep every sampled completion with its rewards, one Parquet file a step"
     )
+    token_values_every: Count = Field(
+        10,
+        description="with the samples of every so many steps keep, for each token, its advantage and its "
+        "log-probs under policy and reference; 0: of none",
+    )
 
 
 class Timeouts(Section):

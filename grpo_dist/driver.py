@@ -16,7 +16,7 @@ The workers come as an argument, so this very loop runs in unit tests on fakes. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
@@ -28,8 +28,11 @@ from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
 from grpo_dist.pipeline import Pipeline
 from grpo_dist.preemption import Preempted
 from grpo_dist.progress import Progress
-from grpo_dist.staging import Staging
+from grpo_dist.schedules import is_due
+from grpo_dist.staging import Staging, recorded_values
+from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt
+from grpo_dist.usage import Span, Usage
 from grpo_dist.workers import Workers
 
 
@@ -37,7 +40,8 @@ class Recorder(Protocol):
     """Where a run writes what it saw: `tracking.Tracker` in production."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def samples(self, name: str, groups: list[Group]) -> None: ...
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None: ...
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None: ...
     def account(self, step: int, found: Account) -> None: ...
     def aside(self, step: int, groups: list[Group]) -> str: ...
     def warn(self, message: str) -> None: ...
@@ -108,6 +112,7 @@ async def run(
                         staged.updates, kl_coef=kl_coef, bounds=health.bounds_of_update()
                     )
                     health.after_update(step + 1, metrics, batch.sampled.groups)
+                values = await recorded_values(staged, workers.policy, trained=teaches)
             with watch("drain"):
                 await pipeline.settle()
             with watch("sync"):
@@ -124,7 +129,8 @@ async def run(
             )
             kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
             alarms = health.examine(metrics)
-            recorder.samples(f"step_{step + 1:06d}", sampled)
+            recorder.spans(step + 1, watch.spans, workers.usage.latest if workers.usage else {})
+            recorder.samples(f"step_{step + 1:06d}", sampled, values)
             skipped = not teaches or metrics[SKIPPED] > 0
             books = account(batch.sampled.groups, batch.discarded, taught=staged.taught, skipped=skipped)
             recorder.account(step + 1, books)
@@ -149,7 +155,3 @@ def steered(kl_coef: float, kl: KL, observed: float | None) -> float:
 def is_last_of_all(config: Config, step: int) -> bool:
     """Whether the exported model is evaluated right after this step anyway."""
     return step == config.steps and config.evaluation.after and config.checkpoint.export
-
-
-def is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

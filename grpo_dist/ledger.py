@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.durable import write_text
 from grpo_dist.types import Group
 
 LEDGER = "ledger.jsonl"
@@ -51,19 +50,6 @@ def _fate(group: Group, *, taught: bool, skipped: bool) -> str:
     if taught:
         return "skipped" if skipped else TRAINED
     return "unscored" if np.isnan(group.rewards).all() else "no_signal"
-
-
-class Ledger:
-    """The file. ``keep_through``: lines of later steps are dropped, because they will come again."""
-
-    def __init__(self, path: Path, *, keep_through: int) -> None:
-        self._path = path
-        kept = [line for line in read(path) if line["step"] <= keep_through]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def add(self, step: int, found: Account) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **found}) + "\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -11,28 +11,33 @@ from contextlib import contextmanager
 import numpy as np
 
 from grpo_dist.types import Group, has_signal
+from grpo_dist.usage import Span
 
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 
 
 class Stopwatch:
-    """Seconds per named phase of a step: ``with watch("update"): ...``"""
+    """Seconds per named phase of a step: ``with watch("update"): ...``; ``spans`` says when they were."""
 
     def __init__(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
-        self._phases: dict[str, float] = {}
+        self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
+        begin, clock = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - begin
+            self.spans.append(Span(phase, begin, begin + time.perf_counter() - clock))
 
     def phases(self) -> dict[str, float]:
         """What was timed so far."""
-        return {f"time/{phase}_s": seconds for phase, seconds in self._phases.items()}
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            name = f"time/{span.stage}_s"
+            seconds[name] = seconds.get(name, 0.0) + span.end - span.begin
+        return seconds
 
     def stop(self) -> dict[str, float]:
         cpu = {"time/driver_cpu_s": time.process_time() - self._cpu_start}

@@ -8,6 +8,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_dist.durable import publish
+from grpo_dist.token_values import TokenValues, ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Rollout
 
 _PART = "reward/"
@@ -23,12 +25,20 @@ _REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "
 _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
-def write_groups(path: Path, groups: list[Group]) -> None:
-    """Write atomically: a reader never sees half a file, also after a crash."""
+def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
+    """Write atomically: a reader never sees half a file, also after a crash. ``values``: of the samples that
+    were trained on, for people; `read_groups` does not look at them.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     # A dictionary of log-probs or token ids is as long as they are, and costs more than all the rest.
-    pq.write_table(_table(groups), partial, compression="zstd", compression_level=1, use_dictionary=_REPEATED)
+    pq.write_table(
+        _table(groups, values or {}),
+        partial,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=_REPEATED,
+    )
     publish(partial, path)
 
 
@@ -52,7 +62,7 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
 
 
-def _table(groups: list[Group]) -> pa.Table:
+def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
     rollouts = [r for g in groups for r in g.rollouts]
     owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
 
@@ -80,6 +90,10 @@ def _table(groups: list[Group]) -> pa.Table:
         samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
         columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
         columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
+    if values:
+        own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
+        for name in (f.name for f in fields(TokenValues)):
+            columns[name] = pa.array([None if v is None else getattr(v, name) for v in own], _FLOATS)
     for name in groups[0].reward_parts if groups else ():
         columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())
     return pa.table(columns)

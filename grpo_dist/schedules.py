@@ -1,4 +1,6 @@
-"""Learning rate as a function of the update number, so that resuming needs nothing but that number."""
+"""What is due when, and the learning rate, as functions of the step or update number, so that resuming needs
+nothing but that number.
+"""
 
 from __future__ import annotations
 
@@ -28,3 +30,8 @@ def learning_rate(
     progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
     fall = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
     return lr * (min_ratio + (1 - min_ratio) * fall)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Of steps 1, 2, ...: each that is a multiple of ``every``; none where that is 0."""
+    return every > 0 and step % every == 0

@@ -9,13 +9,16 @@ staging                                   | stage |    advantages, padding, rows
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.pipeline import ScoredBatch
+from grpo_dist.schedules import is_due
 from grpo_dist.step_batches import make_batches
+from grpo_dist.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import Policy
 
@@ -30,6 +33,17 @@ class Staged:
     taught: frozenset[int]  # groups, by their place in the batch, with an advantage that is not 0
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
+    values: Mapping[int, TokenValues] | None  # by row id; None: not recorded of this step
+
+
+async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> ValuesOfSamples | None:
+    """Of the samples of ``staged``, on which ``policy`` has just been ``trained``; None where they are not
+    recorded.
+    """
+    if staged.values is None:
+        return None
+    logprobs = await policy.token_logprobs() if trained else {}
+    return by_sample([s.group for s in staged.source.scored], staged.values, logprobs)
 
 
 class Staging:
@@ -68,11 +82,15 @@ class Staging:
 
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
         """In a thread of its own: the loop goes on admitting and receiving groups."""
-        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef)
+        every = self._config.tracking.token_values_every
+        recorded = self._config.tracking.samples and is_due(step + 1, every)
+        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=recorded)
+        values = values_of_rows(updates) if recorded else None
         rows = sum(map(len, updates))
         tokens = sum(int(update.lengths.sum()) for update in updates)
         taught = frozenset(chain.from_iterable(map(_taught, updates)))
-        return Staged(self._policy.stage(updates), rows, tokens, taught, batch, self._inside(kl_coef))
+        staged = self._policy.stage(updates)
+        return Staged(staged, rows, tokens, taught, batch, self._inside(kl_coef), values)
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""

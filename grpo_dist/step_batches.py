@@ -19,12 +19,13 @@ _WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 
 
 def make_batches(
-    config: Config, scored: Sequence[ScoredGroup], step: int, *, kl_coef: float
+    config: Config, scored: Sequence[ScoredGroup], step: int, *, kl_coef: float, with_row_ids: bool = False
 ) -> list[TrainBatch]:
     """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
 
     ``kl_coef``: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
     during a run when `algorithm.kl.target` is set. Its weight in the loss is handed to the update itself.
+    ``with_row_ids``: rows are numbered in the order of ``scored``, for `token_values`.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -36,6 +37,7 @@ def make_batches(
         ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
+        with_row_ids=with_row_ids,
     )
     batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)

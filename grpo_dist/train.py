@@ -28,6 +28,7 @@ from grpo_dist.console import eval_lines, print_before_after
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.durable import check_room, write_text
+from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluate import evaluate
 from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
@@ -77,6 +78,7 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
         (run_dir / "config.yaml").write_text(dump_config(config))
+        write_environment(run_dir)
         write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
         tracker = Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id)
     except OSError as error:

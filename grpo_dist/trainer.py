@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,6 +89,8 @@ class Trainer:
     ) -> None:
         self.place, self._policy, self._loss, self._epochs = place, policy, loss, epochs
         self._total_updates, self._updates = total_updates, 0
+        # By row id, float32 [C]: log-probs of what the last `update` trained, when it first came to the row.
+        self.token_logprobs: dict[int, np.ndarray] = {}
         self._trust_remote_code = model.trust_remote_code
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
@@ -137,6 +140,7 @@ class Trainer:
         """
         prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
         plan = prepared * self._epochs
+        self.token_logprobs = {}
         if self._loss.old_logprobs == "trainer":
             plan[0] = replace(plan[0], old_logprobs=None)  # nothing has moved yet: the ratio is exactly 1
         per_update, refused = [], Counter[str]()
@@ -198,6 +202,7 @@ class Trainer:
             part = self._part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             logprobs, entropy = self.engine(self._layout(part), with_entropy=True)
+            self._note(part, logprobs)
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
@@ -208,6 +213,14 @@ class Trainer:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
         return finish_stats(_over_ranks(stats))
+
+    @torch.no_grad()
+    def _note(self, part: TrainBatch, logprobs: Tensor) -> None:
+        if part.row_ids is None:
+            return
+        values, mask = logprobs.float().cpu().numpy(), part.loss_mask.cpu().numpy()
+        for row, own, trained in zip(part.row_ids.tolist(), values, mask, strict=True):
+            self.token_logprobs.setdefault(row, own[trained])
 
     def gradients(self) -> dict[str, Tensor]:
         """Full float32 gradients by name of the trained parameters, between `accumulate` and `step`.
@@ -475,7 +488,9 @@ def _blank(batch: TrainBatch) -> TrainBatch:
         for name, value in values.items()
         if isinstance(value, Tensor) and value.ndim == 2
     }
-    return replace(batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None)
+    return replace(
+        batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None, row_ids=None
+    )
 
 
 def _over_ranks(stats: Stats) -> Stats:

@@ -151,6 +151,8 @@ class TrainBatch:
     group_ids: Int[Tensor, " B"] | None = None  # int64
     prompt_lengths: Int[Tensor, " B"] | None = None  # int64
     kl_coef: float | None = None  # weight of the KL term in this update; None: that of the loss settings
+    # int64, which sample of the step a row is; None: nobody asks what becomes of its tokens.
+    row_ids: Int[Tensor, " B"] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

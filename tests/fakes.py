@@ -10,6 +10,7 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.progress import Progress
+from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Rollout
 from grpo_dist.workers import Workers
 
@@ -45,6 +46,9 @@ class World:
         self.accounts: dict = {}
         self.logged: dict[int, dict[str, float]] = {}
         self.kept_aside: dict[int, list[Group]] = {}
+        self.phases: dict[int, list[str]] = {}
+        self.sampled_groups: dict[str, list[Group]] = {}
+        self.values: dict[str, ValuesOfSamples | None] = {}
         self.warnings: list[str] = []
 
     def workers(self, reference: bool = False) -> Workers:
@@ -86,6 +90,10 @@ class World:
         self.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
         return {"loss/policy": 0.0}
 
+    async def token_logprobs(self):
+        rows = (batch.row_ids.tolist() for batch in self.updates[-1])
+        return {row: np.array([row, -1.0], np.float32) for own in rows for row in own}
+
     async def load(self, directory):
         raise AssertionError("the loop itself never loads")
 
@@ -101,7 +109,11 @@ class World:
     def log(self, step, metrics):
         self.logged.setdefault(step, {}).update(metrics)
 
-    def samples(self, name, groups):
+    def spans(self, step, own, workers):
+        self.phases[step] = [span.stage for span in own]
+
+    def samples(self, name, groups, values=None):
+        self.sampled_groups[name], self.values[name] = groups, values
         self.events.append(f"samples {name}")
 
     def account(self, step, found):

@@ -65,7 +65,7 @@ def test_samples_are_on_disk_after_a_flush_and_at_the_end(tmp_path):
 
 
 def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
-    def full(path, groups):
+    def full(path, groups, values):
         raise OSError(f"{path.name}: disk full")
 
     monkeypatch.setattr("grpo_dist.tracking.tracker.write_groups", full)

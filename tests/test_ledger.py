@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import samples_of_groups
 
-from grpo_dist.ledger import Ledger, account, imbalance, read, summary, totals
+from grpo_dist.ledger import account, imbalance, read, summary, totals
+from grpo_dist.step_lines import StepLines
 
 
 def groups(*rewards):
@@ -26,7 +27,7 @@ def test_each_group_has_one_fate():
 
 
 def test_totals_are_those_of_all_steps(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl", keep_through=0)
+    ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, account(SOME, [], taught={0}))
     ledger.add(2, account(SOME, [], taught={0, 1, 3}))
     assert totals(tmp_path / "ledger.jsonl") == {
@@ -43,22 +44,22 @@ def test_totals_are_those_of_all_steps(tmp_path):
 
 def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, keep_through=0)
+    ledger = StepLines(path, keep_through=0)
     for step in (1, 2, 3):
         ledger.add(step, account(SOME, [], taught={0}))
     with path.open("a") as file:
         file.write('{"step": 4, "trai')
     assert [line["step"] for line in read(path)] == [1, 2, 3]
-    again = Ledger(path, keep_through=2)
+    again = StepLines(path, keep_through=2)
     again.add(3, account(SOME, [], taught={1}))
     assert [line["trained"] for line in read(path)] == [["p0"], ["p0"], ["p1"]]
     assert imbalance(path, steps=3, prompts_per_step=4) is None
-    assert Ledger(path, keep_through=0) and read(path) == []
+    assert StepLines(path, keep_through=0) and read(path) == []
 
 
 def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
     """Of an epoch of two steps the second has a prompt of the first again, in place of its own."""
-    ledger = Ledger(tmp_path / "ledger.jsonl", keep_through=0)
+    ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, {"trained": ["a", "b"]})
     ledger.add(2, {"trained": ["a"], "no_signal": ["c"]})
     books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
@@ -77,7 +78,7 @@ def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
     ],
 )
 def test_a_step_that_is_missing_or_there_twice_is_seen(tmp_path, lines, wrong):
-    ledger = Ledger(tmp_path / "ledger.jsonl", keep_through=0)
+    ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     for step in lines:
         ledger.add(step, account(SOME, [], taught={0}))
     assert wrong in imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4)
@@ -85,8 +86,8 @@ def test_a_step_that_is_missing_or_there_twice_is_seen(tmp_path, lines, wrong):
 
 def test_a_prompt_that_is_there_twice_or_missing_is_seen(tmp_path):
     path = tmp_path / "ledger.jsonl"
-    Ledger(path, keep_through=0).add(1, {"trained": ["a", "b"], "no_signal": ["a"]})
+    StepLines(path, keep_through=0).add(1, {"trained": ["a", "b"], "no_signal": ["a"]})
     assert "step 1 has a prompt twice" in imbalance(path, steps=1, prompts_per_step=3)
-    Ledger(path, keep_through=0).add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
+    StepLines(path, keep_through=0).add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
     assert "step 1 has 2 prompts, expected 3" in imbalance(path, steps=1, prompts_per_step=3)
     assert imbalance(path, steps=1, prompts_per_step=2) is None

@@ -372,6 +372,36 @@ def near_the_models(model_dir, batch):
     return torch.where(batch.loss_mask, logprobs + noise, 0.0)
 
 
+@pytest.mark.parametrize(
+    "how", [{"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3, "micro_batch_tokens": 40}]
+)
+def test_ranks_tell_what_each_row_that_has_an_id_was_given_before_it_moved_the_weights(
+    forked_ranks, tiny_model, batch, how
+):
+    marked = replace(batch, row_ids=torch.arange(len(batch)))
+
+    async def step():
+        group = start(tiny_model, epochs=2, **how)
+        await group.ready()
+        await group.update(group.stage([marked]))
+        told = await group.token_logprobs()
+        await group.update(group.stage([batch]))
+        nothing = await group.token_logprobs()
+        await group.shutdown()
+        return told, nothing
+
+    told, nothing = asyncio.run(step())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    with torch.no_grad():
+        expected, _ = module(padded(batch.tokens, batch.loss_mask))
+    assert sorted(told) == list(range(len(batch))) and nothing == {}
+    for row, values in told.items():
+        torch.testing.assert_close(
+            torch.from_numpy(values), expected[row][batch.loss_mask[row]].float(), atol=1e-5, rtol=1e-5
+        )
+
+
 def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_model):
     """One sample on two ranks: old log-probs, the entropy threshold and two epochs all need both."""
     algorithm = Algorithm(top_entropy_share=0.5, kl=KL())

@@ -143,6 +143,9 @@ class Instant:
     async def update(self, staged: Any, *, kl_coef: float, bounds: Any) -> dict[str, float]:
         return {"loss/policy": 0.0}
 
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        return {}
+
     async def push(self, version: int) -> dict[str, float]:
         return {}
 

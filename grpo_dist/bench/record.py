@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
 from grpo_dist.ledger import Account
 from grpo_dist.progress import Progress
 from grpo_dist.seeds import request_seed
+from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group
-from grpo_dist.usage import Usage
-from grpo_dist.workers import Workers, WorkerUsage
+from grpo_dist.usage import Span, Usage
+from grpo_dist.workers import Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,10 @@ class StepRecord:
 class BenchRecorder:
     """A recorder of the driver's loop; begins to count when it is made."""
 
-    def __init__(
-        self, config: Config, usage: WorkerUsage, say: Callable[[int, dict[str, float]], None]
-    ) -> None:
-        self._seed, self._usage, self._say = config.seed, usage, say
+    def __init__(self, config: Config, say: Callable[[int, dict[str, float]], None]) -> None:
+        self._seed, self._say = config.seed, say
         self._last, self._requests = time.time(), tuple[Request, ...]()
+        self._usage: dict[str, Usage] = {}
         self.steps: list[StepRecord] = []
 
     def flush(self) -> None:
@@ -68,7 +68,10 @@ class BenchRecorder:
     def warn(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
-    def samples(self, name: str, groups: list[Group]) -> None:
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        self._usage = dict(workers)
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         batch = len(self.steps)
         self._requests = tuple(
             Request(
@@ -82,9 +85,7 @@ class BenchRecorder:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         now = time.time()
-        self.steps.append(
-            StepRecord(step, self._last, now, metrics, dict(self._usage.latest), self._requests)
-        )
+        self.steps.append(StepRecord(step, self._last, now, metrics, self._usage, self._requests))
         self._last = now
         self._say(step, metrics)
 

@@ -63,7 +63,8 @@ def as_benchmark(config: Config) -> Config:
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
     health = config.health.model_copy(update={"min_signal_groups": 0})  # every step is the same work
-    parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health}
+    tracking = config.tracking.model_copy(update={"samples": False})
+    parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health, "tracking": tracking}
     return config.model_copy(update={"steps": steps} | parts)
 
 
@@ -78,8 +79,7 @@ async def _loop(config: Config, prepared: Prepared) -> list[StepRecord]:
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        assert workers.usage is not None  # a cluster's workers are counted
-        recorder = BenchRecorder(config, workers.usage, lambda step, m: _say(step_line(step, m)))
+        recorder = BenchRecorder(config, lambda step, m: _say(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
         await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
     return recorder.steps

@@ -168,6 +168,7 @@ def _as_planned(scenario: Scenario) -> Config:
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
         "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,
         "data": config.data.model_copy(update={"order": "epochs"}),
+        "tracking": config.tracking.model_copy(update={"samples": False}),
     }
     steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness
     return config.model_copy(update={"steps": steps, "cluster": cluster} | parts)

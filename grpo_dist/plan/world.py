@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from grpo_dist.plan import stand_ins
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.rates import Rates, UpdateWork
 from grpo_dist.plan.workload import Workload
+from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
-from grpo_dist.usage import Span
+from grpo_dist.usage import Span, Usage
 from grpo_dist.workers import RolloutsRef, Workers
 
 _IN_HAND = 2  # as the rollout pool: sequences an engine may have in hand, of what it decodes at once
@@ -212,7 +213,10 @@ class World:
             )
         )
 
-    def samples(self, name: str, groups: list[Group]) -> None:
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """What is drawn are the bars."""
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         with self.apart():
             self._samples = sum(len(g.rollouts) for g in groups)
             self._tokens = sum(int(g.prompt.token_ids[0]) * len(g.rollouts) for g in groups)

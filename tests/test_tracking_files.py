@@ -1,0 +1,66 @@
+"""The files of a run directory that tell what happened: timeline and events."""
+
+import json
+
+from grpo_dist.config import Config
+from grpo_dist.step_lines import kept_lines
+from grpo_dist.tracking import EVENTS, TIMELINE, Tracker
+from grpo_dist.usage import Span, Usage
+
+
+def quiet():
+    data = {"train": [{"path": "x"}]}
+    return Config(model={"path": "x"}, data=data, tracking={"console": False, "tensorboard": False})
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_timeline_has_the_loop_and_every_worker(tmp_path):
+    with Tracker(quiet(), tmp_path) as tracker:
+        usage = Usage(spans=(Span("sample", 10.00004, 12.5), Span("sample", 13.0, 14.0)))
+        tracker.spans(1, [Span("sample", 10.0, 12.6)], {"rollout-0": usage, "policy-0": Usage()})
+    assert lines(tmp_path / TIMELINE) == [
+        {
+            "step": 1,
+            "spans": [
+                ["driver", "sample", 10.0, 12.6],
+                ["rollout-0", "sample", 10.0, 12.5],
+                ["rollout-0", "sample", 13.0, 14.0],
+            ],
+        }
+    ]
+
+
+def test_what_is_done_again_is_in_the_timeline_once(tmp_path):
+    with Tracker(quiet(), tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.spans(step, [Span("update", step, step + 1)], {})
+        tracker.back_to(1)
+        tracker.spans(2, [Span("update", 20, 21)], {})
+    assert [line["step"] for line in lines(tmp_path / TIMELINE)] == [1, 2]
+    with Tracker(quiet(), tmp_path, start=1):
+        assert [line["step"] for line in lines(tmp_path / TIMELINE)] == [1]
+
+
+def test_warnings_are_kept_with_the_step_they_came_after(tmp_path, capsys):
+    with Tracker(quiet(), tmp_path) as tracker:
+        tracker.warn("first\nof two lines")
+        tracker.log(4, {"loss/total": 1.0})
+        tracker.warn("second")
+        tracker.back_to(2)
+        tracker.warn("third")
+    assert [(e["step"], e["message"]) for e in lines(tmp_path / EVENTS)] == [
+        (0, "first\nof two lines"),
+        (4, "second"),
+        (2, "third"),  # what happened, happened: going back takes no event away
+    ]
+    assert "second" in capsys.readouterr().err
+
+
+def test_a_torn_or_strange_line_is_no_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n{"step": "x"}\nnonsense\n{"no": 1}\n{"step": 2}\n{"step": 3}')
+    assert kept_lines(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
+    assert kept_lines(tmp_path / "none", 9) == []
