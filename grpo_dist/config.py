@@ -578,12 +578,24 @@ class Wandb(Section):
     )
 
 
+class Mlflow(Section):
+    """MLflow, where it is installed."""
+
+    enabled: bool = Field(False, description="log to MLflow, too")
+    uri: str | None = Field(
+        None,
+        description="its server or store; null: MLFLOW_TRACKING_URI, else `mlflow.db` in `output_dir`",
+    )
+    experiment: str = Field("grpo-dist", description="experiment of the run")
+
+
 class Tracking(Section):
     """Where metrics and samples go besides `metrics.jsonl`: `grpo_dist/tracking/README.md`."""
 
     console: bool = Field(True, description="a line a step in the terminal")
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
     wandb: Wandb = Wandb()
+    mlflow: Mlflow = Mlflow()
     samples: bool = Field(
         True, description="keep every sampled completion with its rewards, one Parquet file a step"
     )

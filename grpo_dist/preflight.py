@@ -21,6 +21,7 @@ import psutil
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.prepare import Prepared, load_tokenizer, prepare
+from grpo_dist.tracking.settings import check_trackers
 
 GIB = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
@@ -336,6 +337,10 @@ def _ports(sight: _Sight) -> str:
     return f"connections to {address} and loopback can be made"
 
 
+def _trackers(sight: _Sight) -> str:
+    return check_trackers(sight.config.tracking)
+
+
 _LOOKS: dict[str, Callable[[_Sight], str]] = {
     "versions": _versions,
     "data and model": _data_and_model,
@@ -346,4 +351,5 @@ _LOOKS: dict[str, Callable[[_Sight], str]] = {
     "disk": _disk,
     "shared memory": _shared_memory,
     "ports": _ports,
+    "trackers": _trackers,
 }

@@ -44,6 +44,7 @@ from grpo_dist.prepare import (
 )
 from grpo_dist.recovery import Recovery
 from grpo_dist.tracking import NoSamples, Tracker
+from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
@@ -63,6 +64,7 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
     from actors.cluster import check_fits
 
     with refusals():
+        check_trackers(config.tracking)
         run_dir = choose_run_dir(config)
         check_writable(run_dir)
         newest = _resumable(config, run_dir)

@@ -53,7 +53,7 @@ def named(nodes) -> set[str]:
 
 
 def logged(tree: ast.AST) -> set[str]:
-    """Names in the places where metrics are made: keys of mappings, and constants that are such keys."""
+    """Names in the places where metrics are made: keys of mappings, and what variables of them hold."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
@@ -63,7 +63,7 @@ def logged(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             found |= named([node.slice])
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            found |= named([node.value]) if node.targets[0].id.isupper() else set()
+            found |= {n for n in named([node.value]) if n.partition("/")[0] in FAMILIES}
     return found
 
 

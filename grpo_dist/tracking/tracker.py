@@ -1,4 +1,4 @@
-"""What a run tells of itself: in its directory, on the terminal, to TensorBoard and wandb.
+"""What a run tells of itself: in its directory, on the terminal, to TensorBoard, wandb and MLflow.
 
     metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
@@ -7,30 +7,37 @@
     ledger.jsonl     what became of every prompt
     samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
     aside/           batches of steps that went wrong
+
+What cannot be written there ends the run. The terminal and the trackers of others never do (`sinks`).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
 
 from grpo_dist.background import Background
-from grpo_dist.config import Config, Wandb
+from grpo_dist.config import Config
 from grpo_dist.console import Console
-from grpo_dist.durable import check_room, write_text
+from grpo_dist.durable import check_room
 from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account
 from grpo_dist.samples import write_groups
-from grpo_dist.secrets import masked
-from grpo_dist.step_lines import StepLines, kept_lines
+from grpo_dist.step_lines import StepLines
 from grpo_dist.token_values import ValuesOfSamples
+from grpo_dist.tracking.completions import step_of, table_of
+from grpo_dist.tracking.metrics_file import METRICS, MetricsFile
+from grpo_dist.tracking.mlflow_run import MlflowRun
+from grpo_dist.tracking.sinks import Beside, Sink, Tell, close_all
+from grpo_dist.tracking.tensorboard import TensorBoard
+from grpo_dist.tracking.wandb_run import WandbRun
 from grpo_dist.types import Group
 from grpo_dist.usage import Span, Usage
 
@@ -38,22 +45,19 @@ TIMELINE, EVENTS = "timeline.jsonl", "events.jsonl"
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
 
 
-class Sink(Protocol):
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def close(self, *, failed: bool) -> None: ...
-
-
 class Tracker:
     """All sinks of a run. Use as a context manager, so that they are flushed whatever happens."""
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
-        """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on."""
+        """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on, at
+        wandb and MLflow.
+        """
         self._config, self._run_dir = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
-        self._sinks: list[Sink] = []
-        self.wandb_id: str | None = wandb_id
+        self._sinks: list[Beside] = []
+        self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
         self._open(start)
 
     def _open(self, start: int) -> None:
@@ -61,27 +65,40 @@ class Tracker:
         self._step = start
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
-        self._sinks.append(MetricsFile(run_dir / "metrics.jsonl", keep_through=start))
+        self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
         self._console = Console(config.name, config.steps, start) if config.tracking.console else None
-        if self._console is not None:
-            self._sinks.append(self._console)
-        if config.tracking.tensorboard:
-            self._sinks.append(TensorBoard(run_dir / "tensorboard", purge_step=start + 1 if start else None))
-        if config.tracking.wandb.enabled:
-            run = WandbSink(config.tracking.wandb, config, run_dir, self.wandb_id)
-            self.wandb_id = run.run_id
-            self._sinks.append(run)
+        openers = _openers(config, run_dir, start, self.wandb_id)
+        self._sinks = [Beside(name, opener, self.warn) for name, opener in openers.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
+        self._metrics.log(step, metrics)
+        self._show(lambda console: console.log(step, metrics))
         for sink in self._sinks:
             sink.log(step, metrics)
 
+    def _show(self, what: Callable[[Console], None]) -> None:
+        """On the terminal, as long as there is one: its end may be closed."""
+        if self._console is None:
+            return
+        try:
+            what(self._console)
+        except Exception as error:
+            self._console = None
+            self.warn(f"the terminal takes no more lines: {error}")
+
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
-        """Written beside the loop. Raises what went wrong with an earlier table."""
-        if self._samples_dir is not None:
-            path = self._samples_dir / f"{name}.parquet"
-            self._writer.submit(lambda: write_groups(path, groups, values))
+        """Written beside the loop. Raises what went wrong with an earlier table. Trackers get those of
+        evaluations, and of steps with ``values``.
+        """
+        if self._samples_dir is None:
+            return
+        path = self._samples_dir / f"{name}.parquet"
+        self._writer.submit(lambda: write_groups(path, groups, values))
+        if self._sinks and (values is not None or name.startswith("eval_")):
+            table = table_of(name, groups, values)
+            for sink in self._sinks:
+                sink.table(step_of(name), table)
 
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """When the loop (``own``) and each worker were busy with what during ``step``."""
@@ -104,10 +121,10 @@ class Tracker:
         return str(path)
 
     def warn(self, message: str) -> None:
-        if self._console is not None:
-            self._console.warn(message)
-        else:
-            print(message, file=sys.stderr, flush=True)
+        self._show(lambda console: console.warn(message))
+        if self._console is None:
+            with suppress(OSError, ValueError):  # nobody reads it; it is in the file
+                print(message, file=sys.stderr, flush=True)
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self._run_dir / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
@@ -115,8 +132,7 @@ class Tracker:
     def back_to(self, step: int) -> None:
         """What was written of later steps comes again: it is taken back, as at a resume."""
         self.flush()
-        while self._sinks:
-            self._sinks.pop().close(failed=False)
+        self._close(failed=False)
         self._open(step)
 
     def flush(self) -> None:
@@ -137,10 +153,26 @@ class Tracker:
                 failed = own
                 raise
         finally:
-            for sink in self._sinks:
-                sink.close(failed=failed is not None)
+            self._close(failed=failed is not None)
             if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
                 check_room(self._run_dir, failed)
+
+    def _close(self, *, failed: bool) -> None:
+        close_all(self._sinks, failed=failed)
+        self._show(lambda console: console.close(failed=failed))
+
+
+def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, Callable[[Tell], Sink]]:
+    """What opens each tracker that is on, called in its thread."""
+    settings, found = config.tracking, dict[str, Callable[[Tell], Sink]]()
+    if settings.tensorboard:
+        purge, directory = start + 1 if start else None, run_dir / "tensorboard"
+        found["TensorBoard"] = lambda tell: TensorBoard(directory, config, purge_step=purge)
+    if settings.wandb.enabled:
+        found["wandb"] = partial(WandbRun, config, run_dir, run_id)
+    if settings.mlflow.enabled:
+        found["MLflow"] = lambda tell: MlflowRun(config, run_dir, run_id)
+    return found
 
 
 class NoSamples:
@@ -148,77 +180,3 @@ class NoSamples:
 
     def samples(self, name: str, groups: list[Group]) -> None:
         """Kept nowhere."""
-
-
-class MetricsFile:
-    """One JSON object per step. NaN is written as null: JSON has no NaN."""
-
-    def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is
-        above 0.
-        """
-        self._path = path
-        self._last: dict[str, Any] | None = None
-        kept = kept_lines(path, keep_through) if keep_through > 0 else []
-        write_text(path, "".join(kept))
-        self._last_offset = path.stat().st_size
-        if kept:
-            self._last = json.loads(kept[-1])
-            self._last_offset -= len(kept[-1].encode())
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
-        joins = self._last is not None and self._last["step"] == step
-        self._last = {**(self._last if joins and self._last else {"step": step}), **known}
-        with self._path.open("rb+") as file:
-            if not joins:
-                self._last_offset = file.seek(0, os.SEEK_END)
-            file.seek(self._last_offset)
-            file.write((json.dumps(self._last) + "\n").encode())
-            file.truncate()
-
-    def close(self, *, failed: bool) -> None:
-        """Every line is already on disk."""
-
-
-class TensorBoard:
-    def __init__(self, directory: Path, *, purge_step: int | None) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self, *, failed: bool) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """A wandb run; offline when no key is set, so that a missing key never stops a training run."""
-
-    def __init__(self, settings: Wandb, config: Config, run_dir: Path, run_id: str | None) -> None:
-        import wandb
-
-        mode = settings.mode
-        if mode == "auto":
-            mode = "online" if wandb.api.api_key else "offline"
-        self._run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            name=config.name,
-            dir=str(run_dir),
-            mode=mode,
-            id=run_id,
-            resume="allow" if run_id else None,
-            config=masked(config.model_dump(mode="json")),
-        )
-        self.run_id: str = self._run.id
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """wandb closes a step when the next begins, so what joins a step later still lands in it."""
-        self._run.log(metrics, step=step)
-
-    def close(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=1 if failed else 0)
