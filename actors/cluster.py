@@ -297,6 +297,7 @@ class Cluster:
             places=self._room.of("policy"),
             restarts=config.cluster.restarts,
             generation=self._generation,
+            profile=config.profile,
         )
         self._handles.insert(0, policy)
         return policy

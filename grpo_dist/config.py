@@ -530,6 +530,15 @@ class Tracking(Section):
     )
 
 
+class Profile(Section):
+    """Of chosen steps; the traces are in the directory `profile` of the run."""
+
+    steps: tuple[PositiveInt, ...] = Field((), description="whose updates every rank traces, e.g. [3, 4]")
+    shapes: bool = Field(True, description="with the shapes of what each operator was given")
+    memory: bool = Field(False, description="with what each operator allocated and freed")
+    stacks: bool = Field(False, description="with the Python stack of each operator, at some cost")
+
+
 class Timeouts(Section):
     room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
     start_s: PositiveFloat = Field(600.0, description="all actors up, models loaded")
@@ -632,6 +641,7 @@ class Config(Section):
     health: Health = Health()
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
+    profile: Profile = Profile()
     cluster: Cluster = Cluster()
     bench: Bench = Bench()
     sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")

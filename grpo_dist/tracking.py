@@ -12,11 +12,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -27,15 +28,29 @@ from grpo_dist.console import Console
 from grpo_dist.durable import check_room, write_text
 from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account
+from grpo_dist.profiling import TIMELINE, write_timeline
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
 from grpo_dist.step_lines import StepLines, kept_lines
 from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group
 from grpo_dist.usage import Span, Usage
+from grpo_dist.workers import WorkerUsage
 
-TIMELINE, EVENTS = "timeline.jsonl", "events.jsonl"
+EVENTS = "events.jsonl"
+_LOGGER = logging.getLogger("grpo_dist")
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
+
+
+class Warned(logging.Handler):
+    """Warnings of the package's own logger, such as an actor that is replaced, are warnings of the run."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
 
 
 class Sink(Protocol):
@@ -48,16 +63,17 @@ class Tracker:
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
         """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on."""
-        self._config, self._run_dir = config, run_dir
+        self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
         self._sinks: list[Sink] = []
         self.wandb_id: str | None = wandb_id
+        self._warned = Warned(self.warn)
         self._open(start)
 
     def _open(self, start: int) -> None:
-        config, run_dir = self._config, self._run_dir
+        config, run_dir = self._config, self.directory
         self._step = start
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
@@ -83,6 +99,16 @@ class Tracker:
             path = self._samples_dir / f"{name}.parquet"
             self._writer.submit(lambda: write_groups(path, groups, values))
 
+    def phase(self, name: str) -> None:
+        """What the loop begins now."""
+        if self._console is not None:
+            self._console.view.phase(name)
+
+    def follow(self, usage: WorkerUsage) -> None:
+        """These are the actors from now on."""
+        if self._console is not None:
+            self._console.view.follow(usage.states)
+
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """When the loop (``own``) and each worker were busy with what during ``step``."""
         of_all = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
@@ -92,6 +118,11 @@ class Tracker:
             for span in spans
         ]
         self._timeline.add(step, {"spans": rows})
+        if self._console is not None:
+            self._console.view.took(own, workers)
+        if step in self._config.profile.steps:
+            steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
+            self._writer.submit(lambda: write_timeline(self.directory, steps))
 
     def account(self, step: int, found: Account) -> None:
         """What became of the prompts of ``step``, for the run's ledger."""
@@ -109,7 +140,7 @@ class Tracker:
         else:
             print(message, file=sys.stderr, flush=True)
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
-        with (self._run_dir / EVENTS).open("a") as file:
+        with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
 
     def back_to(self, step: int) -> None:
@@ -124,11 +155,13 @@ class Tracker:
         self._writer.flush()
 
     def __enter__(self) -> Tracker:
+        _LOGGER.addHandler(self._warned)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _LOGGER.removeHandler(self._warned)
         failed = error
         try:
             self._writer.close()
@@ -140,7 +173,7 @@ class Tracker:
             for sink in self._sinks:
                 sink.close(failed=failed is not None)
             if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
-                check_room(self._run_dir, failed)
+                check_room(self.directory, failed)
 
 
 class NoSamples:
