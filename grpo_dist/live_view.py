@@ -1,10 +1,11 @@
 """What a run is doing, as a block of lines that a terminal shows below its log:
 
-    demo  ━━━━━━━━━━━━━━╸───────────  31/50 steps   5:12 gone, 3:04 left
+    demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 gone, 3:04 left
     now     sample, 2.1 s
-    step    sample 1.2 s ████████   update 0.7 s █████   sync 0.1 s ▌
+    step    sample 1.2 s █████████████  update 0.7 s ███████▋  sync 0.1 s ▉
     reward  ▁▂▂▃▄▅▆▇█ 0.531
-    actors  ● rollout 4/4, 92% busy, 1.3 GiB   ● policy 2/2, 40% busy, 0.9 GiB
+    actors  ● rollout     4/4  █████████▏  92% busy  1.3 GiB
+            ● policy      2/2  ████        40% busy  0.9 GiB
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from grpo_dist.usage import Span, Usage
@@ -26,6 +25,7 @@ _PARTS = " ▏▎▍▌▋▊▉"
 _STEPS_AVERAGED = 10
 _REWARDS_SHOWN = 48
 _BAR_CELLS = 24
+_BUSY_CELLS = 10
 _NAMED = 3  # actors that do not serve
 _COLOURS = {"sample": "cyan", "update": "green", "sync": "magenta", "evaluate": "blue", "save": "yellow"}
 
@@ -84,27 +84,21 @@ class LiveView:
         return max(0.0, pace * (self._steps - self._done) - (self._clock() - self._ends[-1]))
 
     def __rich__(self) -> RenderableType:
-        rows = Table.grid(padding=(0, 2))
-        rows.add_column(style="dim", no_wrap=True)
-        rows.add_column(no_wrap=True, overflow="ellipsis")
-        rows.add_row("now", f"{self._phase}, {clock_text(self._clock() - self._since)}")
+        lines = [self._head(), _labelled("now", f"{self._phase}, {clock_text(self._clock() - self._since)}")]
         if self._phases:
-            rows.add_row("step", self._stage_bars())
-            rows.add_row("reward", self._reward_line())
-        if actors := self._actors():
-            rows.add_row("actors", actors)
-        return Group(self._head(), rows)
+            lines += [_labelled("step", self._stage_bars()), _labelled("reward", self._reward_line())]
+        for i, actors in enumerate(self._actors()):
+            lines.append(_labelled("" if i else "actors", actors))
+        # In a group: a text that is printed as it is loses that it is not to be wrapped.
+        return Group(*(Text("", no_wrap=True, overflow="ellipsis").append(line) for line in lines))
 
-    def _head(self) -> RenderableType:
-        head = Table.grid(padding=(0, 2))
-        for _ in range(4):
-            head.add_column(no_wrap=True)
-        left = self.left_s()
-        times = f"{clock_text(self._clock() - self._begin)} gone"
-        times += f", {clock_text(left)} left" if left is not None else ""
-        bar = ProgressBar(total=self._steps, completed=self._done, width=_BAR_CELLS)
-        head.add_row(Text(self._name, style="bold"), bar, f"{self._done}/{self._steps} steps", times)
-        return head
+    def _head(self) -> Text:
+        done, left = self._done / self._steps, self.left_s()
+        line = Text(f"{self._name}  ", style="bold")
+        line.append(f"{'━' * round(done * _BAR_CELLS):─<{_BAR_CELLS}}", style="green")
+        line.append(f"  {self._done}/{self._steps} steps", style="default")
+        line.append(f"  {clock_text(self._clock() - self._begin)} gone", style="default")
+        return line.append(f", {clock_text(left)} left" if left is not None else "", style="default")
 
     def _stage_bars(self) -> Text:
         """Mean seconds of each phase over the latest steps; a bar's length is its share of all."""
@@ -123,24 +117,29 @@ class LiveView:
         line = Text(sparkline(self._rewards), style="green")
         return line.append(" not known" if math.isnan(latest) else f" {latest:.3f}", style="default")
 
-    def _actors(self) -> Text:
+    def _actors(self) -> Iterator[Text]:
+        """A line for each role."""
         serves = dict(self._states())
-        line = Text()
-        for role in dict.fromkeys(map(_role, serves)):
+        roles = list(dict.fromkeys(map(_role, serves)))
+        width = max(map(len, roles), default=0)
+        for role in roles:
             own = {name: ok for name, ok in serves.items() if _role(name) == role}
             lost = [name for name, ok in own.items() if not ok]
-            line.append("● ", style="yellow" if lost else "green")
-            parts = [f"{role} {len(own) - len(lost)}/{len(own)}"]
+            parts = [f"{role:<{width}}  {len(own) - len(lost):>4}/{len(own)}"]
             if role in self._used:
                 busy, most = self._used[role]
-                parts += [f"{busy:.0%} busy", f"{most / 2**30:.1f} GiB"]
+                parts.append(f"{_bar(busy, _BUSY_CELLS):<{_BUSY_CELLS}} {busy:4.0%} busy")
+                parts.append(f"{most / 2**30:.1f} GiB")
             if count := self._replaced.get(role):
                 parts.append(f"{count} replaced")
             if lost:
                 more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
                 parts.append(f"being replaced: {', '.join(lost[:_NAMED])}{more}")
-            line.append(", ".join(parts) + "   ")
-        return line
+            yield Text("● ", style="yellow" if lost else "green").append("  ".join(parts), style="default")
+
+
+def _labelled(label: str, line: Text | str) -> Text:
+    return Text(f"{label:<8}", style="dim").append(line, style="default" if isinstance(line, str) else None)
 
 
 def sparkline(values: Iterable[float]) -> str:

@@ -85,15 +85,24 @@ def test_actors_say_who_serves_how_busy_and_how_often_replaced(view, clock):
     step(view, 11, clock, **{"restarts/rollout": 1.0})
     step(view, 12, clock, **{"restarts/rollout": 1.0})
     text = shown(view)
-    assert "rollout 2/2, 38% busy, 2.0 GiB, 2 replaced" in text and "policy 1/1" in text
+    rollout, policy = (" ".join(line.split()) for line in text.splitlines()[-2:])
+    assert rollout == "actors ● rollout 2/2 ███▊ 38% busy 2.0 GiB 2 replaced" and policy == "● policy 1/1"
     states["rollout-1"] = False  # at once, not with the next step
-    assert "rollout 1/2" in shown(view, 160) and "being replaced: rollout-1" in shown(view, 160)
+    assert " 1/2 " in shown(view) and "2 replaced  being replaced: rollout-1" in shown(view)
+
+
+def test_labels_stay_where_the_terminal_is_narrow(view, clock):
+    view.follow(lambda: {"rollout-0": False, "policy-0": True})
+    step(view, 11, clock)
+    lines = shown(view, 50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert [line[:7].strip() for line in lines[1:]] == ["now", "step", "reward", "actors", ""]
 
 
 def test_a_thousand_actors_are_a_line(view):
     view.follow(lambda: {f"rollout-{i}": i >= 5 for i in range(1024)})
     text = shown(view, 160)
-    assert "rollout 1019/1024" in text and "rollout-2 and 2 more" in text and len(text.splitlines()) < 6
+    assert "rollout  1019/1024" in text and "rollout-2 and 2 more" in text and len(text.splitlines()) < 6
 
 
 @pytest.mark.parametrize(
