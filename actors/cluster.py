@@ -14,6 +14,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,7 @@ class Cluster:
             places=self._room.of("policy"),
             restarts=config.cluster.restarts,
             generation=self._generation,
+            profile=config.profile,
         )
         self._handles.insert(0, policy)
         return policy
@@ -329,8 +331,9 @@ class Cluster:
 
     def _create_reward_models(self, model_dir: Path) -> list[RewardModelPool]:
         places, made = self._room.of("reward_models"), []
+        left = iter(places or ())
         for model in self._config.rewards.models:
-            own, places = (None, None) if places is None else _split(places, model.num_workers)
+            own = None if places is None else list(islice(left, model.num_workers))
             pool = RewardModelPool(
                 model,
                 policy=self._config.model,
@@ -393,10 +396,6 @@ def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
         "runtime_env": {"env_vars": environment},
         "scheduling_strategy": NodeAffinitySchedulingStrategy(devices.node, soft=False),
     }
-
-
-def _split(places: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-    return places[:count], places[count:]
 
 
 def _address(config: Config) -> str:

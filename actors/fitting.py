@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from pydantic import ValidationError
-
 from actors.placement import Demand, Resources, placement
 from grpo_dist.config import Config
+from grpo_dist.config_files import changed
 from grpo_dist.errors import UserError
 
 
@@ -115,9 +114,8 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     )
     for changes in _smaller(config):
         try:
-            smaller = _with(config, changes)
-            demands = placement(smaller, has, training=training)
-        except (ValidationError, ValueError, UserError):
+            demands = placement(changed(config, changes), has, training=training)
+        except ValueError:
             continue  # it would be refused for another reason
         if fits(bundles(demands), nodes):
             return changes
@@ -140,17 +138,3 @@ def _smaller(config: Config) -> Iterator[dict[str, Any]]:
         changes = {"policy.num_workers": (r, ranks), "rollout.num_workers": (e, engines)}
         changes["rollout.tensor_parallel_size"] = (w, width)
         yield {key: now for key, (now, before) in changes.items() if now != before}
-
-
-def _with(config: Config, changes: dict[str, Any]) -> Config:
-    """Validated anew. Raises ValidationError."""
-    policy, rollout = config.policy, config.rollout
-    for key, value in changes.items():
-        section, _, name = key.partition(".")
-        if section == "policy":
-            policy = policy.model_copy(update={name: value})
-        else:
-            rollout = rollout.model_copy(update={name: value})
-    return Config.model_validate(
-        config.model_dump() | {"policy": policy.model_dump(), "rollout": rollout.model_dump()}
-    )

@@ -24,12 +24,13 @@ from actors.watchdog import deadline_of
 from actors.weight_stream import send
 from grpo_dist.bounds import Bound
 from grpo_dist.concurrency import gather
-from grpo_dist.config import Algorithm, Model, Policy, Restarts, Timeouts, TransferBackend
+from grpo_dist.config import Algorithm, Model, Policy, Profile, Restarts, Timeouts, TransferBackend
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.hardware import DeviceType, one_thread
 from grpo_dist.kernels import build_in_own_directory
 from grpo_dist.loss import LossSettings
 from grpo_dist.planning import shard
+from grpo_dist.profiling import profiled, trace_path
 from grpo_dist.trainer import Rank, Trainer
 from grpo_dist.types import TrainBatch
 from grpo_dist.usage import Metered, metered
@@ -46,6 +47,8 @@ class PolicyWorker(Metered, Watched):
         super().__init__()
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
+        self._trace: Path | None = None
+        self._profile = Profile()
 
     def address(self) -> tuple[str, int]:
         """Where others may meet this rank: its node's address and a free port."""
@@ -72,7 +75,13 @@ class PolicyWorker(Metered, Watched):
         """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings.
         ``bounds``: no update that passes one is made.
         """
-        return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
+        trace, self._trace = self._trace, None
+        with profiled(trace, self._profile):
+            return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
+
+    def trace_next(self, run_dir: str, step: int, settings: Profile) -> None:
+        """The next `update`, which is that of ``step``, leaves a trace."""
+        self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.place.rank), settings
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
@@ -145,9 +154,10 @@ class PolicyGroup:
         worker: type[PolicyWorker] = PolicyWorker,
         restarts: Restarts | None = None,
         generation: int = 0,
+        profile: Profile | None = None,
     ) -> None:
         """``restarts``: of `Team`; None: nobody watches. ``generation``: so many groups were before it."""
-        self._settings, self._timeouts = settings, timeouts
+        self._settings, self._timeouts, self._profile = settings, timeouts, profile or Profile()
         self._arguments = {
             "model": model,
             "model_dir": model_dir,
@@ -207,6 +217,12 @@ class PolicyGroup:
         arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
         self.updates += 1
         return (await self._on_all("update", arguments, self._timeouts.update_s, "optimiser updates"))[0]
+
+    async def trace_next(self, run_dir: Path, step: int) -> None:
+        """The next update leaves a trace of each rank in ``run_dir``, which all ranks can write to."""
+        arguments = (str(run_dir.absolute()), step, self._profile)
+        ranks = [arguments] * len(self.ranks)
+        await self._on_all("trace_next", ranks, self._timeouts.update_s, "the profiler is told")
 
     async def token_logprobs(self) -> dict[int, np.ndarray]:
         """By row id, float32 [C]: nats of the tokens that the last `update` trained, as `Trainer` noted them.

@@ -25,7 +25,7 @@ from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
 from actors.supervision import Health, Team, Watched
 from actors.transport import Seat
-from grpo_dist.admission import Load
+from grpo_dist.admission import IN_HAND, Load
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, TransferBackend
 from grpo_dist.stacks import calls_in_hand
@@ -35,10 +35,6 @@ from grpo_dist.weight_buckets import ParameterSpec
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
-
-# Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
-# enough that the rest waits in the pool, where it can still go to whichever engine is free first.
-_IN_HAND = 2
 
 
 class RolloutWorker(Metered, Watched):
@@ -258,7 +254,7 @@ class RolloutPool:
             start_s=start_s,
             start=lambda worker: worker.start.remote(),
             health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
-            room=_IN_HAND * spec.max_num_seqs,
+            room=IN_HAND * spec.max_num_seqs,
             on_wait=self._follow_all,
             irreplaceable=irreplaceable,
         )

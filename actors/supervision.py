@@ -122,6 +122,11 @@ class Team:
         """The actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
 
+    def states(self) -> list[bool]:
+        """Of each actor, whether it serves. In any thread."""
+        replacing = set(self._replacing)
+        return [i not in replacing for i in range(len(self.workers))]
+
     def named(self) -> dict[str, Any]:
         """All actors by name, also those that are being replaced."""
         return numbered(self._role, self.workers)

@@ -94,6 +94,9 @@ class ColocatedPolicy:
         await self._turns.to_training()
         return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
 
+    async def trace_next(self, run_dir: Path, step: int) -> None:
+        await self._policy.trace_next(run_dir, step)
+
     async def token_logprobs(self) -> dict[int, np.ndarray]:
         return await self._policy.token_logprobs()
 

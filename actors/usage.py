@@ -39,6 +39,14 @@ class ActorUsage:
         restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
         return usage_metrics(self.latest) | restarts
 
+    def states(self) -> dict[str, bool]:
+        """Of every actor by name, whether it serves; False: it is being replaced."""
+        return {
+            f"{role}-{i}": serves
+            for role, own in self._teams.items()
+            for i, serves in enumerate(state for team in own for state in team.states())
+        }
+
     def _serving(self) -> dict[str, list[Any]]:
         """Those of each role; one that is being replaced would only answer once it is up."""
         return {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}

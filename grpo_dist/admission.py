@@ -18,6 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
+# enough that the rest waits in the pool, where it can still go to whichever engine is free first.
+IN_HAND = 2
+
 
 class Load(NamedTuple):
     """So many sequences, and the prompt and completion tokens they may come to at most."""

@@ -15,6 +15,7 @@ from grpo_dist.config import Health
 from grpo_dist.progress import HealthState
 
 GRAD_NORM = "policy/grad_norm"
+IN_A_ROW = "health/skipped_in_a_row"
 _ENOUGH = 5  # gradient norms for a median
 
 # Key of `health` and the metric it bounds, on the side that the key's name ends with.
@@ -29,7 +30,7 @@ _OF_UPDATE = (
     ("kl_above", "ref/kl"),
 )
 UPDATE_METRICS = (*(metric for _, metric in _OF_UPDATE), GRAD_NORM)  # of an update, that have bounds
-_OF_RUN = (("skipped_steps_above", "health/skipped_in_a_row"),)
+_OF_RUN = (("skipped_steps_above", IN_A_ROW),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ from grpo_dist.workers import Workers
 CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
 # Sections and keys that may change on resume.
-_FREE = ("name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "cluster")
+_FREE = (
+    "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
+)  # fmt: skip
 _SPLIT = {"policy.num_workers", "policy.zero_stage"}
 _TOLD = 3  # differences a message names
 _PARTIAL = ".partial_"

@@ -606,6 +606,15 @@ class Tracking(Section):
     )
 
 
+class Profile(Section):
+    """Of chosen steps; the traces are in the directory `profile` of the run."""
+
+    steps: tuple[PositiveInt, ...] = Field((), description="whose updates every rank traces, e.g. [3, 4]")
+    shapes: bool = Field(True, description="with the shapes of what each operator was given")
+    memory: bool = Field(False, description="with what each operator allocated and freed")
+    stacks: bool = Field(False, description="with the Python stack of each operator, at some cost")
+
+
 class Timeouts(Section):
     """Deadlines in seconds; who is waited for when one passes is named in the message."""
 
@@ -718,6 +727,7 @@ class Config(Section):
     health: Health = Health()
     checkpoint: Checkpoint = Checkpoint()
     tracking: Tracking = Tracking()
+    profile: Profile = Profile()
     cluster: Cluster = Cluster()
     bench: Bench = Bench()
     sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")

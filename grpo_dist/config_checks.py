@@ -45,6 +45,11 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _of_the_offload(config)
     yield from _without_effect(config)
     yield from _of_the_placement(config)
+    if late := [step for step in config.profile.steps if step > config.steps]:
+        yield (
+            f"`profile.steps` has {late[0]}, and the run ends after `steps` = {config.steps}; name earlier "
+            "ones, or raise `steps`"
+        )
     if config.health.min_signal_groups > config.batch.prompts_per_step:
         yield (
             f"`health.min_signal_groups` = {config.health.min_signal_groups} is above "

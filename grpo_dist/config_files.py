@@ -71,6 +71,18 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
         raise ConfigError(_explain(error, where, section)) from error
 
 
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with dotted keys set, validated anew. Raises ValueError where such a one is refused."""
+    plain: dict[str, Any] = config.model_dump()
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = plain
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return Config.model_validate(plain)
+
+
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML, every default written out, with *** for secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))

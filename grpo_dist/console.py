@@ -1,17 +1,14 @@
-"""The terminal: a progress bar, one readable line per step, and a table at the end."""
+"""The terminal: one readable line per step, below them what is going on now, and a table at the end. Where
+the output is no terminal, lines alone.
+"""
 
 from __future__ import annotations
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.live import Live
 from rich.table import Table
+
+from grpo_dist.live_view import LiveView
 
 # label, metric, format
 _COLUMNS = (
@@ -33,16 +30,20 @@ class Console:
 
     def __init__(self, name: str, steps: int, start: int) -> None:
         self._console = RichConsole(highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn(f"[bold]{name}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), console=self._console, transient=True,
-        )  # fmt: skip
-        self._task = self._progress.add_task("steps", total=steps, completed=start)
-        self._progress.start()
+        self.view = LiveView(name, steps, start)
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=lambda: self.view,
+                console=self._console,
+                transient=True,
+                vertical_overflow="ellipsis",
+            )
+            self._live.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if "time/step_s" in metrics:
-            self._progress.update(self._task, completed=step)
+            self.view.step(step, metrics)
             self._console.print(step_line(step, metrics))
         if any(key.startswith("eval/") for key in metrics):
             for line in eval_lines(step, metrics):
@@ -52,7 +53,8 @@ class Console:
         self._console.print(message, style="bold yellow", markup=False)
 
     def close(self, *, failed: bool) -> None:
-        self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:

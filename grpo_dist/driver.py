@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
@@ -46,6 +47,9 @@ class Recorder(Protocol):
     def aside(self, step: int, groups: list[Group]) -> str: ...
     def warn(self, message: str) -> None: ...
     def flush(self) -> None: ...
+    def phase(self, name: str) -> None: ...
+    @property
+    def directory(self) -> Path: ...
 
 
 class Checkpointer(Protocol):
@@ -82,8 +86,13 @@ async def run(
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
 
     async def save(step: int) -> None:
+        recorder.phase("save")
         recorder.flush()
         await checkpoints.save(step, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
+
+    async def assess(step: int) -> None:
+        recorder.phase("evaluate")
+        recorder.log(step, await evaluate(config, workers, eval_sets, recorder, step=step))
 
     async def end(step: int) -> NoReturn:
         await checkpoints.settle()
@@ -91,9 +100,9 @@ async def run(
 
     async with pipeline:
         if start == 0 and config.evaluation.before:
-            recorder.log(0, await evaluate(config, workers, eval_sets, recorder, step=0))
+            await assess(0)
         for step in range(start, config.steps):
-            watch = Stopwatch()
+            watch = Stopwatch(recorder.phase)
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with watch("sample"):
                 batch = await pipeline.next(unless=asked_to_end)
@@ -108,6 +117,8 @@ async def run(
             teaches = health.teaches(step + 1, batch.sampled.groups, metrics)
             with watch("update"):
                 if teaches:
+                    if step + 1 in config.profile.steps:
+                        await workers.policy.trace_next(recorder.directory, step + 1)
                     metrics |= await workers.policy.update(
                         staged.updates, kl_coef=kl_coef, bounds=health.bounds_of_update()
                     )
@@ -137,7 +148,7 @@ async def run(
             recorder.log(step + 1, metrics)
             health.act(step + 1, alarms, metrics, batch.sampled.groups)
             if is_due(step + 1, config.evaluation.every) and not is_last_of_all(config, step + 1):
-                recorder.log(step + 1, await evaluate(config, workers, eval_sets, recorder, step=step + 1))
+                await assess(step + 1)
             if is_due(step + 1, config.checkpoint.every) or step + 1 == config.steps or asked_to_end():
                 await save(step + 1)
             if asked_to_end():  # also when it was while saving

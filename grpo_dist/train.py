@@ -178,6 +178,8 @@ async def _go_on(run: Run, interruption: Interruption, place: Place, workers: Wo
     """From ``place`` to the exported model. Raises what the driver does."""
     config, prepared = run.config, run.prepared
     await _restore(config, place, workers)
+    if workers.usage is not None:
+        run.tracker.follow(workers.usage)
     with interruption.finishing():
         await driver.run(
             config,

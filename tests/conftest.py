@@ -8,6 +8,7 @@ from jaxtyping import install_import_hook
 install_import_hook(["grpo_dist.algorithms", "grpo_dist.logprobs", "grpo_dist.loss"], "beartype.beartype")
 
 import pytest  # noqa: E402
+from good_inputs import CONFIG, GOOD, write  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -68,3 +69,12 @@ def ray_cluster():
     ray.init(address="local", log_to_driver=False, include_dashboard=False)
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with good data and a configuration on it."""
+    monkeypatch.chdir(tmp_path)
+    write("train.jsonl", GOOD)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    return tmp_path

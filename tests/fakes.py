@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from pathlib import Path
 
 import numpy as np
 
@@ -47,6 +48,7 @@ class World:
         self.logged: dict[int, dict[str, float]] = {}
         self.kept_aside: dict[int, list[Group]] = {}
         self.phases: dict[int, list[str]] = {}
+        self.begun: list[str] = []
         self.sampled_groups: dict[str, list[Group]] = {}
         self.values: dict[str, ValuesOfSamples | None] = {}
         self.warnings: list[str] = []
@@ -125,6 +127,14 @@ class World:
 
     def warn(self, message):
         self.warnings.append(message)
+
+    directory = Path("nowhere")
+
+    def phase(self, name):
+        self.begun.append(name)
+
+    async def trace_next(self, run_dir, step):
+        self.events.append(f"trace {step}")
 
     def flush(self):
         """The events are there already."""

@@ -173,7 +173,7 @@ def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
     settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
     assert settings.steps == 2 + 3 + 1  # the last samples nothing ahead
     world, usage = World(), OneSecond()
-    recorder = BenchRecorder(settings, lambda step, metrics: None)
+    recorder = BenchRecorder(settings, Path(), lambda step, metrics: None)
     workers = replace(world.workers(), usage=usage)
     asyncio.run(driver.run(settings, workers, prompts(32), [], recorder, NoCheckpoints()))
     steps = timed(settings, recorder.steps)

@@ -336,7 +336,8 @@ def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
         assert words in said
     events = json.loads(trace.read_text())["traceEvents"]
     assert {"sample", "update", "sync", "score", "logprobs"} <= {e["name"] for e in events}
-    assert {e["args"]["name"] for e in events if e["ph"] == "M"} >= {"rollout-0", "policy", "reference-0"}
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks >= {"rollout-0", "policy", "reference-0"}
     updates = [e for e in events if e["name"] == "update"]
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
 

@@ -5,7 +5,7 @@ from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
 
-from test_refusals import GOOD, here, write  # noqa: F401
+from good_inputs import write
 
 import grpo_dist.preflight
 from grpo_dist.cli import main
@@ -23,7 +23,7 @@ def wrong(found):
     return {name: finding.said for name, finding in found.items() if finding.problem}
 
 
-def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):  # noqa: F811
+def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
     lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
@@ -36,7 +36,7 @@ def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):  # no
     assert not (here / "runs").exists()
 
 
-def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):  # noqa: F811
+def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
@@ -59,7 +59,7 @@ def test_one_thing_to_fix_is_said_as_it_is():
     assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
 
 
-def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):  # noqa: F811
+def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):
     large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
     small = findings(*large, cluster="1x2xRTX3090")
     assert "policy: a worker needs" in small["memory"].said and small["memory"].problem
@@ -73,7 +73,7 @@ def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):  # no
     assert "5 GPUs are needed" in missing["placement"].said
 
 
-def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):  # noqa: F811
+def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = findings(
         "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
@@ -84,7 +84,7 @@ def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):  # noq
     assert "the right one must get more" in wrong(findings())["reward"]
 
 
-def test_a_download_that_was_cut_off_is_told_by_its_index(here):  # noqa: F811
+def test_a_download_that_was_cut_off_is_told_by_its_index(here):
     model = findings()["data and model"].said.partition("model in ")[2].partition("\n")[0]
     copy = here / "model"
     copy.mkdir()
@@ -97,7 +97,7 @@ def test_a_download_that_was_cut_off_is_told_by_its_index(here):  # noqa: F811
     assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
 
 
-def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeypatch):  # noqa: F811
+def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeypatch):
     real = metadata.version
 
     def version(name):
@@ -110,7 +110,7 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
 
-def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):  # noqa: F811
+def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
     monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda: memory)
     assert "all together" in wrong(findings())["memory"]

@@ -2,32 +2,11 @@
 started.
 """
 
-import json
 
 import pytest
+from good_inputs import GOOD, write
 
 from grpo_dist.cli import main
-
-GOOD = [{"problem": f"{i} + 1", "answer": str(i + 1)} for i in range(20)]
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A directory with good data and a configuration on it."""
-    monkeypatch.chdir(tmp_path)
-    write("train.jsonl", GOOD)
-    (tmp_path / "config.yaml").write_text(
-        "model: {path: 'demo:tiny'}\n"
-        "data: {train: [{path: train.jsonl}], max_prompt_tokens: 32}\n"
-        "batch: {prompts_per_step: 4, samples_per_prompt: 2}\n"
-        "sampling: {max_new_tokens: 8}\n"
-    )
-    return tmp_path
-
-
-def write(name, rows):
-    with open(name, "w") as file:
-        file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
 def refusal(capsys, *overrides, command="train"):

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo_dist.config import Config
 from grpo_dist.ledger import Account
@@ -49,14 +50,19 @@ class StepRecord:
 class BenchRecorder:
     """A recorder of the driver's loop; begins to count when it is made."""
 
-    def __init__(self, config: Config, say: Callable[[int, dict[str, float]], None]) -> None:
-        self._seed, self._say = config.seed, say
+    def __init__(
+        self, config: Config, directory: Path, say: Callable[[int, dict[str, float]], None]
+    ) -> None:
+        self._seed, self._say, self.directory = config.seed, say, directory
         self._last, self._requests = time.time(), tuple[Request, ...]()
         self._usage: dict[str, Usage] = {}
         self.steps: list[StepRecord] = []
 
     def flush(self) -> None:
         """Nothing is written on the way."""
+
+    def phase(self, name: str) -> None:
+        """What it took is in the metrics."""
 
     def account(self, step: int, found: Account) -> None:
         """A benchmark keeps no books."""

@@ -43,7 +43,7 @@ def bench(config: Config) -> Path:
         check_writable(directory)
         check_fits(config)
         prepared = prepare(config, _say)
-    steps = timed(config, asyncio.run(_loop(config, prepared)))
+    steps = timed(config, asyncio.run(_loop(config, prepared, directory)))
     result = measured(config, prepared.model_dir, steps)
     directory.mkdir(parents=True)
     result.write(directory / "bench.json")
@@ -73,13 +73,13 @@ def timed(config: Config, steps: Sequence[StepRecord]) -> list[StepRecord]:
     return list(steps[warmup : warmup + config.bench.steps])
 
 
-async def _loop(config: Config, prepared: Prepared) -> list[StepRecord]:
+async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
     from actors.cluster import Cluster
 
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.start_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        recorder = BenchRecorder(config, lambda step, m: _say(step_line(step, m)))
+        recorder = BenchRecorder(config, directory, lambda step, m: _say(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
         await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
     return recorder.steps

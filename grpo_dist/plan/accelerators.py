@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from grpo_dist.bench.flops import card_peak
 from grpo_dist.errors import UserError
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:

@@ -84,13 +84,13 @@ def plan(
         failure_hours=failure_hours,
         sweep=sweep,
     )
+    from grpo_dist.plan import timeline as trace
     from grpo_dist.plan.report import print_plan
-    from grpo_dist.plan.timeline import write_trace
 
     print_plan(made)
     if timeline:
         shown = made.simulated or made.found[0]
-        write_trace(shown.simulated, Path(timeline))
+        trace.write(shown.simulated, Path(timeline))
         print(f"written: {timeline} (open it in https://ui.perfetto.dev)")
 
 

@@ -18,15 +18,15 @@ from grpo_dist.config import Config
 from grpo_dist.offload import optimizer_device
 from grpo_dist.plan.models import ModelShape
 from grpo_dist.plan.workload import Workload
+from grpo_dist.planning import ATTENDED
+from grpo_dist.units import GIB
 
-GIB = 2**30
 # A CUDA context with the kernels of torch, NCCL's channels, and what the allocator cannot use.
 _GPU_RUNTIME = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 _CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one on the way
-_ATTENDED = 4  # see `planning`: rows of a packed micro-batch are at most so many times its budget
 USABLE = 0.95  # of a GPU's memory: what a plan may fill
 
 
@@ -205,7 +205,7 @@ def attended(config: Config, workload: Workload, tokens: float) -> float:
     if not config.model.packing:
         return tokens
     each = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
-    return tokens * min(_ATTENDED, (workload.prompt_tokens + workload.mean) / each)
+    return tokens * min(ATTENDED, (workload.prompt_tokens + workload.mean) / each)
 
 
 def states(config: Config, model: ModelShape, sizes: Sizes) -> dict[str, int]:

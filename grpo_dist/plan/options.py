@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError
+from grpo_dist.config_files import changed
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.calibration import Calibration
 from grpo_dist.plan.memory import (
-    GIB,
     USABLE,
     EngineFootprint,
     Footprint,
@@ -25,6 +24,7 @@ from grpo_dist.plan.rates import Peaks, Rates, Reached
 from grpo_dist.plan.roles import Roles, roles_of
 from grpo_dist.plan.simulation import Scenario, Simulated, simulate
 from grpo_dist.plan.workload import Workload
+from grpo_dist.units import GIB
 
 _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
 
@@ -152,27 +152,10 @@ def _card_memory(cluster: ClusterShape) -> int:
     return cluster.card.memory if cluster.card else 0
 
 
-def changed(config: Config, changes: Mapping[str, Any]) -> Config | None:
-    """``config`` with dotted keys set; None where such a configuration is refused."""
-    plain: dict[str, Any] = config.model_dump()
-    for key, value in changes.items():
-        *path, last = key.split(".")
-        section = plain
-        for part in path:
-            section = section[part]
-        section[last] = value
+def try_option(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | None:
+    """Of ``config`` with dotted keys set. None where that is refused or does not fit."""
     try:
-        return Config.model_validate(plain)
+        option = option_of(changed(config, changes), setting)
     except ValueError:
-        return None
-
-
-def try_option(config: Config | None, setting: Setting) -> Option | None:
-    """None where it is refused or does not fit."""
-    if config is None:
-        return None
-    try:
-        option = option_of(config, setting)
-    except UserError:
         return None
     return None if option.problems else option

@@ -8,11 +8,12 @@ from rich.table import Table
 from grpo_dist.bench.table import written
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.command import Plan
-from grpo_dist.plan.memory import GIB, USABLE
+from grpo_dist.plan.memory import USABLE
 from grpo_dist.plan.options import Option, Planned
 from grpo_dist.plan.simulation import Simulated
 from grpo_dist.plan.sweep import longest_s, waits_for_longest
 from grpo_dist.plan.timeline import LEGEND, as_text
+from grpo_dist.units import GIB
 
 _STAGES = {
     "sample": "generation",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.config import Config
-from grpo_dist.plan.options import Option, Planned, Setting, changed, planned, try_option
+from grpo_dist.plan.options import Option, Planned, Setting, planned, try_option
 from grpo_dist.plan.rates import UpdateWork
 from grpo_dist.plan.simulation import Scenario
 
@@ -61,7 +61,7 @@ def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
 def _options(config: Config, setting: Setting, cell: Cell) -> Iterator[Option]:
     for changes in _splits(config, setting):
         own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-        if option := try_option(changed(config, own | changes), setting):
+        if option := try_option(config, own | changes, setting):
             yield option
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from grpo_dist.bench.figures import covered_s
-from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError
 from grpo_dist.plan.simulation import Simulated
+from grpo_dist.trace import write_trace
 from grpo_dist.usage import Span
 
 _MARKS = {
@@ -41,32 +39,11 @@ def as_text(run: Simulated, *, width: int = 96) -> list[str]:
     return lines
 
 
-def write_trace(run: Simulated, path: Path) -> None:
-    """In the Trace Event Format: complete events with microseconds, a thread for each worker. Raises
-    UserError.
-    """
-    events: list[dict[str, Any]] = []
-    for number, (track, spans) in enumerate(run.bars.items()):
-        named = {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}}
-        events.append(named)
-        events += [
-            {
-                "name": span.stage,
-                "cat": track.rpartition("-")[0] or track,
-                "ph": "X",
-                "ts": span.begin * 1e6,
-                "dur": (span.end - span.begin) * 1e6,
-                "pid": 1,
-                "tid": number,
-            }
-            for span in spans
-        ]
-    for step, end in enumerate(run.ends, start=1):
-        events.append(
-            {"name": f"end of step {step}", "ph": "i", "s": "g", "ts": end * 1e6, "pid": 1, "tid": 0}
-        )
+def write(run: Simulated, path: Path) -> None:
+    """As a trace. Raises UserError."""
     try:
-        write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+        ends = {f"end of step {step}": end for step, end in enumerate(run.ends, start=1)}
+        write_trace(path, run.bars, ends)
     except OSError as error:
         raise UserError(
             f"--timeline {path}: cannot be written ({error.strerror}); name another file"

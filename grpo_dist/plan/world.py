@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from grpo_dist.admission import Admission
+from grpo_dist.admission import IN_HAND, Admission
 from grpo_dist.bounds import Bound
 from grpo_dist.config import Config
 from grpo_dist.ledger import Account
@@ -24,8 +25,6 @@ from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.usage import Span, Usage
 from grpo_dist.workers import RolloutsRef, Workers
-
-_IN_HAND = 2  # as the rollout pool: sequences an engine may have in hand, of what it decodes at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class World:
         self._engines = [
             Engine(rates, seats, meter=self.apart, spans=self.bars[f"rollout-{i}"]) for i in range(count)
         ]
-        self._admission = Admission(count, _IN_HAND * seats, on_wait=self._note_queue)
+        self._admission = Admission(count, IN_HAND * seats, on_wait=self._note_queue)
         self._driver = asyncio.Lock()
         self._graders = _Servers(self, "reward", config.rewards.num_workers)
         self._references = _Servers(self, "reference", config.reference.num_workers)
@@ -233,6 +232,11 @@ class World:
 
     def flush(self) -> None:
         """Nothing is written."""
+
+    def phase(self, name: str) -> None:
+        """Nobody looks on."""
+
+    directory = Path()  # of which nothing is made
 
 
 class _Servers:

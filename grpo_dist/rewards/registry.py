@@ -201,12 +201,18 @@ def _term(name: str, settings: Gated) -> Term:
     return Term(name, settings.weight, settings.gate, settings.gate_above)
 
 
-def _check_custom(spec: RewardSpec, pool: GraderPool) -> None:
-    """Raises ValueError for an unknown name, or a function that cannot be loaded."""
-    module, _, name = spec.function.partition(":")
+def module_and_name(function: str) -> tuple[str, str]:
+    """Of a reward of the user's. Raises ValueError for what names none."""
+    module, _, name = function.partition(":")
     if not module or not name:
         raise ValueError(
-            f"reward function {spec.function!r}: expected one of {', '.join(REWARDS)}, or `module:function`, "
+            f"reward function {function!r}: expected one of {', '.join(REWARDS)}, or `module:function`, "
             "e.g. my_rewards:length"
         )
+    return module, name
+
+
+def _check_custom(spec: RewardSpec, pool: GraderPool) -> None:
+    """Raises ValueError for an unknown name, or a function that cannot be loaded."""
+    module_and_name(spec.function)
     pool.check(spec.function)

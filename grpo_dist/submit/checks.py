@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.secrets import masked
 from grpo_dist.submit.job import Variable, run_directory
 
@@ -23,11 +23,13 @@ def check_resumes(config: Config) -> None:
             "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
             "auto, and another `name` for a fresh run"
         )
-    done = run_directory(config) / "DONE"
-    if done.is_file() and int(done.read_text()) >= config.steps:
+    from grpo_dist.train import finished_steps
+
+    run_dir = run_directory(config)
+    done = finished_steps(run_dir)
+    if done is not None and done >= config.steps:
         raise UserError(
-            f"{done.parent}: the run is complete ({done.read_text().strip()} steps); choose another `name`, "
-            "or raise `steps` to go on"
+            f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise `steps` to go on"
         )
 
 
@@ -35,14 +37,12 @@ def check_rewards_known(config: Config) -> None:
     """Raises UserError for a built-in reward that there is not. The user's own may be there on the cluster
     alone.
     """
-    from grpo_dist.rewards.registry import REWARDS
+    from grpo_dist.rewards.registry import REWARDS, module_and_name
 
-    for i, reward in enumerate(config.rewards.functions):
-        if reward.function not in REWARDS and ":" not in reward.function:
-            raise UserError(
-                f"`rewards.functions.{i}.function` = {reward.function}: expected `module:function`, or one "
-                f"of {', '.join(sorted(REWARDS))}"
-            )
+    for reward in config.rewards.functions:
+        if reward.function not in REWARDS:
+            with refusals():
+                module_and_name(reward.function)
 
 
 def check_secrets(shown: Any, what: str) -> None:
@@ -95,42 +95,6 @@ def _named_files(config: Config) -> Iterator[tuple[str, str]]:
     if config.sft is not None:
         yield "sft.model", config.sft.model
         yield from ((f"sft.data.{i}.path", data.path) for i, data in enumerate(config.sft.data))
-
-
-def nodes_for(config: Config, *, gpus: int, cpus: int, nodes: int | None) -> tuple[int, str]:
-    """How many nodes with ``gpus`` and ``cpus`` each the run takes, and its placement on them in words.
-
-    ``nodes``: as many as that, or None for the fewest that do. Raises UserError when they do not suffice.
-    """
-    from actors.fitting import Node, bundles, fits
-    from actors.placement import Resources, describe, placement
-
-    refused: UserError | None = None
-    for count in [nodes] if nodes else range(1, 1 + _most_nodes(config, gpus)):
-        has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
-        try:
-            demands = placement(config, has, training=True)
-        except UserError as error:
-            refused = error
-            continue
-        there = [Node(f"node {i + 1}", cpus, gpus, cpus, gpus) for i in range(count)]
-        if fits(bundles(demands), there):
-            return count, describe(demands, has)
-        each = f"{gpus} GPU(s) and {cpus} CPU(s)"
-        refused = UserError(
-            f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a worker "
-            "has what it takes on one node: use more or larger nodes, or lower `rollout.tensor_parallel_size`"
-        )
-    assert refused is not None
-    raise refused
-
-
-def _most_nodes(config: Config, gpus: int) -> int:
-    """Beyond so many further ones cannot help: no worker takes less than one GPU or CPU."""
-    rollout = config.rollout.num_workers * config.rollout.tensor_parallel_size
-    models = sum(model.num_workers for model in config.rewards.models)
-    workers = rollout + config.policy.num_workers + config.reference.num_workers + models
-    return -(-workers // max(1, gpus))
 
 
 def variables(named: Sequence[str]) -> tuple[Variable, ...]:

@@ -16,7 +16,7 @@ from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError
 
 RECORD = "submitted.json"
-RESUMES = 75  # exit code of a run that was asked to end and goes on when it is started again
+_SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`: actors end, files are closed
 _LONGEST_NAME = 38  # with its digest 47: what KubeRay allows a RayJob
 
 
@@ -46,6 +46,13 @@ class Job:
         digest = hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.config.name.lower())[:_LONGEST_NAME].strip("-")
         return f"{plain if plain[:1].isalpha() else 'run-' + plain}"[:_LONGEST_NAME].strip("-") + f"-{digest}"
+
+
+    @property
+    def stop_patience(self) -> dict[str, str]:
+        """The variable by which Ray waits long enough before it kills a job that is to stop."""
+        wait_s = int(self.config.checkpoint.grace_s) + _SHUTDOWN_S
+        return {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}
 
 
 @dataclass(frozen=True)

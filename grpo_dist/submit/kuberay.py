@@ -15,29 +15,26 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets, nodes_for
+from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets
 from grpo_dist.submit.code import resolved
 from grpo_dist.submit.job import Job, Record, State
 from grpo_dist.submit.programs import Refused, ask, lines
+from grpo_dist.submit.sizes import NodeSizes
 from grpo_dist.submit.templates import template
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
-_SHUTDOWN_S = 30
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 
 
 @dataclass(frozen=True)
-class KubeRayTarget:
+class KubeRayTarget(NodeSizes):
     """``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
-    ``memory_gib``: of a worker node; ``nodes`` None: the fewest that suffice.
+    ``memory_gib``: of a worker node.
     """
 
     image: str | None = None
     volume: str | None = None
-    gpus_per_node: int | None = None
-    cpus_per_node: int | None = None
     memory_gib: int | None = None
-    nodes: int | None = None
     namespace: str | None = None
     secret: list[str] = field(default_factory=list)
 
@@ -64,19 +61,18 @@ class KubeRayTarget:
                 f"--env {hidden[0]}: its value would stand in the manifest; make a Secret of it and give "
                 f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value where it is none"
             )
-        self._nodes(job)
+        self.nodes_for(job.config, "kuberay")
 
     def render(self, job: Job) -> str:
         config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
         config["metadata"] = rayjob["metadata"] = self._metadata(job)
         config["data"] = {"config.yaml": resolved(job.config)}
         spec = rayjob["spec"]
-        wait_s = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
-        spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}})
+        spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": job.stop_patience})
         cluster = spec["rayClusterSpec"]
         cluster["rayVersion"] = version("ray")
         head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
-        nodes, _ = self._nodes(job)
+        nodes, _ = self.nodes_for(job.config, "kuberay")
         group["replicas"] = group["minReplicas"] = group["maxReplicas"] = nodes
         group["groupName"] = "gpu" if self.gpus_per_node else "cpu"
         for pod in (head["template"]["spec"], group["template"]["spec"]):
@@ -103,15 +99,6 @@ class KubeRayTarget:
         if not sign or not path.startswith("/"):
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
         return claim, path
-
-    @property
-    def _cpus(self) -> int:
-        return self.cpus_per_node or max(16, 8 * (self.gpus_per_node or 0))
-
-    def _nodes(self, job: Job) -> tuple[int, str]:
-        if self.gpus_per_node is None:
-            raise UserError("--to kuberay: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
-        return nodes_for(job.config, gpus=self.gpus_per_node, cpus=self._cpus, nodes=self.nodes)
 
     def _metadata(self, job: Job) -> dict[str, Any]:
         own = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
@@ -143,7 +130,7 @@ class KubeRayTarget:
         """Of a worker node."""
         gpus = self.gpus_per_node or 0
         gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
-        limits = {"cpu": str(self._cpus), "memory": f"{gib}Gi"}
+        limits = {"cpu": str(self.cpus), "memory": f"{gib}Gi"}
         pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
         shm["emptyDir"]["sizeLimit"] = f"{gib // 4}Gi"

@@ -18,17 +18,17 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import UserError
+from grpo_dist.preemption import Preempted
 from grpo_dist.secrets import HIDDEN
 from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets
 from grpo_dist.submit.code import CONFIG, Carried, gather
-from grpo_dist.submit.job import RESUMES, Job, Record, State, read_record
+from grpo_dist.submit.job import Job, Record, State, read_record
 from grpo_dist.submit.templates import template
 
 _DEADLINE_S = 60.0  # of one answer of the job server
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
 _HEAD = {"node:__internal_head__": 0.001}
-_SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`: actors end, files are closed
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class RayTarget:
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
         """Arguments of the Jobs API, the working directory aside."""
-        wait_s = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
         given = {variable.name: variable.value for variable in job.environment}
         return {
             "submission_id": f"{job.name}-{number}",
@@ -88,9 +87,7 @@ class RayTarget:
                 "config": job.path.name,
                 "overrides": " ".join(job.overrides),
             },
-            "runtime_env": {
-                "env_vars": _template()["env_vars"] | {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)} | given
-            },
+            "runtime_env": {"env_vars": _template()["env_vars"] | job.stop_patience | given},
         }
 
 
@@ -99,7 +96,7 @@ def state(record: Record) -> State:
     with _answers(record.where):
         info = client.get_job_info(record.job)
     text = f"{info.status}: {info.message}" if info.message else str(info.status)
-    if info.driver_exit_code == RESUMES:
+    if info.driver_exit_code == Preempted.exit_code:
         text += " (it ended in order; submit again and it goes on)"
     return State(text, live=not info.status.is_terminal())
 

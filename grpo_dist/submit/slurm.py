@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.checks import check_secrets, nodes_for
+from grpo_dist.submit.checks import check_secrets
 from grpo_dist.submit.job import Job, Record, State
 from grpo_dist.submit.programs import Refused, ask
+from grpo_dist.submit.sizes import NodeSizes
 from grpo_dist.submit.templates import template
 
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
@@ -26,12 +27,9 @@ _EVERY_S = 2.0
 
 
 @dataclass(frozen=True)
-class SlurmTarget:
-    """``nodes`` None: the fewest that suffice. ``sbatch``: further options. ``setup``: shell commands."""
+class SlurmTarget(NodeSizes):
+    """``sbatch``: further options. ``setup``: shell commands."""
 
-    gpus_per_node: int | None = None
-    cpus_per_node: int | None = None
-    nodes: int | None = None
     time: str = "24:00:00"
     sbatch: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
@@ -43,7 +41,7 @@ class SlurmTarget:
         for option in self.sbatch:
             if not option.startswith("-") or "\n" in option:
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
-        self._nodes(job)
+        self.nodes_for(job.config, "slurm")
 
     def render(self, job: Job) -> str:
         head, _, rest = template("slurm.sbatch").partition(_BEGIN)
@@ -61,24 +59,15 @@ class SlurmTarget:
         number = ask(["sbatch", "--parsable"], given=self.render(job)).strip().split(";")[0]
         return Record("slurm", number, str(job.run_dir), log=_log(job).replace("%j", number))
 
-    def _nodes(self, job: Job) -> tuple[int, str]:
-        if self.gpus_per_node is None:
-            raise UserError("--to slurm: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
-        return nodes_for(job.config, gpus=self.gpus_per_node, cpus=self._cpus, nodes=self.nodes)
-
-    @property
-    def _cpus(self) -> int:
-        return self.cpus_per_node or max(16, 8 * (self.gpus_per_node or 0))
-
     def _settings(self, job: Job) -> str:
-        nodes, described = self._nodes(job)
+        nodes, described = self.nodes_for(job.config, "slurm")
         before_end = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
         options = [
             f"--job-name={job.name}",
             f"--nodes={nodes}",
             "--ntasks-per-node=1",
             *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
-            f"--cpus-per-task={self._cpus}",
+            f"--cpus-per-task={self.cpus}",
             f"--time={self.time}",
             f"--signal=B:USR1@{before_end}",
             "--requeue",

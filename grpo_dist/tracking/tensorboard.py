@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
@@ -19,11 +18,11 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
         self._writer.add_text("config", f"```yaml\n{dump_config(config)}```")
         # Not by `add_hparams`, which makes another run of them.
         for part in hparams(flat(config), dict.fromkeys(_SHOWN, 0.0)):
-            self._writer.file_writer.add_summary(part)
+            self._writer._get_file_writer().add_summary(part)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

@@ -14,6 +14,7 @@ What cannot be written there ends the run. The terminal and the trackers of othe
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 import uuid
@@ -29,6 +30,7 @@ from grpo_dist.console import Console
 from grpo_dist.durable import check_room
 from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account
+from grpo_dist.profiling import TIMELINE, write_timeline
 from grpo_dist.samples import write_groups
 from grpo_dist.step_lines import StepLines
 from grpo_dist.token_values import ValuesOfSamples
@@ -40,9 +42,22 @@ from grpo_dist.tracking.tensorboard import TensorBoard
 from grpo_dist.tracking.wandb_run import WandbRun
 from grpo_dist.types import Group
 from grpo_dist.usage import Span, Usage
+from grpo_dist.workers import WorkerUsage
 
-TIMELINE, EVENTS = "timeline.jsonl", "events.jsonl"
+EVENTS = "events.jsonl"
+_LOGGER = logging.getLogger("grpo_dist")
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
+
+
+class Warned(logging.Handler):
+    """Warnings of the package's own logger, such as an actor that is replaced, are warnings of the run."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
 
 
 class Tracker:
@@ -52,16 +67,17 @@ class Tracker:
         """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on, at
         wandb and MLflow.
         """
-        self._config, self._run_dir = config, run_dir
+        self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
         self._sinks: list[Beside] = []
         self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
+        self._warned = Warned(self.warn)
         self._open(start)
 
     def _open(self, start: int) -> None:
-        config, run_dir = self._config, self._run_dir
+        config, run_dir = self._config, self.directory
         self._step = start
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
@@ -79,12 +95,15 @@ class Tracker:
 
     def _show(self, what: Callable[[Console], None]) -> None:
         """On the terminal, as long as there is one: its end may be closed."""
-        if self._console is None:
+        console = self._console
+        if console is None:
             return
         try:
-            what(self._console)
+            what(console)
         except Exception as error:
             self._console = None
+            with suppress(Exception):
+                console.close(failed=True)
             self.warn(f"the terminal takes no more lines: {error}")
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
@@ -100,6 +119,14 @@ class Tracker:
             for sink in self._sinks:
                 sink.table(step_of(name), table)
 
+    def phase(self, name: str) -> None:
+        """What the loop begins now."""
+        self._show(lambda console: console.view.phase(name))
+
+    def follow(self, usage: WorkerUsage) -> None:
+        """These are the actors from now on."""
+        self._show(lambda console: console.view.follow(usage.states))
+
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """When the loop (``own``) and each worker were busy with what during ``step``."""
         of_all = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
@@ -109,6 +136,11 @@ class Tracker:
             for span in spans
         ]
         self._timeline.add(step, {"spans": rows})
+        if self._console is not None:
+            self._console.view.took(own, workers)
+        if step in self._config.profile.steps:
+            steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
+            self._writer.submit(lambda: write_timeline(self.directory, steps))
 
     def account(self, step: int, found: Account) -> None:
         """What became of the prompts of ``step``, for the run's ledger."""
@@ -126,7 +158,7 @@ class Tracker:
             with suppress(OSError, ValueError):  # nobody reads it; it is in the file
                 print(message, file=sys.stderr, flush=True)
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
-        with (self._run_dir / EVENTS).open("a") as file:
+        with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
 
     def back_to(self, step: int) -> None:
@@ -140,11 +172,13 @@ class Tracker:
         self._writer.flush()
 
     def __enter__(self) -> Tracker:
+        _LOGGER.addHandler(self._warned)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _LOGGER.removeHandler(self._warned)
         failed = error
         try:
             self._writer.close()
@@ -155,7 +189,7 @@ class Tracker:
         finally:
             self._close(failed=failed is not None)
             if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
-                check_room(self._run_dir, failed)
+                check_room(self.directory, failed)
 
     def _close(self, *, failed: bool) -> None:
         close_all(self._sinks, failed=failed)

@@ -1,0 +1,62 @@
+"""How many nodes of which size a job asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+
+_LEAST_CPUS, _CPUS_PER_GPU = 16, 8
+
+
+@dataclass(frozen=True)
+class NodeSizes:
+    """``cpus_per_node`` None: enough; ``nodes`` None: the fewest that suffice."""
+
+    gpus_per_node: int | None = None
+    cpus_per_node: int | None = None
+    nodes: int | None = None
+
+    @property
+    def cpus(self) -> int:
+        """Of a node."""
+        return self.cpus_per_node or max(_LEAST_CPUS, _CPUS_PER_GPU * (self.gpus_per_node or 0))
+
+    def nodes_for(self, config: Config, target: str) -> tuple[int, str]:
+        """How many the run takes, and its placement on them in words. Raises UserError when ``nodes`` do not
+        suffice.
+        """
+        from actors.fitting import Node, bundles, fits
+        from actors.placement import Resources, describe, placement
+
+        if self.gpus_per_node is None:
+            raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
+        gpus, cpus = self.gpus_per_node, self.cpus
+        refused: UserError | None = None
+        for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config, gpus)):
+            has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
+            try:
+                demands = placement(config, has, training=True)
+            except UserError as error:
+                refused = error
+                continue
+            there = [Node(f"node {i + 1}", cpus, gpus, cpus, gpus) for i in range(count)]
+            if fits(bundles(demands), there):
+                return count, describe(demands, has)
+            each = f"{gpus} GPU(s) and {cpus} CPU(s)"
+            refused = UserError(
+                f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a "
+                "worker has what it takes on one node: use more or larger nodes, or lower "
+                "`rollout.tensor_parallel_size`"
+            )
+        assert refused is not None
+        raise refused
+
+
+def _most_nodes(config: Config, gpus: int) -> int:
+    """Beyond so many further ones cannot help: no worker takes less than one GPU or CPU."""
+    rollout = config.rollout.num_workers * config.rollout.tensor_parallel_size
+    models = sum(model.num_workers for model in config.rewards.models)
+    workers = rollout + config.policy.num_workers + config.reference.num_workers + models
+    return -(-workers // max(1, gpus))

@@ -1,0 +1,3 @@
+"""Units that more than one module counts in."""
+
+GIB = 2**30

@@ -1,0 +1,17 @@
+"""Data and a configuration that are fine, for tests of what is not."""
+
+import json
+
+GOOD = [{"problem": f"{i} + 1", "answer": str(i + 1)} for i in range(20)]
+CONFIG = (
+    "model: {path: 'demo:tiny'}\n"
+    "data: {train: [{path: train.jsonl}], max_prompt_tokens: 32}\n"
+    "batch: {prompts_per_step: 4, samples_per_prompt: 2}\n"
+    "sampling: {max_new_tokens: 8}\n"
+)
+
+
+def write(name, rows):
+    """A line for each of ``rows``, a text as it is."""
+    with open(name, "w") as file:
+        file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)

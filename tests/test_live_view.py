@@ -1,0 +1,144 @@
+"""The block of lines that a terminal shows of a run."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console as RichConsole
+
+from grpo_dist import console as console_module
+from grpo_dist.console import Console
+from grpo_dist.live_view import LiveView, clock_text, sparkline
+from grpo_dist.usage import Span, Usage
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def shown(view, width=120):
+    out = io.StringIO()
+    RichConsole(file=out, width=width, force_terminal=False).print(view)
+    return out.getvalue()
+
+
+def step(view, number, clock, *, seconds=4.0, reward=0.5, **metrics):
+    own = [Span("sample", 0, 0.75 * seconds), Span("update", 0, 0.25 * seconds)]
+    engines = {
+        "rollout-0": Usage({"sample": 0.5 * seconds}, peak_bytes=2**30),
+        "rollout-1": Usage({"sample": 0.25 * seconds}, peak_bytes=2**31),
+    }
+    view.took(own, engines)
+    clock.now += seconds
+    view.step(number, {"reward/mean": reward, **metrics})
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def view(clock):
+    return LiveView("demo", 50, 10, clock=clock)
+
+
+def test_before_the_first_step_it_says_what_it_waits_for(view, clock):
+    view.phase("sample")
+    clock.now += 3.5
+    text = shown(view)
+    assert "demo" in text and "10/50 steps" in text and "sample, 3.5 s" in text
+    assert "left" not in text and "reward" not in text
+
+
+def test_progress_and_time_left_follow_the_pace_of_the_latest_steps(view, clock):
+    step(view, 11, clock, seconds=1000.0)  # the first, which warms up, is not the pace
+    for number in range(12, 21):
+        step(view, number, clock, seconds=4.0)
+    assert view.left_s() == pytest.approx(30 * 4.0)
+    clock.now += 1.0
+    assert view.left_s() == pytest.approx(30 * 4.0 - 1.0)
+    assert "20/50 steps" in shown(view) and "1:59 left" in shown(view)
+
+
+def test_stages_are_means_of_the_latest_steps_and_bars_their_shares(view, clock):
+    for number in (11, 12):
+        step(view, number, clock, seconds=4.0)
+    line = next(line for line in shown(view).splitlines() if line.startswith("step"))
+    assert "sample 3.0 s " + 18 * "█" in line and "update 1.0 s " + 6 * "█" in line
+
+
+def test_reward_is_drawn_and_said(view, clock):
+    for number, reward in enumerate((0.0, math.nan, 0.5, 1.0), start=11):
+        step(view, number, clock, reward=reward)
+    assert "▁ ▅█ 1.000" in shown(view) or "▁ ▄█ 1.000" in shown(view)
+    step(view, 15, clock, reward=math.nan)
+    assert "not known" in shown(view)
+
+
+def test_actors_say_who_serves_how_busy_and_how_often_replaced(view, clock):
+    states = {"rollout-0": True, "rollout-1": True, "policy-0": True}
+    view.follow(lambda: states)
+    step(view, 11, clock, **{"restarts/rollout": 1.0})
+    step(view, 12, clock, **{"restarts/rollout": 1.0})
+    text = shown(view)
+    rollout, policy = (" ".join(line.split()) for line in text.splitlines()[-2:])
+    assert rollout == "actors ● rollout 2/2 ███▊ 38% busy 2.0 GiB 2 replaced" and policy == "● policy 1/1"
+    states["rollout-1"] = False  # at once, not with the next step
+    assert " 1/2 " in shown(view) and "2 replaced  being replaced: rollout-1" in shown(view)
+
+
+def test_labels_stay_where_the_terminal_is_narrow(view, clock):
+    view.follow(lambda: {"rollout-0": False, "policy-0": True})
+    step(view, 11, clock)
+    lines = shown(view, 50).splitlines()
+    assert max(map(len, lines)) <= 50
+    assert [line[:7].strip() for line in lines[1:]] == ["now", "step", "reward", "actors", ""]
+
+
+def test_a_thousand_actors_are_a_line(view):
+    view.follow(lambda: {f"rollout-{i}": i >= 5 for i in range(1024)})
+    text = shown(view, 160)
+    assert "rollout  1019/1024" in text and "rollout-2 and 2 more" in text and len(text.splitlines()) < 6
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([0, 1, 2], "▁▅█"), ([3, 3], "▁▁"), ([], ""), ([math.nan, 1, math.inf, 2], " ▁ █")],
+)
+def test_sparkline(values, drawn):
+    assert sparkline(values) == drawn
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.06, "2.1 s"), (64, "1:04"), (3723, "1:02:03"), (0, "0.0 s")]
+)
+def test_clock_text(seconds, text):
+    assert clock_text(seconds) == text
+
+
+def test_what_is_no_terminal_gets_lines_alone(monkeypatch, capsys):
+    own = Console("demo", 3, 0)
+    metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25}
+    own.log(1, metrics)
+    own.warn("careful")
+    own.close(failed=False)
+    text = capsys.readouterr().out
+    assert [line[:9] for line in text.splitlines()] == ["step    1", "careful"]
+    assert "\x1b" not in text
+
+
+def test_a_terminal_gets_the_view_below_its_lines_and_is_left_as_it_was(monkeypatch):
+    out = io.StringIO()
+    terminal = RichConsole(file=out, force_terminal=True, width=100, soft_wrap=True, highlight=False)
+    monkeypatch.setattr(console_module, "RichConsole", lambda **_: terminal)
+    own = Console("demo", 3, 0)
+    own.view.phase("sample")
+    own.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25})
+    own.close(failed=False)
+    text = out.getvalue()
+    assert "step    1" in text and "1/3 steps" in text
+    assert text.rstrip().endswith("\x1b[2K") or "\x1b[?25h" in text  # the cursor is there again
