@@ -1,5 +1,43 @@
 """grpo-dist: GRPO training of language models on verifiable problems. This package is what happens; `actors`
 is where.
+
+    from grpo_dist import train
+    run = train("my.yaml", ["steps=50"])
+
+Names are fetched when they are first asked for, so that the import itself costs nothing.
 """
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from grpo_dist.api import evaluate_model, train
+    from grpo_dist.config import Config
+    from grpo_dist.config_files import load_config
+    from grpo_dist.errors import RunEnded, UserError
+
+__all__ = ["Config", "RunEnded", "UserError", "__version__", "evaluate_model", "load_config", "train"]
+
+_HOMES = {
+    "train": "api",
+    "evaluate_model": "api",
+    "Config": "config",
+    "load_config": "config_files",
+    "RunEnded": "errors",
+    "UserError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

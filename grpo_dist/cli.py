@@ -59,7 +59,7 @@ def _train(path: str, overrides: list[str]) -> None:
         from grpo_dist.config_files import load_config
 
         config = load_config(path, overrides)
-        from grpo_dist.train import train
+        from grpo_dist.training import train
 
         train(config)
 
@@ -107,7 +107,7 @@ def _eval(path: str, overrides: list[str]) -> None:
     from grpo_dist.config_files import load_config
 
     config = load_config(path, overrides)
-    from grpo_dist.train import evaluate_model
+    from grpo_dist.training import evaluate_model
 
     evaluate_model(config)
 

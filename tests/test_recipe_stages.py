@@ -47,7 +47,7 @@ def test_a_training_run_is_known_by_the_stages_it_names_not_by_their_directories
         identities.append(identity.model.path)
         (tmp_path / "metrics.jsonl").write_text("")
 
-    monkeypatch.setattr("grpo_dist.train.train", finish)
+    monkeypatch.setattr("grpo_dist.training.train", finish)
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]

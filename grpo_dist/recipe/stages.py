@@ -63,7 +63,7 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
 
 def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
     """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
-    from grpo_dist.train import finished_steps, train
+    from grpo_dist.training import finished_steps, train
 
     if finished_steps(stage.directory) != stage.config.steps:
         train(stage.config, identity=stage.symbolic)
@@ -110,7 +110,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, model_dir: Path) -> Measures:
-    from grpo_dist.train import evaluate_model
+    from grpo_dist.training import evaluate_model
 
     model = config.model.model_copy(update={"path": str(model_dir)})
     return _measures(evaluate_model(config.model_copy(update={"model": model})))

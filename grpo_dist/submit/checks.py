@@ -23,7 +23,7 @@ def check_resumes(config: Config) -> None:
             "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
             "auto, and another `name` for a fresh run"
         )
-    from grpo_dist.train import finished_steps
+    from grpo_dist.training import finished_steps
 
     run_dir = run_directory(config)
     done = finished_steps(run_dir)

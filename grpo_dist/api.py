@@ -1,0 +1,84 @@
+"""Python's way in: what `grpo-dist train` and `grpo-dist eval` do, as functions.
+
+from grpo_dist import train
+run = train("my.yaml", ["steps=50"])    # the run's directory: metrics.jsonl, samples/, model/, ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_dist.config import Config
+from grpo_dist.config_files import load_config, overridden, validated
+from grpo_dist.errors import UserError
+
+Source = Config | str | Path | Mapping[str, Any]
+
+
+def train(config: Source, overrides: Sequence[str] = ()) -> Path:
+    """Train to the end, or go on from the newest checkpoint, and return the run's directory.
+
+    Args:
+        config: a file, the same as a mapping, or a configuration that `load_config` has read.
+        overrides: as on the command line, e.g. ``["steps=50", "+algorithm=dapo"]``; not with a Config.
+
+    Raises:
+        UserError: what was given cannot be used, or this is no place for it: it must be called by the main
+            thread of a program, outside of an event loop.
+        RunEnded: it ended before its last step, on purpose: SIGTERM, Ctrl-C or `health`. Called again it
+            goes on.
+    """
+    settings = resolved(config, overrides)
+    _check_place("train")
+    from grpo_dist.training import train as train_to_the_end
+
+    return train_to_the_end(settings)
+
+
+def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Sample `model.path` on `data.eval` and return `eval/SET/pass@k` and the like, with standard errors.
+
+    Args and UserError as of `train`.
+    """
+    settings = resolved(config, overrides)
+    _check_place("evaluate_model")
+    from grpo_dist.training import evaluate_model as evaluate
+
+    return evaluate(settings)
+
+
+def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
+    """The frozen configuration. Raises ConfigError as `load_config`."""
+    if isinstance(config, str | Path):
+        return load_config(config, overrides)
+    if isinstance(config, Config):
+        if overrides:
+            raise UserError(
+                f"overrides {list(overrides)} with a Config, which is resolved already; give them to "
+                "load_config"
+            )
+        return config
+    tree = OmegaConf.create(dict(config))
+    for override in overrides:
+        tree = overridden(tree, override, Path("configuration.yaml"))
+    assert isinstance(tree, DictConfig)
+    return validated(tree, "configuration", Config)
+
+
+def _check_place(name: str) -> None:
+    """Signals reach the main thread alone, and one event loop excludes another."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        if threading.current_thread() is threading.main_thread():
+            return
+    raise UserError(
+        f"{name}() must be called by the main thread of a program, outside of an event loop; in a notebook "
+        "run `!grpo-dist ...`, elsewhere a process of its own"
+    )
