@@ -1,6 +1,9 @@
-"""Room that a run takes in a cluster of several nodes, with another job on it: see `rooms_on_nodes`."""
+"""A run in a cluster of several nodes: the room it takes with another job there (`rooms_on_nodes`), and an
+object store that is too small (`spilled_on_nodes`).
+"""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
+def on_nodes(script):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    command = [sys.executable, str(ROOT / "tests" / "rooms_on_nodes.py")]
+    command = [sys.executable, str(ROOT / "tests" / script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run
+
+
+def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
+    run = on_nodes("rooms_on_nodes.py")
     told = run.stdout.splitlines()
     begin = told.index("cluster: no room for this run within `cluster.timeouts.room_s` = 1 s; it asks for")
     refusal = told[begin : told.index("placed")]
@@ -32,3 +40,8 @@ def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
     ]
     assert "waiting for room in the cluster (2 of 60 s): " in run.stderr
     assert "of 1 s): " not in run.stderr  # a short wait is not told of
+
+
+def test_batches_beyond_the_object_store_are_spilled_and_come_to_their_rank_whole():
+    run = on_nodes("spilled_on_nodes.py")
+    assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]
