@@ -1,14 +1,11 @@
 """What must hold of the packages as a whole: imports, shipped files, the words of the README."""
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from grpo_dist.cli import _parser
 from grpo_dist.config_files import load_config
 from grpo_dist.recipe.config import load_pipeline
 
@@ -66,29 +63,6 @@ def test_the_shipped_pipeline_is_the_recipe_on_the_demo():
     ]
     assert pipeline["distilled"].config.sft.model == "demo:micro"
     assert pipeline["second_grpo"].inputs == ("second_sft",)
-
-
-def commands():
-    text = (ROOT / "README.md").read_text() + (ROOT / "launch/README.md").read_text()
-    blocks = re.findall(r"```(?:\w+)?\n(.*?)```", text, re.DOTALL)
-    inline = re.findall(r"`(grpo-dist [^`]+)`", text)
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line for line in [*lines, *inline] if line.startswith(("grpo-dist ", "make "))]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands_in_the_readme_exist(command):
-    words = shlex.split(command.partition("  #")[0])
-    if words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert words[1] in targets
-        return
-    args, rest = _parser().parse_known_args(words[1:])
-    assert args.command and not [word for word in rest if "=" not in word]
-    if {"pipeline", "status", "logs", "stop", "--compare"} & set(words):
-        return  # its files are the reader's own
-    path = words[2] if words[2].startswith("configs/") else "configs/demo.yaml"
-    load_config(ROOT / path, [w for w in words[3:] if "=" in w and not w.startswith("-")])
 
 
 def test_every_section_of_the_configuration_is_in_the_readme():
