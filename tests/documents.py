@@ -79,9 +79,9 @@ def blocks(path: Path) -> list[Block]:
 
 
 def inline_commands(path: Path) -> list[str]:
-    """`grpo-dist ...` in the midst of a text."""
+    """Commands in the midst of a text: `make test`."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
-    found = re.findall(r"`(grpo-dist [^`]+)`", text)
+    found = re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]+)`", text)
     return [" ".join(command.split()) for command in found]
 
 
