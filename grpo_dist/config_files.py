@@ -1,4 +1,4 @@
-"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config.py` checks the
+"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` checks the
 result.
 
 A file may name others to build on, relative to itself; later ones win, then the file, then the command line:

@@ -1,0 +1,141 @@
+"""A whole run, and what its sections must agree on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveInt, model_validator
+
+from grpo_dist.config.algorithm import Algorithm
+from grpo_dist.config.base import Count, Section
+from grpo_dist.config.bench import Bench
+from grpo_dist.config.cluster import Cluster
+from grpo_dist.config.data import Batch, Data, DynamicSampling, Model, Sampling
+from grpo_dist.config.following import Checkpoint, Evaluation, Health, Profile, Tracking
+from grpo_dist.config.rewards import Rewards
+from grpo_dist.config.stages import SFT, Rejection
+from grpo_dist.config.workers import Policy, Reference, Rollout, WeightSync
+from grpo_dist.config_checks import contradictions
+
+
+class Config(Section):
+    """A whole run."""
+
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="of the run and of its directory in `output_dir`",
+    )
+    output_dir: str = Field("runs", description="where run directories are made")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of the prompt order, of every sample, and of models this project makes"
+    )
+    steps: PositiveInt = Field(100, description="training steps of the whole run")
+    max_staleness: Count = Field(
+        0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
+    )
+    model: Model
+    data: Data
+    batch: Batch = Batch()
+    dynamic_sampling: DynamicSampling = DynamicSampling()
+    sampling: Sampling = Sampling()
+    algorithm: Algorithm = Algorithm()
+    rewards: Rewards = Rewards()
+    rollout: Rollout = Rollout()
+    reference: Reference = Reference()
+    policy: Policy = Policy()
+    weight_sync: WeightSync = WeightSync()
+    evaluation: Evaluation = Evaluation()
+    health: Health = Health()
+    checkpoint: Checkpoint = Checkpoint()
+    tracking: Tracking = Tracking()
+    profile: Profile = Profile()
+    cluster: Cluster = Cluster()
+    bench: Bench = Bench()
+    sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")
+    rejection: Rejection = Field(Rejection(), description="how `grpo-dist sample` draws and keeps samples")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that may be drawn at once in training, on all engines together."""
+        step = self.batch.prompts_per_step * self.batch.samples_per_prompt
+        return step * (1 + self.max_staleness)
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser updates of the whole run."""
+        return self.steps * self.batch.updates_per_step * self.batch.epochs_per_batch
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt + completion, tokens."""
+        return self.model.max_length or self.data.max_prompt_tokens + self._longest_completion
+
+    @property
+    def _longest_completion(self) -> int:
+        others = (self.evaluation.max_new_tokens, self.rejection.max_new_tokens)
+        return max(self.sampling.max_new_tokens, *(tokens or 0 for tokens in others))
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> Config:
+        b, ranks = self.batch, self.policy.replicas
+        if b.prompts_per_step % b.updates_per_step:
+            raise ValueError(
+                f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
+                f"`batch.updates_per_step` = "
+                f"{b.updates_per_step}; use {_divisors_near(b.prompts_per_step, b.updates_per_step)}"
+            )
+        samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
+        if samples % ranks:
+            per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
+            shared = self.policy.sequence_parallel
+            per_sequence = f" / `policy.sequence_parallel` = {shared}" if shared > 1 else ""
+            raise ValueError(
+                f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
+                f"divisible by `policy.num_workers` = {self.policy.num_workers}{per_sequence}; use "
+                f"{_divisors_near(samples, ranks)}{' times that' if per_sequence else ''}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> Config:
+        needed = self.data.max_prompt_tokens + self._longest_completion
+        if self.max_length < needed:
+            raise ValueError(
+                f"`model.max_length` = {self.model.max_length} is below `data.max_prompt_tokens` + the "
+                f"longest completion = {needed}; raise the one or lower the others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bench_lengths_fit(self) -> Config:
+        tokens = self.bench.lengths.tokens or 0
+        if tokens > self.sampling.max_new_tokens:
+            raise ValueError(
+                f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
+                f"{self.sampling.max_new_tokens}; lower the one or raise the other"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Config:
+        for problem in contradictions(self):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _sft_is_there(self) -> Config:
+        if self.model.path == "sft" and self.sft is None:
+            raise ValueError("`model.path` = sft needs an `sft` section that says how that model is made")
+        return self
+
+
+def _divisors_near(total: int, wanted: int) -> str:
+    """The divisors of ``total`` on both sides of ``wanted``, for a message: (512, 3) -> "2 or 4"."""
+    below = [d for d in range(1, wanted) if total % d == 0]
+    above = [d for d in range(wanted + 1, total + 1) if total % d == 0]
+    return " or ".join(str(d) for d in below[-1:] + above[:1])
