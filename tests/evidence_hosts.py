@@ -4,8 +4,10 @@ from the network while it samples; another host joins and takes its place. Some 
 
 import json
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -51,8 +53,11 @@ class Lan:
         paths = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
         self.environment = os.environ | {
             "PYTHONPATH": paths,
-            "RAY_TMPDIR": str(directory),
+            # Sockets below it have short paths.
+            "RAY_TMPDIR": stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp")),
             "RAY_ADDRESS": f"{self.head}:6379",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
         }
         self._node(self.head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
         wait(lambda: "Ray runtime started" in self._log.read_text(), "the head comes up")
@@ -89,7 +94,7 @@ def steps_of(run_dir):
 def training(directory):
     overrides = [
         f"output_dir={directory}", f"rewards.code_paths=[{ROOT / 'tests'}]", f"steps={STEPS}",
-        "cluster.placement=separate", "max_staleness=1", "rollout.num_workers=1", "policy.num_workers=1",
+        "cluster.placement=separate", "rollout.num_workers=1", "policy.num_workers=1",
         "algorithm.kl.coef=0",
     ]  # fmt: skip
     return [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "tests/chaos/job.yaml"), *overrides]
