@@ -5,7 +5,7 @@
                 what cannot wait is dropped and counted
 
 A tracker may raise, or hang, from its first call to its last: the run neither stops nor waits for it. It is
-told of once, and at the end how much is missing there; `metrics.jsonl` has everything.
+told of once, and at the end how much is missing there; the run's directory has all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol
 
 from grpo_dist.tracking.completions import Table
 
-_PENDING, _TABLES_PENDING = 1000, 4  # records that wait; those with tables are large
+_PENDING, _TABLES_PENDING = 1000, 8  # that wait; tables are large
 _CLOSE_S = 45.0  # for all trackers together, at the end of a run
 Tell = Callable[[str], None]
 
@@ -40,6 +40,7 @@ class Beside:
         """``open_sink`` is called in the thread; what it has to say goes to what it is given."""
         self._name, self._open, self._warn = name, open_sink, warn
         self._waiting: deque[Callable[[Sink], None]] = deque()
+        self._tables = 0  # among them, or being handed over
         self._changed = threading.Condition()
         self._news: list[str] = []
         self._handed_in = self._done = 0
@@ -50,10 +51,20 @@ class Beside:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         own = dict(metrics)  # the loop goes on with its own
-        self._hand_in(lambda sink: sink.log(step, own), _PENDING)
+        self._hand_in(lambda sink: sink.log(step, own), full=len(self._waiting) >= _PENDING)
 
     def table(self, step: int, table: Table) -> None:
-        self._hand_in(lambda sink: sink.table(step, table), _TABLES_PENDING)
+        def hand_over(sink: Sink) -> None:
+            try:
+                sink.table(step, table)
+            finally:
+                with self._changed:
+                    self._tables -= 1
+
+        with self._changed:
+            full = self._tables >= _TABLES_PENDING
+            self._tables += not full
+        self._hand_in(hand_over, full=full)
 
     def end(self, *, failed: bool) -> None:
         """What waits is still done, then the sink is closed."""
@@ -67,13 +78,14 @@ class Beside:
         if self._thread.is_alive():
             self._note(f"it does not end within {_CLOSE_S:g} s, and is left")
         if missing := self._handed_in - self._done:
-            self._note(f"{missing} of {self._handed_in} records are missing there; metrics.jsonl has all")
+            self._note(
+                f"{missing} of {self._handed_in} records are missing there; the run's directory has all"
+            )
         self._tell()
 
-    def _hand_in(self, work: Callable[[Sink], None], most: int) -> None:
+    def _hand_in(self, work: Callable[[Sink], None], *, full: bool) -> None:
         with self._changed:
             self._handed_in += 1
-            full = len(self._waiting) >= most
             if self._thread.is_alive() and not full:
                 self._waiting.append(work)
                 self._changed.notify()
