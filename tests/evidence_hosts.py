@@ -66,6 +66,11 @@ class Lan:
         """Another host with one CPU."""
         self._node(self._hosts.add(), f"--address={self.head}:6379", "--num-cpus=1")
 
+    def wait_for(self, count):
+        """So many have joined."""
+        waiting = [sys.executable, "-m", "grpo_dist.submit.nodes", str(count), "--within", str(LIMIT_S)]
+        subprocess.run(self._hosts.command(self.head, *waiting), env=self.environment, check=True)
+
     def _node(self, address, *options):
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
         command = self._hosts.command(address, *ray, f"--node-ip-address={address}", *options)
@@ -109,6 +114,7 @@ def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
         lan = Lan(made, tmp_path, stack)
         lan.join()
         lan.join()
+        lan.wait_for(3)
         told = stack.enter_context(said.open("w"))
         command = made.command(lan.head, *training(tmp_path))
         run = stack.enter_context(started(command, env=lan.environment, stdout=told, stderr=told))
