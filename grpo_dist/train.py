@@ -30,7 +30,7 @@ from grpo_dist.data.readers import read_all
 from grpo_dist.durable import check_room, write_text
 from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluate import evaluate
+from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (

@@ -6,7 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from grpo_dist.evaluation import pass_at_k, summarise
+from grpo_dist.evaluation.estimates import pass_at_k, summarise
 
 NAN = float("nan")
 

@@ -21,7 +21,7 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluate import sample_groups
+from grpo_dist.evaluation.sampling import sample_groups
 from grpo_dist.prepare import Say, check_length, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config, Evaluation, Rejection
-from grpo_dist.evaluation import summarise
+from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling
 from grpo_dist.workers import Rewards, Rollouts
