@@ -42,14 +42,15 @@ def in_thread(function: Callable[[], T]) -> Awaitable[T]:
 @asynccontextmanager
 async def deadline(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Callable[[], None]]:
     """Raises TimeoutError naming ``stage`` when the body takes longer, and on the lines after it what
-    ``explain`` finds out then; a TimeoutError from inside keeps its own words.
+    ``explain`` finds out then; a TimeoutError from inside keeps its own words. Gives a function that sets the
+    clock back, for a body that has come a step further.
     """
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
-            yield
+            yield lambda: timeout.reschedule(asyncio.get_running_loop().time() + seconds)
     except TimeoutError as error:
         if timeout.expired():
             late = f"stage {stage}: not finished within {seconds:g} s"

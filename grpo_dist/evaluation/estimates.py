@@ -1,10 +1,36 @@
-"""Estimates from an evaluation's samples: pass@k and avg@n with standard errors over problems."""
+"""Estimates from an evaluation's samples, of one problem and of many, with standard errors and intervals.
+
+    avg@n     share of right samples
+    pass@k    chance that one of k samples is right
+    maj@k     chance that the most frequent answer of k samples is right
+    cons@n    the same of all n samples that were drawn: maj@n by another name
+
+A problem is what is drawn at random, its samples are not independent of each other: so every error is that of
+a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+
+from grpo_dist.evaluation.votes import majority_at_k
+
+_Z = 1.959963984540054  # of a two-sided interval of 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over ``problems`` with its standard error (NaN for one problem) and a 95 % interval."""
+
+    value: float
+    stderr: float
+    low: float
+    high: float
+    problems: int
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -22,23 +48,82 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / misses))
 
 
+def of_problem(
+    correct: np.ndarray, ks: Sequence[int], answers: Sequence[int] | None = None
+) -> dict[str, float]:
+    """What the samples of one problem say, by the name of the measure.
+
+    ``correct``: float [n] of 1 (right), 0 (wrong) or NaN (could not be scored). ``answers``: [n], of each
+    sample the number of its answer, equal numbers for equal answers, -1 for a sample without one; None leaves
+    maj@k and cons@n out. What could not be scored is left out, and so is what too few samples remain for.
+    """
+    scored = ~np.isnan(correct)
+    right, n, drawn = correct[scored], int(scored.sum()), len(correct)
+    found = {f"pass@{k}": pass_at_k(n, int(right.sum()), k) for k in ks if n >= k}
+    if drawn == 1 or n == 0:
+        return found
+    found[f"avg@{drawn}"] = float(right.mean())
+    if answers is not None:
+        given = [answer for answer, known in zip(answers, scored, strict=True) if known]
+        found |= {f"maj@{k}": majority_at_k(right, given, k) for k in ks if 1 < k <= n}
+        found[f"cons@{drawn}"] = majority_at_k(right, given, n)
+    return found
+
+
+def estimate(values: Sequence[float], *, samples: int) -> Estimate:
+    """The mean of ``values`` in [0, 1], one of each problem; ``samples`` stand behind them all together.
+
+    The interval is Wilson's, for an effective number of problems: as many independent yes-or-no answers as
+    would have the same mean with the same error, at most ``samples``. Where every value is 0 or 1 that is
+    their number, and the interval Wilson's own (Wilson 1927; with a design effect as Franco et al. 2019,
+    J. Survey Stat. Methodol. 7:334). It stays within [0, 1] and has a width at 0 % and 100 %, too.
+
+    NaN, all of it, for no values.
+    """
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
+    n, mean = len(values), float(np.mean(values))
+    stderr = float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+    return Estimate(mean, stderr, *wilson(mean, _effective(mean, float(np.var(values)), n, samples)), n)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """95 % score interval of ``share`` among ``count`` independent ones. 8 of 10: 0.490 to 0.943."""
+    width = _Z**2 / count
+    centre = (share + width / 2) / (1 + width)
+    half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The plain mean of estimates of different sets of problems, which count alike however large they are."""
+    value = float(np.mean([e.value for e in estimates]))
+    problems = sum(e.problems for e in estimates)
+    stderr = math.sqrt(sum(e.stderr**2 for e in estimates)) / len(estimates)
+    spread = 0.0 if math.isnan(stderr) else stderr**2
+    count = value * (1 - value) / spread if spread else problems
+    return Estimate(value, stderr, *wilson(value, max(count, 1.0)), problems)
+
+
 def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, float]:
     """``pass@k`` for each k, ``avg@n`` (n: samples per problem, when more than one), each with ``_stderr``.
 
-    ``correct``: for each problem a float array [n] of 1 (right), 0 (wrong) or NaN (could not be scored). NaN
-    samples are left out, and a problem with fewer than k scored samples is left out of pass@k. The standard
-    error is that of the mean over problems: sample deviation / sqrt(problems). Nothing to estimate from gives
-    NaN.
+    ``correct``: of each problem as `of_problem` takes it. A problem with fewer than k scored samples is left
+    out of pass@k. The standard error is that of the mean over problems: sample deviation / sqrt(problems).
+    Nothing to estimate from gives NaN.
     """
-    scored = [c[~np.isnan(c)] for c in correct]
-    estimates = {f"pass@{k}": [pass_at_k(len(c), int(c.sum()), k) for c in scored if len(c) >= k] for k in ks}
-    longest = max((len(c) for c in correct), default=0)
-    if longest > 1:
-        estimates[f"avg@{longest}"] = [float(c.mean()) for c in scored if len(c)]
+    drawn = max((len(c) for c in correct), default=0)
+    found = [of_problem(c, ks) for c in correct]
     summary: dict[str, float] = {}
-    for name, values in estimates.items():
-        summary[name] = float(np.mean(values)) if values else float("nan")
-        summary[f"{name}_stderr"] = (
-            float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
-        )
+    for name in [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]:
+        known = estimate([f[name] for f in found if name in f], samples=sum(map(len, correct)))
+        summary |= {name: known.value, f"{name}_stderr": known.stderr}
     return summary
+
+
+def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
+    """Independent yes-or-no answers of this mean whose mean varies as much as that of the problems."""
+    if mean in (0.0, 1.0):
+        return problems
+    most = max(samples, problems)
+    return min(problems * mean * (1 - mean) / variance, most) if variance else most
