@@ -52,6 +52,11 @@ def read_all(sources: Sequence[DataSource]) -> list[tuple[DataSource, list[Row]]
     return [(source, read(source)) for source in sources]
 
 
+def column_names(source: DataSource) -> list[str]:
+    """Columns of the first row of ``source``; [] without one. Raises ValueError as `read` does."""
+    return next((list(record) for _, record in _records(source)), [])
+
+
 def source_name(source: DataSource) -> str:
     """The label of a source in metrics and samples."""
     if source.name:
