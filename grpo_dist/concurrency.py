@@ -42,11 +42,19 @@ def in_thread(function: Callable[[], T]) -> Awaitable[T]:
 @asynccontextmanager
 async def deadline(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
-) -> AsyncIterator[Callable[[], None]]:
+) -> AsyncIterator[None]:
     """Raises TimeoutError naming ``stage`` when the body takes longer, and on the lines after it what
-    ``explain`` finds out then; a TimeoutError from inside keeps its own words. Gives a function that sets the
-    clock back, for a body that has come a step further.
+    ``explain`` finds out then; a TimeoutError from inside keeps its own words.
     """
+    async with progressing(seconds, stage, explain=explain):
+        yield
+
+
+@asynccontextmanager
+async def progressing(
+    seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
+) -> AsyncIterator[Callable[[], None]]:
+    """A `deadline` for each step of the body, which calls what it gets when it has come a step further."""
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:

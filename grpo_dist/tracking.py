@@ -176,13 +176,6 @@ class Tracker:
                 check_room(self.directory, failed)
 
 
-class NoSamples:
-    """A sample sink for evaluations whose samples nobody asked to keep."""
-
-    def samples(self, name: str, groups: list[Group]) -> None:
-        """Kept nowhere."""
-
-
 class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline, gather, progressing
 from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
@@ -117,7 +117,7 @@ async def sample_chunks(
         await finished(number, await gather(one(prompt) for prompt in prompts))
         still_going()
 
-    async with deadline(config.cluster.timeouts.sample_s, f"{what}: the next prompt") as still_going:
+    async with progressing(config.cluster.timeouts.sample_s, f"{what}: the next prompt") as still_going:
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 

@@ -119,8 +119,8 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
         elif not answer.strip():
             number = NO_ANSWER
         else:
-            number = _same(answer, known, pool)
-            number = i if number is None else number
+            same = _same(answer, known, pool)
+            number = i if same is None else same
             known.setdefault(number, answer)
         numbers.append(number)
     return numbers
