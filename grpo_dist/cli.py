@@ -1,5 +1,6 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist pipeline FILE`` and ``grpo-dist status|logs|stop RUN``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
+``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE`` and ``grpo-dist
+status|logs|stop RUN``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from grpo_dist import __version__
 from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.evaluation.arguments import add_commands as add_evaluation
+from grpo_dist.scoring.arguments import add_commands as add_scoring
 from grpo_dist.submit.arguments import add_commands as add_submission
 
 USER_ERROR = 2
@@ -176,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_recipes(commands)
     add_evaluation(commands)
+    add_scoring(commands)
     add_submission(commands)
     parser.set_defaults(command=None)
     return parser

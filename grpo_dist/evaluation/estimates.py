@@ -2,7 +2,7 @@
 
     avg@n     share of right samples
     pass@k    chance that one of k samples is right
-    maj@k     chance that the most frequent answer of k samples is right
+    maj@k     chance that the most frequent answer of k samples is right; of one or two that is avg@n
     cons@n    the same of all n samples that were drawn: maj@n by another name
 
 A problem is what is drawn at random, its samples are not independent of each other: so every error is that of
@@ -65,7 +65,7 @@ def of_problem(
     found[f"avg@{drawn}"] = float(right.mean())
     if answers is not None:
         given = [answer for answer, known in zip(answers, scored, strict=True) if known]
-        found |= {f"maj@{k}": majority_at_k(right, given, k) for k in ks if 1 < k <= n}
+        found |= {f"maj@{k}": majority_at_k(right, given, k) for k in ks if 2 < k <= n}
         found[f"cons@{drawn}"] = majority_at_k(right, given, n)
     return found
 
@@ -100,8 +100,10 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
     value = float(np.mean([e.value for e in estimates]))
     problems = sum(e.problems for e in estimates)
     stderr = math.sqrt(sum(e.stderr**2 for e in estimates)) / len(estimates)
-    spread = 0.0 if math.isnan(stderr) else stderr**2
-    count = value * (1 - value) / spread if spread else problems
+    if stderr > 0:
+        count = value * (1 - value) / stderr**2
+    else:  # all right or all wrong, or a set of one problem: as for independent answers of one share
+        count = len(estimates) ** 2 / sum(1 / e.problems for e in estimates)
     return Estimate(value, stderr, *wilson(value, max(count, 1.0)), problems)
 
 

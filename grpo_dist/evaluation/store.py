@@ -114,7 +114,7 @@ def _settings(config: Config) -> dict[str, Any]:
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
     return {
         "seed": config.seed,
-        "model": {"dtype": str(resolve_dtype(config.model.dtype))},
+        "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
         "data": {key: tree["data"][key] for key in prompt},
         "sampling": {"max_new_tokens": config.sampling.max_new_tokens},
         "evaluation": {

@@ -17,16 +17,30 @@ _WIDE = 200  # columns of a file, which has no edge
 
 def print_result(result: Result, directory: str) -> None:
     table = Table(title=f"{result.identity.model}: value [95 % interval], %", title_justify="left")
-    names = list(dict.fromkeys(n for m in result.measured for n in m.estimates))
+    names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
     for heading in ("set", "by"):
-        table.add_column(heading)
-    for heading in ("problems", *names, "tokens", "cut off", "unscored"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("problems", *names.values(), "tokens", "cut off", "unscored"):
         table.add_column(heading, justify="right", no_wrap=True)
     for measured in result.measured:
-        table.add_row(*row(measured, names))
+        table.add_row(*row(measured, list(names)))
     console = console_for_tables()
     console.print(table)
     console.print(f"results: {directory}", soft_wrap=True)
+
+
+def headings(names: Sequence[str]) -> dict[str, str]:
+    """Of each measure that is shown. What has two names is shown once: of n samples pass@1 is avg@n, and
+    maj@n is cons@n.
+    """
+    shown = {name: name for name in names}
+    for name in names:
+        kind, _, n = name.partition("@")
+        other = {"avg": "pass@1", "cons": f"maj@{n}"}.get(kind)
+        if other in shown:
+            del shown[other]
+            shown[name] = f"{name}\n= {other}"
+    return shown
 
 
 def row(measured: Measured, names: Sequence[str]) -> list[str]:

@@ -42,7 +42,7 @@ def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int],
     counts = Counter(answer for answer in answers if answer != NO_ANSWER)
     right = {a for a, c in zip(answers, correct, strict=True) if c and a != NO_ANSWER}
     silent = len(answers) - counts.total()
-    return sum(
+    return math.fsum(
         _wins(counts[answer], tuple(sorted(n for a, n in counts.items() if a != answer)), silent, k)
         for answer in right
     )
