@@ -20,6 +20,7 @@ from grpo_dist.scoring.scorer import Outcome, Scored
 
 _BINS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
+_PLACES = 3
 _TAIL = 160  # characters of a completion that are shown, from its end
 
 
@@ -83,10 +84,19 @@ def print_scores(
     outcomes = Counter(o for s in outcome.scored for o in s.scores.outcomes if o)
     if outcomes:
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
-    for name, messages in outcome.failures.items():
-        for message, count in messages.most_common():
-            console.print(f"unscored: {name}: {count} times: {message}", markup=False, soft_wrap=True)
+    for name, part in parts.items():
+        if np.isnan(part).any():
+            console.print(_unscored(outcome, name, part), markup=False, soft_wrap=True)
     _print_time(console, outcome)
+
+
+def _unscored(outcome: Outcome, name: str, part: np.ndarray) -> str:
+    """How many, where the first are, and what the reward said of it, where it said something."""
+    where = [s.row.location for s in outcome.scored for _ in s.row.completions]
+    missing = np.flatnonzero(np.isnan(part))
+    first = ", ".join(where[i] for i in missing[:_PLACES])
+    said = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
+    return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in said)
 
 
 def _distribution(values: np.ndarray) -> list[str]:
@@ -117,7 +127,7 @@ def _print_time(console: Console, outcome: Outcome) -> None:
     p50, p99 = (each[math.ceil(q * len(each)) - 1] for q in (0.5, 0.99))
     console.print(
         f"{len(each)} completions in {outcome.seconds:.1f} s, {len(each) / outcome.seconds:,.0f} a second in "
-        f" {outcome.processes} processes; each {1e3 * p50:.1f} ms (p50), {1e3 * p99:.0f} ms (p99)"
+        f"{outcome.processes} processes; each {1e3 * p50:.1f} ms (p50), {1e3 * p99:.0f} ms (p99)"
     )
     slowest = sorted(outcome.scored, key=lambda s: -s.seconds_each)[:3]
     said = ", ".join(f"{s.row.location} {1e3 * s.seconds_each:.0f} ms" for s in slowest)
