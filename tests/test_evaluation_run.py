@@ -12,6 +12,7 @@ from fakes import World
 
 import actors.cluster
 from grpo_dist.cli import main
+from grpo_dist.durable import alone
 from grpo_dist.types import Group
 
 PROBLEMS = [
@@ -224,6 +225,7 @@ def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
     (tmp_path / "busy/file").write_text("")
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy"]) == 2
     assert "busy: is there, but holds no evaluation" in capsys.readouterr().err
+    assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy", "--fresh"]) == 2
     assert here.worlds == []
 
 
@@ -254,3 +256,12 @@ def test_two_results_are_compared_on_the_command_line(here, capsys):
     assert "a has 1 that c lacks (1 of data), e.g. '9 + 1'" in capsys.readouterr().err
     assert main(["eval", "--compare", "a", "b", "seed=1"]) == 2
     assert main(["eval"]) == 2
+
+
+def test_one_process_at_a_time(here, capsys):
+    evaluate()
+    with alone(Path("out"), "here"):
+        for arguments in ([], ["--fresh"]):
+            assert evaluate(*arguments)[0] == 2
+            assert "out: another process is at this evaluation" in capsys.readouterr().err
+    assert len(here.worlds) == 1 and not Path("out.old-1").exists()

@@ -73,10 +73,11 @@ def of_problem(
 def estimate(values: Sequence[float], *, samples: int) -> Estimate:
     """The mean of ``values`` in [0, 1], one of each problem; ``samples`` stand behind them all together.
 
-    The interval is Wilson's, for an effective number of problems: as many independent yes-or-no answers as
-    would have the same mean with the same error, at most ``samples``. Where every value is 0 or 1 that is
-    their number, and the interval Wilson's own (Wilson 1927; with a design effect as Franco et al. 2019,
-    J. Survey Stat. Methodol. 7:334). It stays within [0, 1] and has a width at 0 % and 100 %, too.
+    The interval is Wilson's (1927), for an effective number of problems: as many independent yes-or-no
+    answers as would have the same mean with the same error, at least one a problem and at most ``samples``;
+    corrected for an error that was itself estimated from few problems (Korn and Graubard 1998, Surv.
+    Methodol. 24:193). Where every value is 0 or 1 the interval is Wilson's own. It stays within [0, 1] and
+    has a width at 0 % and 100 %, too.
 
     NaN, all of it, for no values.
     """
@@ -84,7 +85,7 @@ def estimate(values: Sequence[float], *, samples: int) -> Estimate:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
     n, mean = len(values), float(np.mean(values))
     stderr = float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
-    return Estimate(mean, stderr, *wilson(mean, _effective(mean, float(np.var(values)), n, samples)), n)
+    return Estimate(mean, stderr, *wilson(mean, _effective(values, mean, samples)), n)
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
@@ -123,9 +124,25 @@ def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, flo
     return summary
 
 
-def _effective(mean: float, variance: float, problems: int, samples: int) -> float:
+def _effective(values: Sequence[float], mean: float, samples: int) -> float:
     """Independent yes-or-no answers of this mean whose mean varies as much as that of the problems."""
+    n, variance = len(values), float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+    most = max(samples, n)
     if mean in (0.0, 1.0):
-        return problems
-    most = max(samples, problems)
-    return min(problems * mean * (1 - mean) / variance, most) if variance else most
+        return n
+    if variance == 0.0:
+        return most
+    return min(max(n * mean * (1 - mean) / variance * (_Z / _student(n - 1)) ** 2, n), most)
+
+
+def _student(freedom: int) -> float:
+    """97.5 % quantile of Student's t, by its expansion around the normal's (Abramowitz and Stegun 26.7.5); to
+    0.01 from 4 degrees of freedom on, too small below.
+    """
+    z, v = _Z, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    )

@@ -16,7 +16,6 @@ from pathlib import Path
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import column_names, read_all
-from grpo_dist.durable import alone
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import breakdown
 from grpo_dist.evaluation.result import Judged, Result
@@ -75,7 +74,7 @@ def evaluate_model(
         store.begin()
     if store.moved:
         say(f"what was in {place} is now in {store.moved}")
-    with alone(place, "at this evaluation; wait for it, or choose another --output"):
+    with store.alone():
         _sample_missing(config, model_dir, asked, store, say)
         result = Result.of(identity, list(_judged(asked, store, config.evaluation.k)))
         result.write(place)

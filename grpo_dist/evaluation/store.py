@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from grpo_dist.cache import fingerprint
 from grpo_dist.changes import changes, listed
 from grpo_dist.config import Config
 from grpo_dist.data.readers import json_lines
-from grpo_dist.durable import write_text
+from grpo_dist.durable import alone, write_text
 from grpo_dist.evaluation.sampling import sampling_of
 from grpo_dist.evaluation.verdicts import Verdict
 from grpo_dist.hardware import resolve_dtype
@@ -65,21 +66,29 @@ class Identity:
 class Store:
     """The directory of one evaluation. ``fresh``: what is there is moved aside.
 
-    Raises ValueError where the directory holds an evaluation of another model or with other settings.
+    Raises ValueError where the directory holds something else, an evaluation of another model or with other
+    settings, or one that another process is at.
     """
 
     def __init__(self, directory: Path, identity: Identity, *, fresh: bool) -> None:
         self.directory, self.identity = directory, identity
         self.moved: Path | None = None
-        if fresh and directory.exists():
-            self.moved = move_aside(directory)
         known = directory / _IDENTITY
-        if known.is_file():
-            _check_same(directory, json.loads(known.read_text()), identity)
-        elif directory.exists() and any(directory.iterdir()):
-            raise ValueError(
-                f"{directory}: is there, but holds no evaluation (no {_IDENTITY}); choose another --output"
-            )
+        if not known.is_file():
+            if directory.exists() and any(directory.iterdir()):
+                raise ValueError(
+                    f"{directory}: is there, but holds no evaluation (no {_IDENTITY}); choose another "
+                    "--output"
+                )
+        elif fresh:
+            with self.alone():
+                self.moved = move_aside(directory)
+        else:
+            _check_same(directory, json.loads(known.read_text(encoding="utf-8")), identity)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Raises UserError where another process is at this evaluation."""
+        return alone(self.directory, "at this evaluation; wait for it, or choose another --output")
 
     def begin(self) -> None:
         if not (self.directory / _IDENTITY).exists():
