@@ -12,7 +12,9 @@ from fakes import World
 
 import actors.cluster
 from grpo_dist.cli import main
+from grpo_dist.config_files import load_config
 from grpo_dist.durable import alone
+from grpo_dist.recipe import stages
 from grpo_dist.types import Group
 
 PROBLEMS = [
@@ -92,6 +94,16 @@ def evaluate(*arguments, data=("data.jsonl",), directory="out"):
     output = ("--output", directory) if directory else ()
     code = main(["eval", "demo:tiny", *data, *ARGUMENTS, *output, *arguments])
     return code, *(Path(f"{directory}/{name}").read_text() for name in ("result.json", "problems.jsonl"))
+
+
+def load_config_of(directory):
+    """A configuration with an evaluation set of its own, also written there."""
+    path = directory / "config.yaml"
+    path.write_text(
+        "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
+        "name: own}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\nevaluation: {max_prompts: 3}\n"
+    )
+    return load_config(path)
 
 
 def sampled(world):
@@ -230,11 +242,7 @@ def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
 
 
 def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_path):
-    text = (
-        "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
-        "name: own}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\nevaluation: {max_prompts: 3}\n"
-    )
-    (tmp_path / "config.yaml").write_text(text)
+    load_config_of(tmp_path)
     assert main(["eval", "config.yaml", "--output", "a"]) == 0
     assert json.loads(Path("a/result.json").read_text())["measured"][0]["problems"] == 3
     assert main(["eval", "config.yaml", "data.jsonl", "--output", "b"]) == 0
@@ -265,3 +273,19 @@ def test_one_process_at_a_time(here, capsys):
             assert evaluate(*arguments)[0] == 2
             assert "out: another process is at this evaluation" in capsys.readouterr().err
     assert len(here.worlds) == 1 and not Path("out.old-1").exists()
+
+
+def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_model, tmp_path):
+    config = load_config_of(tmp_path)
+    measures = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
+    again = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
+    assert measures == again and len(here.worlds) == 1
+    assert {
+        "eval/own/pass@1",
+        "eval/own/pass@1_stderr",
+        "eval/own/length_tokens",
+        "eval/own/unscored",
+    } == set(measures)
+    (directory,) = (tmp_path / "stage/evaluations").iterdir()
+    found = json.loads((directory / "result.json").read_text())["measured"][0]
+    assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]

@@ -1,15 +1,19 @@
 """What `grpo-dist eval` takes for a model and for data."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from grpo_dist.cli import _parser
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
 from grpo_dist.evaluation.benchmarks import BENCHMARKS, breakdown
 from grpo_dist.evaluation.target import INSTRUCTION, configuration
 
+ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
 model: {path: "demo:tiny", revision: main}
 data:
@@ -101,3 +105,26 @@ def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, 
     (source,) = configuration("demo:tiny", [name], [], data_dir=shared_data).data.eval
     assert len(read(source)) == rows
     assert ("level" in breakdown(source)) and ("subject" in breakdown(source)) == (name == "math500")
+
+
+def shown(command):
+    """Commands of the READMEs with arguments of their own, not those that say how one is made."""
+    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/scoring/README.md")
+    lines = [line for path in folders for line in path.read_text().splitlines()]
+    return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
+
+
+@pytest.mark.parametrize("line", shown("eval"))
+def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
+    monkeypatch.delenv("GRPO_DATA", raising=False)
+    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    data = [word for word in args.overrides if "=" not in word]
+    config = configuration(args.config, data, [w for w in args.overrides if "=" in w])
+    assert not rest and len(config.data.eval) == len(data) > 0
+    assert config.evaluation.samples_per_prompt > 1
+
+
+@pytest.mark.parametrize("line", shown("score"))
+def test_scorings_of_the_readme_are_understood(line):
+    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
