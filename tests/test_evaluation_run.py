@@ -12,6 +12,7 @@ from fakes import World
 
 import actors.cluster
 from grpo_dist.cli import main
+from grpo_dist.concurrency import progressing
 from grpo_dist.config_files import load_config
 from grpo_dist.durable import alone
 from grpo_dist.recipe import stages
@@ -280,12 +281,33 @@ def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_
     measures = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
     again = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
     assert measures == again and len(here.worlds) == 1
-    assert {
-        "eval/own/pass@1",
-        "eval/own/pass@1_stderr",
-        "eval/own/length_tokens",
-        "eval/own/unscored",
-    } == set(measures)
+    names = ("pass@1", "pass@1_stderr", "length_tokens", "unscored")
+    assert set(measures) == {f"eval/own/{name}" for name in names}
     (directory,) = (tmp_path / "stage/evaluations").iterdir()
     found = json.loads((directory / "result.json").read_text())["measured"][0]
     assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
+
+
+def test_a_deadline_is_for_the_next_step_and_not_for_all_of_them():
+    async def steps(count, seconds):
+        async with progressing(0.5, "evaluate: the next prompt") as still_going:
+            for _ in range(count):
+                await asyncio.sleep(seconds)
+                still_going()
+
+    asyncio.run(steps(8, 0.1))
+    with pytest.raises(TimeoutError, match=r"stage evaluate: the next prompt: not finished within 0\.5 s"):
+        asyncio.run(steps(1, 5.0))
+
+
+def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
+    async def score(self, prompt, rollouts):
+        rewards = np.array([[0.9, 0.2, np.nan][i % 3] for i in range(len(rollouts))], np.float32)
+        return Group(prompt, rollouts, rewards, {"mine": rewards}, ("",) * len(rollouts))
+
+    monkeypatch.setattr(Engine, "score", score)
+    _, result, problems = evaluate()
+    found = json.loads(result)["measured"][0]
+    assert set(found["estimates"]) == {"pass@1", "pass@4", "avg@32"}
+    assert found["estimates"]["avg@32"]["value"] == pytest.approx(0.5) and found["unscored"] == 100
+    assert json.loads(problems.splitlines()[0])["numbers"] is None
