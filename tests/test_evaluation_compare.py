@@ -68,6 +68,14 @@ def test_for_single_samples_both_tests_are_the_same():
     assert (found.low, found.high) == pytest.approx((8 / 22 - half, 8 / 22 + half), abs=1e-6)
 
 
+def test_sampled_averages_have_student_s_interval():
+    found = paired([0.25, 0.5, 0.0, 0.75], [0.5, 0.75, 0.75, 0.5])  # gains 0.25, 0.25, 0.75, -0.25
+    half = 3.182 * math.sqrt((0 + 0 + 0.25 + 0.25) / 3) / 2
+    assert (found.low, found.high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.005)
+    # The sum is 1. With + 0.75 it is that or more unless two of the three others are negative: 4 of 8 ways.
+    assert found.p == 8 / 16 and found.test == SIGN_FLIPS
+
+
 def test_an_interval_of_no_difference_has_a_width():
     found = paired([1.0] * 30, [1.0] * 30)
     assert (found.value, found.p) == (0.0, 1.0) and -0.1 < found.low < 0 < found.high < 0.1

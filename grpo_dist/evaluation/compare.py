@@ -17,13 +17,13 @@ import numpy as np
 from grpo_dist.changes import changes
 from grpo_dist.data.readers import json_lines
 from grpo_dist.durable import write_text
+from grpo_dist.evaluation.estimates import Z95, student
 from grpo_dist.evaluation.result import ALL, PROBLEMS, RESULT
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"
 _ENUMERATED = 16  # differences whose signs are flipped in every way; more: at random
 _FLIPS, _BLOCK = 100_000, 2_000
-_Z = 1.959963984540054
 
 Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problems.jsonl
 
@@ -91,18 +91,30 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
     flipped: in all ways where that is at most 2^16, else in 100,000 ways drawn from a fixed seed. For values
     of 0 and 1 the two tests are the same.
 
-    The interval is a Wald interval after half a problem more has gone either way and one more neither way
-    (Agresti and Min 2005, Stat. Med. 24:729, for pairs of 0 and 1): it holds for few differences, too.
+    The interval is Student's of the mean difference. For values of 0 and 1, and where all differences are
+    equal, it is Wald's after half a problem more has gone either way and one more neither way (Agresti and
+    Min 2005, Stat. Med. 24:729), which holds for few differences, too.
     """
     gains = np.asarray(second, float) - np.asarray(first, float)
-    n = len(gains) + 2
-    centre = gains.sum() / n
-    half = _Z * math.sqrt(max(((gains**2).sum() + 1) / n - centre**2, 0.0) / n)
-    if set(first) | set(second) <= {0.0, 1.0}:
+    yes_or_no = set(first) | set(second) <= {0.0, 1.0}
+    low, high = _wald(gains) if yes_or_no or np.ptp(gains) == 0.0 else _student(gains)
+    if yes_or_no:
         p, test = mcnemar(int((gains > 0).sum()), int((gains < 0).sum())), MCNEMAR
     else:
         p, test = sign_flips(gains)
-    return Difference(float(gains.mean()), max(-1.0, centre - half), min(1.0, centre + half), p, test)
+    return Difference(float(gains.mean()), max(-1.0, low), min(1.0, high), p, test)
+
+
+def _student(gains: np.ndarray) -> tuple[float, float]:
+    half = student(len(gains) - 1) * float(gains.std(ddof=1)) / math.sqrt(len(gains))
+    return float(gains.mean()) - half, float(gains.mean()) + half
+
+
+def _wald(gains: np.ndarray) -> tuple[float, float]:
+    n = len(gains) + 2
+    centre = float(gains.sum()) / n
+    half = Z95 * math.sqrt(max((float((gains**2).sum()) + 1) / n - centre**2, 0.0) / n)
+    return centre - half, centre + half
 
 
 def mcnemar(gained: int, lost: int) -> float:

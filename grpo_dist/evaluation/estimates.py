@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_dist.evaluation.votes import majority_at_k
 
-_Z = 1.959963984540054  # of a two-sided interval of 95 %
+Z95 = 1.959963984540054  # of a two-sided interval of 95 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def estimate(values: Sequence[float], *, samples: int) -> Estimate:
 
 def wilson(share: float, count: float) -> tuple[float, float]:
     """95 % score interval of ``share`` among ``count`` independent ones. 8 of 10: 0.490 to 0.943."""
-    width = _Z**2 / count
+    width = Z95**2 / count
     centre = (share + width / 2) / (1 + width)
     half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -132,14 +132,14 @@ def _effective(values: Sequence[float], mean: float, samples: int) -> float:
         return n
     if variance == 0.0:
         return most
-    return min(max(n * mean * (1 - mean) / variance * (_Z / _student(n - 1)) ** 2, n), most)
+    return min(max(n * mean * (1 - mean) / variance * (Z95 / student(n - 1)) ** 2, n), most)
 
 
-def _student(freedom: int) -> float:
+def student(freedom: int) -> float:
     """97.5 % quantile of Student's t, by its expansion around the normal's (Abramowitz and Stegun 26.7.5); to
     0.01 from 4 degrees of freedom on, too small below.
     """
-    z, v = _Z, freedom
+    z, v = Z95, freedom
     return (
         z
         + (z**3 + z) / (4 * v)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_dist.evaluation.compare import Comparison
@@ -16,10 +17,9 @@ _WIDE = 200  # columns of a file, which has no edge
 
 
 def print_result(result: Result, directory: str) -> None:
-    table = Table(title=f"{result.identity.model}: value [95 % interval], %", title_justify="left")
+    table = Table(title=f"{escape(result.identity.model)}: value [95 % interval], %", title_justify="left")
     names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
-    for heading in ("set", "by"):
-        table.add_column(heading, no_wrap=True)
+    table.add_column("set", no_wrap=True)
     for heading in ("problems", *names.values(), "tokens", "cut off", "unscored"):
         table.add_column(heading, justify="right", no_wrap=True)
     for measured in result.measured:
@@ -44,10 +44,8 @@ def headings(names: Sequence[str]) -> dict[str, str]:
 
 
 def row(measured: Measured, names: Sequence[str]) -> list[str]:
-    part = measured.by is not None
     return [
-        "" if part else measured.set,
-        f"{measured.by} {measured.value}" if part else "",
+        escape(measured.set if measured.by is None else f"  {measured.by} {measured.value}"),
         str(measured.problems),
         *(interval(measured.estimates.get(name)) for name in names),
         f"{measured.length_tokens:,.0f}",
@@ -65,7 +63,7 @@ def interval(found: Estimate | None) -> str:
 
 def print_comparison(comparison: Comparison) -> None:
     table = Table(
-        title=f"A: {comparison.first}   B: {comparison.second}   %, B - A [95 % interval]",
+        title=f"A: {escape(comparison.first)}   B: {escape(comparison.second)}   %, B - A [95 % interval]",
         title_justify="left",
     )
     for heading in ("set", "measure"):
@@ -73,11 +71,14 @@ def print_comparison(comparison: Comparison) -> None:
     for heading in ("problems", "A", "B", "B - A", "p"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("test")
+    shown = headings([found.measure for found in comparison.rows])
     for found in comparison.rows:
+        if found.measure not in shown:
+            continue
         gain = found.difference
         table.add_row(
-            found.set,
-            found.measure,
+            escape(found.set),
+            shown[found.measure].replace("\n", " "),
             str(found.problems),
             f"{100 * found.first:.1f}",
             f"{100 * found.second:.1f}",
