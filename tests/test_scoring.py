@@ -179,6 +179,17 @@ def test_commands_that_cannot_be_are_refused(here, capsys):
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
 
 
+def test_reward_models_are_not_asked_and_nothing_may_depend_on_them(here, capsys):
+    text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
+    Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
+    assert main(["score", "c.jsonl", "config.yaml"]) == 0
+    assert "warning: reward models are not asked (quality)" in capsys.readouterr().out
+    gated = "rewards.functions=[{function: math, gate: quality}]"
+    assert "math: its gate quality is a reward model" in refusal(capsys, "c.jsonl", "config.yaml", gated)
+    alone = "rewards.functions=[]"
+    assert "reward models (quality) are not asked" in refusal(capsys, "c.jsonl", "config.yaml", alone)
+
+
 def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
     """Solutions written by models, which their authors have called right or wrong."""
     path = str(shared_data / "gsm8k_graded_solutions.jsonl")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, Rewards
 from grpo_dist.config_files import load_config, overridden, validated
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.table import console_for_tables
@@ -44,6 +44,7 @@ def score(
     target = output or Path(f"{path.stem}.scored.jsonl")
     if target.resolve() == path.resolve():
         raise UserError(f"--output {target}: is the file of completions; name another")
+    _check_without_models(config.rewards)
     rows = read_rows(path, columns)
     with refusals():
         check_writable(target)
@@ -81,6 +82,19 @@ def configuration(
     return validated(tree, "score", Config)
 
 
+def _check_without_models(rewards: Rewards) -> None:
+    """Reward models run on engines' hardware, and are not asked: what is left must stand alone."""
+    models = [model.name for model in rewards.models]
+    if not rewards.functions:
+        raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not asked")
+    gated = next((r for r in rewards.functions if r.gate in models), None)
+    if gated:
+        raise UserError(
+            f"reward {gated.name or gated.function}: its gate {gated.gate} is a reward model, which is not "
+            "asked; remove the gate, or the reward"
+        )
+
+
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
     """The policy's, where a reward looks at tokens; else None."""
     asked = [r.function for r in config.rewards.functions if r.function in OF_TOKENS]
@@ -104,7 +118,8 @@ def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     console.print(f"scores: {target}", soft_wrap=True, markup=False)
     graders = {name: part for name, part in parts.items() if is_grader(part)}
     if columns.label is not None:
-        graders[columns.label] = _labels([s.row for s in outcome.scored])
+        name = columns.label if columns.label not in parts else f"{columns.label} (label)"
+        graders[name] = _labels([s.row for s in outcome.scored])
     if len(graders) < 2:
         return
     report.print_agreements(console, agreements(graders))
