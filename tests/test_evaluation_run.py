@@ -233,6 +233,13 @@ def test_results_by_a_column_that_is_asked_for(here, capsys):
     assert "--by tpoic: no data set has such a column" in capsys.readouterr().err
 
 
+def test_a_column_that_some_rows_lack_is_not_reported_by(here):
+    write("data.jsonl", [*PROBLEMS[:9], {"problem": "x", "answer": "1", "source": "other"}])
+    _, result, _ = evaluate()
+    values = [(m["by"], m["value"], m["problems"]) for m in json.loads(result)["measured"]]
+    assert values == [(None, None, 10), ("source", "made", 9), ("source", "other", 1)]
+
+
 def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy/file").write_text("")

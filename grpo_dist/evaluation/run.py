@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config, DataSource
-from grpo_dist.data.readers import column_names, read_all
+from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import breakdown
 from grpo_dist.evaluation.result import Judged, Result
@@ -101,9 +101,9 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list
 
 
 def _columns(source: DataSource, by: Sequence[str]) -> list[str]:
-    """Those of the wanted columns that ``source`` has."""
+    """Those of the wanted columns that all rows of ``source`` have."""
     wanted = by or breakdown(source)
-    return [name for name in column_names(source) if name in wanted]
+    return [name for name in common_columns(source) if name in wanted]
 
 
 def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], config: Config) -> Asked:
