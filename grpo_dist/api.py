@@ -42,15 +42,16 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
 
 
 def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Sample `model.path` on `data.eval` and return `eval/SET/pass@k` and the like, with standard errors.
+    """Sample `model.path` on `data.eval`, as far as that was not done before; return `eval/SET/pass@k` and
+    the like, with standard errors.
 
     Args and UserError as of `train`.
     """
     settings = resolved(config, overrides)
     _check_place("evaluate_model")
-    from grpo_dist.training import evaluate_model as evaluate
+    from grpo_dist.evaluation.run import evaluate_model as evaluate
 
-    return evaluate(settings)
+    return evaluate(settings, print).metrics()
 
 
 def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:

@@ -1,5 +1,6 @@
-"""The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist pipeline FILE`` and ``grpo-dist status|logs|stop RUN``. Heavy imports live inside the commands.
+"""The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
+``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE`` and ``grpo-dist
+status|logs|stop RUN``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from grpo_dist import __version__
 from grpo_dist.errors import RunEnded, UserError
-from grpo_dist.submit.arguments import add_commands
+from grpo_dist.evaluation.arguments import add_commands as add_evaluation
+from grpo_dist.scoring.arguments import add_commands as add_scoring
+from grpo_dist.submit.arguments import add_commands as add_submission
 
 USER_ERROR = 2
 
@@ -103,15 +106,6 @@ def _pipeline(path: str, overrides: list[str], again_from: str | None, check_onl
     run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
-def _eval(path: str, overrides: list[str]) -> None:
-    from grpo_dist.config_files import load_config
-
-    config = load_config(path, overrides)
-    from grpo_dist.training import evaluate_model
-
-    evaluate_model(config)
-
-
 def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
     if (path is None) == (compare is None) or (compare and overrides):
         raise UserError("bench: give either a configuration to measure, or --compare A.json B.json alone")
@@ -172,7 +166,6 @@ def _parser() -> argparse.ArgumentParser:
             _sft,
             "the supervised cold start of the configuration's `sft` section; prints the model's directory",
         ),
-        ("eval", _eval, "evaluate `model.path` on the configuration's evaluation sets"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
@@ -184,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_plan(commands)
     _add_recipes(commands)
-    add_commands(commands)
+    add_evaluation(commands)
+    add_scoring(commands)
+    add_submission(commands)
     parser.set_defaults(command=None)
     return parser
 

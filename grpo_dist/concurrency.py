@@ -46,10 +46,19 @@ async def deadline(
     """Raises TimeoutError naming ``stage`` when the body takes longer, and on the lines after it what
     ``explain`` finds out then; a TimeoutError from inside keeps its own words.
     """
+    async with progressing(seconds, stage, explain=explain):
+        yield
+
+
+@asynccontextmanager
+async def progressing(
+    seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
+) -> AsyncIterator[Callable[[], None]]:
+    """A `deadline` for each step of the body, which calls what it gets when it has come a step further."""
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
-            yield
+            yield lambda: timeout.reschedule(asyncio.get_running_loop().time() + seconds)
     except TimeoutError as error:
         if timeout.expired():
             late = f"stage {stage}: not finished within {seconds:g} s"

@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
 from grpo_dist.config import KL, Config
-from grpo_dist.evaluate import EvalSet, evaluate
+from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health import SKIPPED, HealthWatch
 from grpo_dist.ledger import Account, account
 from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from grpo_dist.errors import RunEnded
+from grpo_dist.errors import RunEnded, UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_BYTES = 2**20  # what a writer leaves free that was refused more
@@ -42,6 +45,19 @@ def write_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     publish(partial, path)
+
+
+@contextmanager
+def alone(directory: Path, what: str) -> Iterator[None]:
+    """Within, no other process is in such a block of ``directory``. Raises UserError where one is: it is
+    ``what``. The kernel gives the lock back when the process ends, however it ends.
+    """
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{directory}: another process is {what}") from error
+        yield
 
 
 def flush(path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import Row, read_all, source_name
 from grpo_dist.deepspeed_config import deepspeed_config
-from grpo_dist.evaluate import EvalSet
+from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
 from grpo_dist.lora import check_targets
 from grpo_dist.rewards.models import check_model

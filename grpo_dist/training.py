@@ -1,6 +1,4 @@
-"""A training session from the configuration to the exported, evaluated model; and an evaluation on its
-own.
-"""
+"""A training session from the configuration to the exported, evaluated model."""
 
 from __future__ import annotations
 
@@ -24,26 +22,22 @@ from grpo_dist.checkpoint import (
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
-from grpo_dist.console import eval_lines, print_before_after
+from grpo_dist.console import print_before_after
 from grpo_dist.data.order import step_prompts
-from grpo_dist.data.readers import read_all
 from grpo_dist.durable import check_room, write_text
 from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluate import evaluate
+from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
     check_writable,
     choose_run_dir,
-    load_tokenizer,
     prepare,
-    prepare_eval,
-    resolve_model,
 )
 from grpo_dist.recovery import Recovery
-from grpo_dist.tracking import NoSamples, Tracker
+from grpo_dist.tracking import Tracker
 from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -209,32 +203,6 @@ async def _restore(config: Config, place: Place, workers: Workers) -> None:
             ):
                 await workers.reference.load(place.checkpoint / REFERENCE)
     await workers.sync.push(version=place.step)
-
-
-def evaluate_model(config: Config) -> dict[str, float]:
-    """Sample `model.path` on the evaluation sets and print the estimates."""
-    from actors.cluster import Cluster
-
-    with refusals():
-        if not config.data.eval:
-            raise ValueError("data.eval is empty; name at least one evaluation set")
-        model_dir = resolve_model(config, _say)
-        tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        eval_sets = prepare_eval(config, read_all(config.data.eval), tokenizer, [], _say)
-
-    async def session() -> dict[str, float]:
-        async with Cluster(config) as cluster:
-            async with deadline(
-                config.cluster.timeouts.start_s, "start: engine and graders up", explain=cluster.where_stuck
-            ):
-                samplers = await cluster.start_evaluation(model_dir)
-            return await evaluate(config, samplers, eval_sets, NoSamples(), step=0)
-
-    metrics = asyncio.run(session())
-    _say(f"model: {model_dir}")
-    for line in eval_lines(0, metrics):
-        _say(line)
-    return metrics
 
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:

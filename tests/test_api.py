@@ -41,7 +41,7 @@ def test_the_import_is_light_and_gives_the_function_whatever_was_imported_before
     )
     assert (
         python(
-            "import grpo_dist.training, grpo_dist.evaluate\n"
+            "import grpo_dist.training, grpo_dist.evaluation\n"
             "from grpo_dist import train\nprint(train.__module__)"
         )
         == "grpo_dist.api"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from grpo_dist.driver import run
-from grpo_dist.evaluate import EvalSet
+from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.generated import refresh, with_part
 from grpo_dist.health import REFUSED
 from grpo_dist.loss import LossSettings, batch_loss, finish_stats

@@ -10,7 +10,7 @@ import torch
 
 from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
-from grpo_dist.evaluate import EvalSet
+from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.types import Group
 
 DEMO = [{"path": "demo:add3"}]

@@ -1,12 +1,17 @@
 """Estimates from samples, against numbers worked by hand and against counting every subset."""
 
+import math
+from collections import Counter
+from fractions import Fraction
 from itertools import combinations
 from math import comb
 
 import numpy as np
 import pytest
 
-from grpo_dist.evaluation import pass_at_k, summarise
+from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
+from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
+from grpo_dist.rewards.pool import GraderPool
 
 NAN = float("nan")
 
@@ -70,3 +75,129 @@ def test_one_sample_a_problem_gives_accuracy_with_its_binomial_error():
 def test_nothing_to_estimate_from_is_nan_and_not_zero():
     assert all(np.isnan(v) for v in summarise([flags("xx")], [1]).values())
     assert all(np.isnan(v) for v in summarise([], [1]).values())
+
+
+# Votes
+
+
+def vote_by_counting(correct, answers, k):
+    """Over every subset of k: the right share of those answers that lead."""
+    right = {a for a, c in zip(answers, correct, strict=True) if c}
+    outcomes = []
+    for subset in combinations(answers, k):
+        counts = Counter(a for a in subset if a != -1)
+        leading = [a for a, n in counts.items() if n == max(counts.values())]
+        outcomes.append(Fraction(sum(a in right for a in leading), max(1, len(leading))))
+    return float(sum(outcomes) / len(outcomes))
+
+
+def test_a_vote_worked_by_hand():
+    correct, answers = [1, 1, 0, 0, 0], [0, 0, 1, 1, 2]
+    assert majority_at_k(correct, answers, 5) == pytest.approx(1 / 2)  # two answers lead
+    assert majority_at_k(correct, answers, 3) == pytest.approx(13 / 30)  # 3 subsets won, 4 three-way ties
+    assert majority_at_k([1, 0, 0], [0, -1, -1], 3) == 1.0  # who has no answer has no vote
+    assert majority_at_k([0, 0], [-1, -1], 2) == 0.0  # and where nobody has one the vote is lost
+    assert majority_at_k([1, 0, 0, 0], [0, 1, 2, 3], 4) == pytest.approx(1 / 4)  # all tie
+
+
+def test_the_expected_vote_is_the_mean_over_all_subsets():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        answers = rng.integers(-1, 4, size=int(rng.integers(1, 9))).tolist()
+        correct = [float(answer == 0) for answer in answers]
+        for k in range(1, len(answers) + 1):
+            exact = vote_by_counting(correct, answers, k)
+            assert majority_at_k(correct, answers, k) == pytest.approx(exact, abs=1e-12)
+
+
+def test_a_vote_of_one_or_two_is_the_share_of_right_samples():
+    correct, answers = [1, 1, 0, 0, 0], [0, 0, 1, 1, 2]
+    assert majority_at_k(correct, answers, 1) == pytest.approx(2 / 5)
+    assert majority_at_k(correct, answers, 2) == pytest.approx(2 / 5)
+
+
+def test_votes_of_more_samples_than_binomials_have_room_for():
+    answers = [0] * 1100 + [1] * 900
+    assert 0.99 < majority_at_k([float(a == 0) for a in answers], answers, 1000) <= 1.0
+
+
+def test_a_vote_of_more_samples_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
+        majority_at_k([1, 0], [0, 1], 3)
+
+
+def test_what_one_problem_says():
+    found = of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
+    # The unscored sample has no vote: of 4, the right answer leads with 2. Of 3: {0,0,*} 2 of 4 subsets win,
+    # the other two have three answers each.
+    expected = {"pass@1": 1 / 2, "pass@3": 1.0, "pass@4": 1.0, "avg@5": 1 / 2, "maj@3": 2 / 3, "maj@4": 1.0}
+    assert found == pytest.approx(expected | {"cons@5": 1.0})
+    assert set(of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}  # answers that cannot be compared
+    assert of_problem(flags("xx"), [1], [0, 1]) == {}
+
+
+def test_answers_are_numbered_as_mathematics():
+    with GraderPool(2) as pool:
+        texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]
+        assert final_answers(texts, lambda: pool) == ["1.50", "18", "", "x+1"]
+        answers = ["0.5", "\\frac12", "", "3", "x+1", "3.00", "1+x", "\\frac{6}{2}", "y"]
+        correct = [1.0, 1.0] + [0.0] * 7
+        assert numbered(answers, correct, lambda: pool) == [0, 0, -1, 3, 4, 3, 4, 3, 8]
+
+
+def test_numbers_and_equal_texts_are_compared_without_a_process():
+    def never():
+        raise AssertionError("a process was asked")
+
+    answers = ["12", "12.0", "1,200", "1200", "$7$", "\\text{A}", " A", "8"]
+    assert numbered(answers[:5], [0.0] * 5, never) == [0, 0, 2, 2, 4]
+    assert numbered(answers[5:7], [0.0] * 2, never) == [0, 0]
+    assert final_answers(["\\boxed{7}"], never) == ["7"]
+
+
+# Intervals
+
+
+def test_wilson_s_interval_has_the_published_numbers():
+    # Newcombe 1998 (Stat. Med. 17:857), Table I, method 3: 81/263, 15/148, 0/20, 1/29.
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
+                                    (1, 29, 0.0061, 0.1718)):  # fmt: skip
+        assert wilson(right / count, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_yes_or_no_answers_have_wilson_s_own_interval():
+    found = estimate([1.0] * 8 + [0.0] * 2, samples=10)
+    assert (found.low, found.high) == pytest.approx(wilson(0.8, 10))
+    assert found.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
+    none = estimate([0.0] * 30, samples=480)  # 16 samples each tell as little as one of other problems
+    assert (none.low, none.high) == pytest.approx(wilson(0.0, 30))
+
+
+def test_problems_that_differ_less_than_coins_count_for_more_but_never_for_more_than_their_samples():
+    values = [0.25, 0.5, 0.75, 0.5] * 4
+    # Student's 97.5 % quantile for 15 degrees of freedom is 2.1314.
+    effective = 16 * 0.25 / np.var(values, ddof=1) * (1.95996 / 2.1314) ** 2
+    assert (estimate(values, samples=256).low, estimate(values, samples=256).high) == pytest.approx(
+        wilson(0.5, effective), rel=1e-4
+    )
+    assert estimate([0.5] * 4, samples=8).low == pytest.approx(wilson(0.5, 8)[0])
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """30 problems of which most are easy or hard, 16 samples each: as AIME is measured."""
+    rng, covered, runs = np.random.default_rng(0), 0, 2000
+    for _ in range(runs):  # deviation of the share: 0.005
+        shares = rng.beta(0.3, 0.7, size=30)
+        values = rng.binomial(16, shares) / 16
+        found = estimate(values.tolist(), samples=480)
+        covered += found.low <= 0.3 <= found.high
+    assert 0.938 < covered / runs < 0.967
+
+
+def test_the_mean_of_sets_counts_small_sets_as_much_as_large_ones():
+    large, small = estimate([1.0] * 90 + [0.0] * 10, samples=100), estimate([1.0, 0.0], samples=2)
+    mean = mean_of([large, small])
+    assert mean.value == pytest.approx((0.9 + 0.5) / 2) and mean.problems == 102
+    assert mean.stderr == pytest.approx(math.sqrt(0.9 * 0.1 / 99 + 0.5 * 0.5 / 1) / 2, rel=1e-9)
+    nothing = mean_of([estimate([0.0] * 40, samples=40), estimate([0.0] * 10, samples=10)])
+    assert nothing.high == pytest.approx(wilson(0.0, 4 / (1 / 40 + 1 / 10))[1])

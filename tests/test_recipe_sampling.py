@@ -1,5 +1,6 @@
 """The sample stage with fake workers: it goes on by chunks, repeats itself, and says when nothing is left."""
 
+import asyncio
 import json
 
 import pytest
@@ -22,6 +23,18 @@ def config(**rejection) -> Config:
     )
 
 
+class OneAtATime(World):
+    """An engine with room for one prompt: the first asked is the first done."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._room = asyncio.Lock()
+
+    async def sample(self, prompt, *, seeds, sampling):
+        async with self._room:
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+
 @pytest.fixture
 def clusters(monkeypatch):
     """Worlds of the clusters that are started; those in ``failing`` die on a uid."""
@@ -30,7 +43,7 @@ def clusters(monkeypatch):
 
     class FakeCluster:
         def __init__(self, config):
-            made.append(World(fail_on=failing.pop() if failing else None))
+            made.append(OneAtATime(fail_on=failing.pop() if failing else None))
 
         async def __aenter__(self):
             return self

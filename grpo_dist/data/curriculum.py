@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from grpo_dist.evaluate import correctness
+from grpo_dist.evaluation.sampling import correctness
 from grpo_dist.types import Group
 
 _FORGET = 0.5  # what earlier observations of a prompt still count when it comes again

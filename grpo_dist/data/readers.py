@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,15 @@ def read(source: DataSource) -> list[Row]:
 def read_all(sources: Sequence[DataSource]) -> list[tuple[DataSource, list[Row]]]:
     """Every source with its rows."""
     return [(source, read(source)) for source in sources]
+
+
+def common_columns(source: DataSource) -> list[str]:
+    """Columns that all rows of ``source`` have; [] without rows. Raises ValueError as `read` does."""
+    records = (record for _, record in islice(_records(source), source.max_rows))
+    names = dict.fromkeys(next(records, {}))
+    for record in records:
+        names = {name: None for name in names if name in record}
+    return list(names)
 
 
 def source_name(source: DataSource) -> str:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_dist.cache import fingerprint
-from grpo_dist.config import Rewards
+from grpo_dist.changes import changes
 from grpo_dist.durable import write_text
 from grpo_dist.recipe.config import Kind, Stage, paths
+from grpo_dist.rewards.registry import own_code
 from grpo_dist.secrets import HIDDEN, masked
 
 FILE = "stage.json"
@@ -106,22 +107,12 @@ def inputs(stage: Stage, earlier: Mapping[str, Record]) -> dict[str, str | None]
             found[f"stage:{name}"] = earlier[name].id if name in earlier else None
         elif (local := Path(value).expanduser()).exists():
             found[value] = fingerprint(local)
-    for file in _code(stage.config.rewards):
+    for file in own_code(stage.config.rewards):
         found[str(file)] = fingerprint(file)
     whole = _settings(stage)
     if used != whole:  # a custom reward's `end_token` may pass for a secret, and decides
         found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
     return found
-
-
-def _code(rewards: Rewards) -> Iterator[Path]:
-    """Source files of the user's reward functions that lie in `code_paths`; of a package, all of them."""
-    tops = {r.function.partition(":")[0].split(".")[0] for r in rewards.functions if ":" in r.function}
-    for directory in rewards.code_paths:
-        for top in sorted(tops):
-            package = Path(directory).expanduser() / top
-            yield from (file for file in [package.with_suffix(".py")] if file.is_file())
-            yield from sorted(package.rglob("*.py"))
 
 
 def sampled_with(record: Record) -> Record:
@@ -134,12 +125,7 @@ def sampled_with(record: Record) -> Record:
 
 def differences(old: Record, new: Record) -> list[str]:
     """In words, one item for every setting and input: "`steps` was 40 and is 60"."""
-    before, after = dict(_flat(old.settings)), dict(_flat(new.settings))
-    found = [
-        f"`{key}` was {before.get(key)} and is {after.get(key)}"
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key)
-    ]
+    found = changes(old.settings, new.settings)
     for name in dict.fromkeys([*old.inputs, *new.inputs]):
         if old.inputs.get(name) != new.inputs.get(name):
             stage = name.removeprefix("stage:")
@@ -149,11 +135,3 @@ def differences(old: Record, new: Record) -> list[str]:
                 else f"{name} has changed"
             )
     return found
-
-
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list) and value:
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, value

@@ -5,18 +5,18 @@ refuse everything that can be refused  ->  for each stage: skip | go on | begin 
 
 from __future__ import annotations
 
-import fcntl
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_dist.aside import move_aside
+from grpo_dist.changes import listed
+from grpo_dist.durable import alone
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.prepare import Say, check_writable
 from grpo_dist.recipe.check import check_stages
 from grpo_dist.recipe.config import Pipeline, Stage
-from grpo_dist.recipe.files import move_aside
 from grpo_dist.recipe.record import FILE, Record, begin, differences, read_record, sampled_with, write_record
 from grpo_dist.recipe.sampling import SFT_FILE
 from grpo_dist.recipe.stages import RUNS, known_measures
@@ -45,7 +45,7 @@ def run_pipeline(
         _checked(pipeline, anew)  # so that a refusal leaves nothing behind
         with refusals():
             pipeline.directory.mkdir(parents=True, exist_ok=True)
-    with _alone(pipeline.directory):
+    with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
         with refusals():  # what another process has done meanwhile counts
             done = complete_stages(pipeline, anew)
         if not fresh:
@@ -144,7 +144,7 @@ def _check_same(stage: Stage, record: Record, now: Record) -> None:
         state = "complete" if record.state == "complete" else "begun"
         raise ValueError(
             f"stage `{stage.name}` is {state} ({stage.directory}) with other settings or inputs: "
-            f"{_listed(changed)}. Restore them, or do it and all later stages again with --from {stage.name}"
+            f"{listed(changed)}. Restore them, or do it and all later stages again with --from {stage.name}"
         )
 
 
@@ -156,11 +156,6 @@ def _check_there(stage: Stage) -> None:
             f"stage `{stage.name}` is complete, but {stage.result / gone} is gone; put it back, or do the "
             f"stage and all later ones again with --from {stage.name}"
         )
-
-
-def _listed(items: Sequence[str], most: int = 4) -> str:
-    more = [f"{len(items) - most} more"] if len(items) > most else []
-    return ", ".join([*items[:most], *more])
 
 
 def _has_work(directory: Path) -> bool:
@@ -176,16 +171,3 @@ def _say_plan(pipeline: Pipeline, done: Done, anew: Sequence[Stage], say: Say) -
         else:
             state = "begun, to go on" if (stage.directory / FILE).exists() else "to do"
         say(f"{stage.directory}  {stage.kind}  {state}")
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """The kernel gives the lock back when the process ends, however it ends."""
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{directory}: another process is at this pipeline; wait for it, or choose another `name`"
-            ) from error
-        yield

@@ -21,12 +21,12 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluate import sample_groups
+from grpo_dist.evaluation.sampling import sample_chunks
 from grpo_dist.prepare import Say, check_length, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.seeds import derived_seed
-from grpo_dist.types import Prompt
+from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"
 _STAGE = -2  # of request seeds: those of training steps count from 0, evaluations have -1
@@ -93,13 +93,22 @@ async def _sample_missing(
     missing = [i for i in range(len(chunks)) if not _part(directory, i).exists()]
     if not missing:
         return
-    timeouts = config.cluster.timeouts
+
+    async def finished(number: int, groups: list[Group]) -> None:
+        write_groups(_part(directory, number), groups)
+        of = f"chunk {number + 1} of {len(chunks)}"
+        samples = sum(len(g.rollouts) for g in groups)
+        say(f"rejection sampling: {of}: {samples} samples of {len(groups)} prompts")
+
     async with Cluster(config) as cluster:
-        async with deadline(timeouts.start_s, "start: engine and graders up"):
+        async with deadline(config.cluster.timeouts.start_s, "start: engine and graders up"):
             workers = await cluster.start_evaluation(model_dir)
-        for number in missing:
-            stage = f"rejection sampling: chunk {number + 1} of {len(chunks)}"
-            async with deadline(timeouts.sample_s, stage):
-                groups = await sample_groups(config, config.rejection, workers, chunks[number], stage=_STAGE)
-            write_groups(_part(directory, number), groups)
-            say(f"{stage}: {sum(len(g.rollouts) for g in groups)} samples of {len(groups)} prompts")
+        await sample_chunks(
+            config,
+            config.rejection,
+            workers,
+            {number: chunks[number] for number in missing},
+            finished,
+            stage=_STAGE,
+            what="rejection sampling",
+        )

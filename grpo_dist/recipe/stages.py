@@ -1,6 +1,6 @@
 """The work of each kind of stage: in its directory, from where the start before it ended.
 
-sft      model/, and evaluation.json where `evaluation.after` asks for one
+sft      model/, and evaluation.json and evaluations/ where `evaluation.after` asks for one
 grpo     a run directory as `grpo-dist train` makes it; resumes from its newest checkpoint
 sample   samples/, sft.jsonl, report.json
 """
@@ -55,8 +55,8 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
         return Result(before)
     if not before and stage.config.evaluation.before:
         with refusals():
-            before = _evaluate(stage.config, base_model(settings))
-    after = _evaluate(stage.config, stage.result)
+            before = _evaluate(stage.config, base_model(settings), stage.directory, say)
+    after = _evaluate(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return Result(before, after)
 
@@ -109,11 +109,13 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _evaluate(config: Config, model_dir: Path) -> Measures:
-    from grpo_dist.training import evaluate_model
+def _evaluate(config: Config, model_dir: Path, directory: Path, say: Say) -> Measures:
+    """Kept below ``directory``: a stage that is killed goes on with it."""
+    from grpo_dist.evaluation.run import evaluate_model
 
     model = config.model.model_copy(update={"path": str(model_dir)})
-    return _measures(evaluate_model(config.model_copy(update={"model": model})))
+    own = config.model_copy(update={"model": model, "output_dir": str(directory)})
+    return _measures(evaluate_model(own, say).metrics())
 
 
 def _measures(metrics: dict[str, Any]) -> Measures:

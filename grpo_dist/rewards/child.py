@@ -51,7 +51,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             load(*arguments)
             _limit_memory(memory_mb)
             return ["ok", None]
-        return ["ok", _grade(*arguments) if kind == "grade" else _call(*arguments)]
+        return ["ok", _TASKS[kind](*arguments)]
     except MemoryError:
         return [
             "memory",
@@ -70,6 +70,12 @@ def _grade(completion: str, answer: str) -> list[str]:
     return [result.outcome, result.detail]
 
 
+def _find_answer(completion: str) -> str:
+    from grpo_dist.rewards.math import find_answer
+
+    return find_answer(completion)
+
+
 def _call(path: str, keywords: dict[str, Any]) -> float | None:
     """The function's value; None where it gives None or NaN, its way to say "cannot be scored"."""
     function, accepted = load(path)
@@ -82,6 +88,9 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
             f"{path} returned {number}; expected a finite number, or None for what cannot be scored"
         )
     return None if math.isnan(number) else number
+
+
+_TASKS: dict[str, Callable[..., Any]] = {"grade": _grade, "answer": _find_answer, "call": _call}
 
 
 @lru_cache

@@ -65,7 +65,7 @@ def grade(completion: str, answer: str) -> Grade:
     gold = gold_text(answer)
     if found:
         return Grade.of("correct" if _box_is_right(found, gold) else "wrong")
-    tail = _tagged_answer(completion) or completion[-_LONGEST_RESPONSE:]
+    tail = _where_answered(completion)
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
         return Grade.of("correct")
     reading = read(tail)
@@ -73,6 +73,15 @@ def grade(completion: str, answer: str) -> Grade:
         return Grade.of("no_answer")
     right = not _written_otherwise(gold, reading.text) and _equal(gold, _readings_of_gold(gold), [reading])
     return Grade.of("correct" if right else "wrong")
+
+
+def find_answer(completion: str) -> str:
+    """What `grade` takes for the answer, as text; "" for none. Raises only MemoryError."""
+    completion = completion[-_LONGEST_COMPLETION:]
+    if found := boxes(completion):
+        return found[-1]
+    reading = read(_where_answered(completion))
+    return reading.text if reading else ""
 
 
 def gold_text(answer: str) -> str:
@@ -203,7 +212,10 @@ def _readings_of_gold(gold: str) -> tuple[Reading, ...]:
     return tuple(reading for reading in readings if reading is not None)
 
 
-def _tagged_answer(completion: str) -> str:
-    """The text between the last pair of answer tags, "" without one."""
+def _where_answered(completion: str) -> str:
+    """Where a completion without a box may have its answer: between its last answer tags, else near its
+    end.
+    """
     before, closing, _ = completion.rpartition("</answer>")
-    return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else ""
+    tagged = before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else ""
+    return tagged or completion[-_LONGEST_RESPONSE:]

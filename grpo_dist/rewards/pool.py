@@ -97,6 +97,13 @@ class GraderPool:
         tasks = [(function, dict(k)) for k in keywords]
         return list(self._threads.map(self._call_one, tasks))
 
+    def answers(self, completions: Sequence[str]) -> list[str]:
+        """What `grade` takes for the answer of each completion, as text, in order; "" where there is none or
+        it is not found in time.
+        """
+        results = self._threads.map(lambda completion: self._run("answer", (completion,)), completions)
+        return ["" if isinstance(result, Failure) else str(result) for result in results]
+
     def check(self, function: str) -> None:
         """Raises ValueError when ``module:function`` cannot be loaded."""
         result = self._run("load", (function,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,6 +103,16 @@ def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
         with GraderPool(1, code_paths=settings.code_paths) as pool:
             for spec in custom:
                 _check_custom(spec, pool)
+
+
+def own_code(settings: Rewards) -> Iterator[Path]:
+    """Source files of the user's reward functions that lie in `code_paths`; of a package, all of them."""
+    tops = {r.function.partition(":")[0].split(".")[0] for r in settings.functions if ":" in r.function}
+    for directory in settings.code_paths:
+        for top in sorted(tops):
+            package = Path(directory).expanduser() / top
+            yield from (file for file in [package.with_suffix(".py")] if file.is_file())
+            yield from sorted(package.rglob("*.py"))
 
 
 class Scorer:

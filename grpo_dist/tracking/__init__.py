@@ -1,5 +1,5 @@
 """Where a run's numbers go and what each of them means: README.md of this folder."""
 
-from grpo_dist.tracking.tracker import EVENTS, TIMELINE, NoSamples, Tracker
+from grpo_dist.tracking.tracker import EVENTS, TIMELINE, Tracker
 
-__all__ = ["EVENTS", "TIMELINE", "NoSamples", "Tracker"]
+__all__ = ["EVENTS", "TIMELINE", "Tracker"]

@@ -207,10 +207,3 @@ def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str
     if settings.mlflow.enabled:
         found["MLflow"] = lambda tell: MlflowRun(config, run_dir, run_id)
     return found
-
-
-class NoSamples:
-    """A sample sink for evaluations whose samples nobody asked to keep."""
-
-    def samples(self, name: str, groups: list[Group]) -> None:
-        """Kept nowhere."""

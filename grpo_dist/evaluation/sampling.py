@@ -1,20 +1,21 @@
-"""Evaluation through the same engines and graders that training uses, with its own sampling settings."""
+"""Samples through the same engines and graders that training uses, with sampling settings of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline, gather, progressing
 from grpo_dist.config import Config, Evaluation, Rejection
-from grpo_dist.evaluation import summarise
+from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling
 from grpo_dist.workers import Rewards, Rollouts
 
-_STAGE = -1  # of request seeds: those of training steps count from 0
+STAGE = -1  # of request seeds: those of training steps count from 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ async def evaluate(
         prompts = eval_set.prompts[: config.evaluation.max_prompts]
         stage = f"evaluate: {eval_set.name} ({len(prompts)} prompts)"
         async with deadline(config.cluster.timeouts.sample_s, stage):
-            groups = await sample_groups(config, config.evaluation, workers, prompts, stage=_STAGE)
+            groups = await sample_groups(config, config.evaluation, workers, prompts, stage=STAGE)
         sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {
@@ -84,17 +85,61 @@ async def sample_groups(
     ``stage``: negative, so that seeds never meet those of a training step; the same stage draws with the same
     seeds, which takes sampling noise out of the difference between two evaluations.
     """
-    sampling = Sampling(
+    sampling = sampling_of(config, settings)
+    return await gather(
+        _sample_group(config, settings, sampling, workers, prompt, stage=stage) for prompt in prompts
+    )
+
+
+async def sample_chunks(
+    config: Config,
+    settings: Evaluation | Rejection,
+    workers: Samplers,
+    chunks: Mapping[int, list[Prompt]],
+    finished: Callable[[int, list[Group]], Awaitable[None]],
+    *,
+    stage: int,
+    what: str,
+) -> None:
+    """As `sample_groups`, of many prompts: ``finished`` gets every chunk once all its prompts are done.
+
+    All chunks are in hand at once, the first come first, so that no engine is idle at the end of one. Raises
+    TimeoutError naming ``what`` when no prompt is done for `timeouts.sample_s`.
+    """
+    sampling = sampling_of(config, settings)
+
+    async def one(prompt: Prompt) -> Group:
+        group = await _sample_group(config, settings, sampling, workers, prompt, stage=stage)
+        still_going()
+        return group
+
+    async def chunk(number: int, prompts: list[Prompt]) -> None:
+        await finished(number, await gather(one(prompt) for prompt in prompts))
+        still_going()
+
+    async with progressing(config.cluster.timeouts.sample_s, f"{what}: the next prompt") as still_going:
+        await gather(chunk(number, prompts) for number, prompts in chunks.items())
+
+
+def sampling_of(config: Config, settings: Evaluation | Rejection) -> Sampling:
+    return Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
         max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
     )
 
-    async def one(prompt: Prompt) -> Group:
-        count = settings.samples_per_prompt
-        seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(count)]
-        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
-        return await workers.rewards.score(prompt, rollouts)
 
-    return await gather(one(prompt) for prompt in prompts)
+async def _sample_group(
+    config: Config,
+    settings: Evaluation | Rejection,
+    sampling: Sampling,
+    workers: Samplers,
+    prompt: Prompt,
+    *,
+    stage: int,
+) -> Group:
+    count = settings.samples_per_prompt
+    seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(count)]
+    rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+    return await workers.rewards.score(prompt, rollouts)

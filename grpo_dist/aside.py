@@ -1,4 +1,4 @@
-"""Files of a recipe are never deleted."""
+"""What is made anew does not delete what was there."""
 
 from __future__ import annotations
 

@@ -1,0 +1,30 @@
+"""What differs between two sets of settings, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def changes(old: Any, new: Any) -> list[str]:
+    """One item for every key of nested mappings and lists: "`steps` was 40 and is 60"."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    return [
+        f"`{key}` was {before.get(key)} and is {after.get(key)}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key)
+    ]
+
+
+def listed(items: Sequence[str], most: int = 4) -> str:
+    """The first few, and how many there are besides: ``a, b, c, d, 2 more``"""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return ", ".join([*items[:most], *more])
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, value

@@ -1,0 +1,1 @@
+"""How good a model is on held-out problems, and whether another is better. See README.md."""

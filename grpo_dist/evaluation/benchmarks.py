@@ -1,0 +1,73 @@
+"""Benchmarks by name: where their problems are and in which columns.
+
+In the directory `GRPO_DATA` (or --data-dir) a benchmark is one JSONL file with `problem` and `answer`;
+without such a directory it comes from the hub, as its publishers wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import DataSource
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """``file`` of the data directory; ``hub``: keys of a `DataSource` on the hub; ``by``: columns that its
+    results are also given by.
+    """
+
+    file: str
+    hub: Mapping[str, Any]
+    by: tuple[str, ...] = field(default=())
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "gsm8k": Benchmark(
+        "gsm8k_test.jsonl",
+        {
+            "path": "openai/gsm8k",
+            "subset": "main",
+            "split": "test",
+            "problem_column": "question",
+            "answer_pattern": r"####\s*(.+)",
+        },
+    ),
+    "math500": Benchmark(
+        "math500.jsonl", {"path": "HuggingFaceH4/MATH-500", "split": "test"}, by=("level", "subject")
+    ),
+    "aime24": Benchmark("aime24.jsonl", {"path": "HuggingFaceH4/aime_2024", "split": "train"}),
+    "aime25": Benchmark("aime25.jsonl", {"path": "math-ai/aime25", "split": "test"}),
+    "amc23": Benchmark(
+        "amc23.jsonl", {"path": "math-ai/amc23", "split": "test", "problem_column": "question"}
+    ),
+}
+
+
+def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
+    """Keys of the `DataSource` that ``name`` stands for: a benchmark, else a path or hub id, of which the
+    split `test` is taken.
+
+    Raises ValueError for a benchmark that ``data_dir`` does not have.
+    """
+    known = BENCHMARKS.get(name)
+    if known is None:
+        return {"path": name, "split": "test"}
+    if data_dir is None:
+        return {"name": name, **known.hub}
+    path = data_dir.expanduser() / known.file
+    if not path.is_file():
+        raise ValueError(
+            f"{name}: no file {path}; expected {known.file} with `problem` and `answer` in the directory of "
+            "--data-dir or GRPO_DATA, or neither of the two, to fetch it from the hub"
+        )
+    return {"name": name, "path": str(path)}
+
+
+def breakdown(source: DataSource) -> tuple[str, ...]:
+    """Columns that results on ``source`` are given by unless others are asked for."""
+    known = BENCHMARKS.get(source.name or "")
+    return tuple(dict.fromkeys(["source", "difficulty", "level", *(known.by if known else ())]))

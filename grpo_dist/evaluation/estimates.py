@@ -1,0 +1,148 @@
+"""Estimates from an evaluation's samples, of one problem and of many, with standard errors and intervals.
+
+    avg@n     share of right samples
+    pass@k    chance that one of k samples is right
+    maj@k     chance that the most frequent answer of k samples is right; of one or two that is avg@n
+    cons@n    the same of all n samples that were drawn: maj@n by another name
+
+A problem is what is drawn at random, its samples are not independent of each other: so every error is that of
+a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.evaluation.votes import majority_at_k
+
+Z95 = 1.959963984540054  # of a two-sided interval of 95 %
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over ``problems`` with its standard error (NaN for one problem) and a 95 % interval."""
+
+    value: float
+    stderr: float
+    low: float
+    high: float
+    problems: int
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of ``k`` samples is right.
+
+    1 - C(n - c, k) / C(n, k), as a product that neither overflows nor cancels (Chen et al. 2021,
+    arXiv:2107.03374, equation 1). With n = 4, c = 1: k = 1 gives 0.25, k = 2 gives 0.5, k = 4 gives 1. Needs
+    k <= n.
+    """
+    if k > num_samples:
+        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples")
+    if num_samples - num_correct < k:
+        return 1.0
+    misses = np.arange(num_samples - num_correct + 1, num_samples + 1)
+    return float(1.0 - np.prod(1.0 - k / misses))
+
+
+def of_problem(
+    correct: np.ndarray, ks: Sequence[int], answers: Sequence[int] | None = None
+) -> dict[str, float]:
+    """What the samples of one problem say, by the name of the measure.
+
+    ``correct``: float [n] of 1 (right), 0 (wrong) or NaN (could not be scored). ``answers``: [n], of each
+    sample the number of its answer, equal numbers for equal answers, -1 for a sample without one; None leaves
+    maj@k and cons@n out. What could not be scored is left out, and so is what too few samples remain for.
+    """
+    scored = ~np.isnan(correct)
+    right, n, drawn = correct[scored], int(scored.sum()), len(correct)
+    found = {f"pass@{k}": pass_at_k(n, int(right.sum()), k) for k in ks if n >= k}
+    if drawn == 1 or n == 0:
+        return found
+    found[f"avg@{drawn}"] = float(right.mean())
+    if answers is not None:
+        given = [answer for answer, known in zip(answers, scored, strict=True) if known]
+        found |= {f"maj@{k}": majority_at_k(right, given, k) for k in ks if 2 < k <= n}
+        found[f"cons@{drawn}"] = majority_at_k(right, given, n)
+    return found
+
+
+def estimate(values: Sequence[float], *, samples: int) -> Estimate:
+    """The mean of ``values`` in [0, 1], one of each problem; ``samples`` stand behind them all together.
+
+    The interval is Wilson's (1927), for an effective number of problems: as many independent yes-or-no
+    answers as would have the same mean with the same error, at least one a problem and at most ``samples``;
+    corrected for an error that was itself estimated from few problems (Korn and Graubard 1998, Surv.
+    Methodol. 24:193). Where every value is 0 or 1 the interval is Wilson's own. It stays within [0, 1] and
+    has a width at 0 % and 100 %, too.
+
+    NaN, all of it, for no values.
+    """
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
+    n, mean = len(values), float(np.mean(values))
+    stderr = float(np.std(values, ddof=1) / math.sqrt(n)) if n > 1 else math.nan
+    return Estimate(mean, stderr, *wilson(mean, _effective(values, mean, samples)), n)
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """95 % score interval of ``share`` among ``count`` independent ones. 8 of 10: 0.490 to 0.943."""
+    width = Z95**2 / count
+    centre = (share + width / 2) / (1 + width)
+    half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_of(estimates: Sequence[Estimate]) -> Estimate:
+    """The plain mean of estimates of different sets of problems, which count alike however large they are."""
+    value = float(np.mean([e.value for e in estimates]))
+    problems = sum(e.problems for e in estimates)
+    stderr = math.sqrt(sum(e.stderr**2 for e in estimates)) / len(estimates)
+    if stderr > 0:
+        count = value * (1 - value) / stderr**2
+    else:  # all right or all wrong, or a set of one problem: as for independent answers of one share
+        count = len(estimates) ** 2 / sum(1 / e.problems for e in estimates)
+    return Estimate(value, stderr, *wilson(value, max(count, 1.0)), problems)
+
+
+def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, float]:
+    """``pass@k`` for each k, ``avg@n`` (n: samples per problem, when more than one), each with ``_stderr``.
+
+    ``correct``: of each problem as `of_problem` takes it. A problem with fewer than k scored samples is left
+    out of pass@k. The standard error is that of the mean over problems: sample deviation / sqrt(problems).
+    Nothing to estimate from gives NaN.
+    """
+    drawn = max((len(c) for c in correct), default=0)
+    found = [of_problem(c, ks) for c in correct]
+    summary: dict[str, float] = {}
+    for name in [*(f"pass@{k}" for k in ks), *([f"avg@{drawn}"] if drawn > 1 else [])]:
+        known = estimate([f[name] for f in found if name in f], samples=sum(map(len, correct)))
+        summary |= {name: known.value, f"{name}_stderr": known.stderr}
+    return summary
+
+
+def _effective(values: Sequence[float], mean: float, samples: int) -> float:
+    """Independent yes-or-no answers of this mean whose mean varies as much as that of the problems."""
+    n, variance = len(values), float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
+    most = max(samples, n)
+    if mean in (0.0, 1.0):
+        return n
+    if variance == 0.0:
+        return most
+    return min(max(n * mean * (1 - mean) / variance * (Z95 / student(n - 1)) ** 2, n), most)
+
+
+def student(freedom: int) -> float:
+    """97.5 % quantile of Student's t, by its expansion around the normal's (Abramowitz and Stegun 26.7.5); to
+    0.01 from 4 degrees of freedom on, too small below.
+    """
+    z, v = Z95, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * v)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    )

@@ -1,0 +1,99 @@
+"""Results of an evaluation, and of a comparison, for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_dist.evaluation.compare import Comparison
+from grpo_dist.evaluation.estimates import Estimate
+from grpo_dist.evaluation.result import Measured, Result
+
+_WIDE = 200  # columns of a file, which has no edge
+
+
+def print_result(result: Result, directory: str) -> None:
+    table = Table(title=f"{escape(result.identity.model)}: value [95 % interval], %", title_justify="left")
+    names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
+    table.add_column("set", no_wrap=True)
+    for heading in ("problems", *names.values(), "tokens", "cut off", "unscored"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for measured in result.measured:
+        table.add_row(*row(measured, list(names)))
+    console = console_for_tables()
+    console.print(table)
+    console.print(f"results: {directory}", soft_wrap=True)
+
+
+def headings(names: Sequence[str]) -> dict[str, str]:
+    """Of each measure that is shown. What has two names is shown once: of n samples pass@1 is avg@n, and
+    maj@n is cons@n.
+    """
+    shown = {name: name for name in names}
+    for name in names:
+        kind, _, n = name.partition("@")
+        other = {"avg": "pass@1", "cons": f"maj@{n}"}.get(kind)
+        if other in shown:
+            del shown[other]
+            shown[name] = f"{name}\n= {other}"
+    return shown
+
+
+def row(measured: Measured, names: Sequence[str]) -> list[str]:
+    return [
+        escape(measured.set if measured.by is None else f"  {measured.by} {measured.value}"),
+        str(measured.problems),
+        *(interval(measured.estimates.get(name)) for name in names),
+        f"{measured.length_tokens:,.0f}",
+        f"{measured.truncated:.0%}",
+        str(measured.unscored or "–"),
+    ]
+
+
+def interval(found: Estimate | None) -> str:
+    """0.5, 0.4 to 0.6 -> "50.0 [40.0, 60.0]"; what could not be estimated is "–"."""
+    if found is None or math.isnan(found.value):
+        return "–"
+    return f"{100 * found.value:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
+
+
+def print_comparison(comparison: Comparison) -> None:
+    table = Table(
+        title=f"A: {escape(comparison.first)}   B: {escape(comparison.second)}   %, B - A [95 % interval]",
+        title_justify="left",
+    )
+    for heading in ("set", "measure"):
+        table.add_column(heading)
+    for heading in ("problems", "A", "B", "B - A", "p"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("test")
+    shown = headings([found.measure for found in comparison.rows])
+    for found in comparison.rows:
+        if found.measure not in shown:
+            continue
+        gain = found.difference
+        table.add_row(
+            escape(found.set),
+            shown[found.measure].replace("\n", " "),
+            str(found.problems),
+            f"{100 * found.first:.1f}",
+            f"{100 * found.second:.1f}",
+            f"{100 * gain.value:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]",
+            f"{gain.p:.3g}",
+            gain.test,
+        )
+    console = console_for_tables()
+    console.print(table)
+    for warning in comparison.warnings:
+        console.print(f"warning: {warning}", style="bold yellow", markup=False, soft_wrap=True)
+
+
+def console_for_tables() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    return console

@@ -1,0 +1,85 @@
+"""What `grpo-dist eval` is asked to evaluate, as a configuration.
+
+    CONFIG.yaml      its model on its `data.eval`
+    run directory    the model that the run exported, with the run's own settings
+    model            a directory, a hub id, `demo:tiny`: with the settings below
+
+DATA takes the place of `data.eval`; key=value sets whatever else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from grpo_dist.config import Config
+from grpo_dist.config_files import overridden, read_tree, set_key, validated
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.evaluation.benchmarks import BENCHMARKS, data_source
+
+# Asked of a model that nothing else is known of: the grader looks for a box first.
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+_MODEL: dict[str, Any] = {
+    "data": {"instruction": INSTRUCTION, "max_prompt_tokens": 1024},
+    "sampling": {"max_new_tokens": 2048},
+}
+
+
+def configuration(
+    target: str, data: Sequence[str], overrides: Sequence[str], *, data_dir: Path | None = None
+) -> Config:
+    """Raises UserError for a target or data that cannot be what they are asked to be."""
+    path = Path(target).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        tree = read_tree(path)
+    elif _is_run(path):
+        tree = _of_run(path)
+    else:
+        tree = OmegaConf.merge(OmegaConf.create(_MODEL), {"model": {"path": target}})  # type: ignore[assignment]
+        if not data:
+            raise UserError(
+                f"{target}: no data to evaluate it on; name a benchmark ({', '.join(BENCHMARKS)}), a file or "
+                f"a hub id behind it, e.g. grpo-dist eval {target} gsm8k"
+            )
+    if data:
+        _set_data(tree, data, data_dir or _directory_of_environment(), target)
+    for override in overrides:
+        tree = overridden(tree, override, path)
+    return validated(tree, target, Config)
+
+
+def _directory_of_environment() -> Path | None:
+    return Path(found) if (found := os.environ.get("GRPO_DATA")) else None
+
+
+def _is_run(path: Path) -> bool:
+    """Of `grpo-dist train`, or a stage of a pipeline."""
+    known = ("config.yaml", "stage.json", "model")
+    return path.is_dir() and not (path / "config.json").exists() and any((path / n).exists() for n in known)
+
+
+def _of_run(path: Path) -> DictConfig:
+    model = path / "model"
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{path}: a run directory without an exported model (no {model / 'config.json'}); let the run "
+            "come to its end with checkpoint.export=true, or name a model directory"
+        )
+    own = path / "config.yaml"
+    tree = read_tree(own) if own.is_file() else OmegaConf.create(_MODEL)
+    set_key(tree, "model.path", str(model), str(path))
+    set_key(tree, "model.revision", None, str(path))
+    return tree
+
+
+def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, where: str) -> None:
+    with refusals():
+        sources = [data_source(name, data_dir) for name in data]
+    set_key(tree, "data.eval", sources, where)
+    set_key(tree, "evaluation.max_prompts", None, where)  # a run's shorter look at other data
+    if OmegaConf.select(tree, "data.train") is None:
+        set_key(tree, "data.train", sources, where)  # a configuration has some; an evaluation reads none

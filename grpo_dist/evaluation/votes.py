@@ -1,0 +1,149 @@
+"""Majority votes among the samples of one problem: what they are expected to come to, and who agrees.
+
+maj@k is the chance that the most frequent answer of k samples is right (self-consistency; Wang et al. 2023,
+arXiv:2203.11171). From n samples it is averaged over all subsets of k, exactly, as pass@k is: not over some
+drawn at random. Answers that lead together have equal chances. A sample without an answer has no vote, and
+where nobody has one the vote is lost.
+
+cons@n is the vote of all n samples that were drawn, as DeepSeek-R1 reports it ("consensus (majority vote)
+results [...] using 64 samples, denoted as cons@64"; arXiv:2501.12948, section 3): maj@n. The name says that
+nothing is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.text import boxes, normalise
+
+NO_ANSWER = -1
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # equal or not without any algebra
+
+
+def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int], k: int) -> float:
+    """The expected outcome of a majority vote of ``k`` of these samples, all subsets being as likely.
+
+    ``correct``: 1 or 0 of each sample; ``answers``: the number of its answer, -1 for none. Needs k <= n.
+
+        correct [1, 1, 0, 0, 0], answers [0, 0, 1, 1, 2]
+            k = 5: 0 and 1 lead with two votes each -> 1/2
+            k = 3: of 10 subsets {0, 0, *} wins in 3, {1, 1, *} loses in 3, four are three-way ties -> 13/30
+    """
+    if k > len(answers):
+        raise ValueError(f"maj@{k} cannot be estimated from {len(answers)} samples")
+    counts = Counter(answer for answer in answers if answer != NO_ANSWER)
+    right = {a for a, c in zip(answers, correct, strict=True) if c and a != NO_ANSWER}
+    silent = len(answers) - counts.total()
+    return math.fsum(
+        _wins(counts[answer], tuple(sorted(n for a, n in counts.items() if a != answer)), silent, k)
+        for answer in right
+    )
+
+
+@lru_cache(maxsize=65536)
+def _wins(own: int, others: tuple[int, ...], silent: int, k: int) -> float:
+    """Chance that an answer of ``own`` samples wins the vote of ``k`` of all samples, ties shared out.
+
+    Drawn without replacement, how often each answer comes is multivariate hypergeometric: independent
+    binomial counts of share k / n, given that they add up to k. So the sums are over products of binomial
+    probabilities, none of which overflows.
+    """
+    n = own + sum(others) + silent
+    share = k / n
+    total = 0.0
+    for votes in range(1, min(own, k) + 1):
+        table = np.zeros((1, k - votes + 1))  # [answers that tie, samples drawn of the others]
+        table[0, : min(silent, k - votes) + 1] = _binomial(silent, share)[: k - votes + 1]
+        for count in others:
+            table = _with(table, _binomial(count, share), votes)
+        ties = np.arange(1, len(table) + 1)
+        total += float(_binomial(own, share)[votes] * (table[:, -1] / ties).sum())
+    return min(1.0, total / float(_binomial(n, share)[k]))
+
+
+def _with(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
+    """``table`` with one more answer, drawn so often with ``chances``: at most ``votes`` times, else it
+    would lead.
+    """
+    grown = np.zeros((len(table) + 1, table.shape[1]))
+    for drawn in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
+        row = slice(1, None) if drawn == votes else slice(0, -1)
+        grown[row, drawn:] += chances[drawn] * table[:, : table.shape[1] - drawn]
+    return grown if grown[-1].any() else grown[:-1]
+
+
+@lru_cache(maxsize=4096)
+def _binomial(count: int, share: float) -> np.ndarray:
+    """Chances of 0 ... ``count`` successes."""
+    if share == 1.0:
+        return np.eye(1, count + 1, count)[0]
+    factorials = np.array([math.lgamma(i + 1) for i in range(count + 1)])
+    drawn = np.arange(count + 1)
+    logs = factorials[-1] - factorials - factorials[::-1]
+    return np.exp(logs + drawn * math.log(share) + (count - drawn) * math.log1p(-share))
+
+
+def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:
+    """The answer that the math grader sees in each completion, "" for none: the last box, else what reads as
+    an answer, found in a process of ``pool`` that can be killed.
+    """
+    found = [boxes(text) for text in completions]
+    unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
+    read = iter(pool().answers(unboxed) if unboxed else [])
+    return [inside[-1] if inside else next(read) for inside in found]
+
+
+def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[], GraderPool]) -> list[int]:
+    """Of each answer the number of the first that it equals as mathematics; -1 for "".
+
+    All that are right have one number: what equals the gold is equal. The others are compared as text, as
+    plain numbers, and then by the math grader, where one that it does not manage in time equals nothing.
+
+        ["0.5", "\\frac12", "", "3", "x"], correct [1, 1, 0, 0, 0]  ->  [0, 0, -1, 3, 4]
+    """
+    numbers: list[int] = []
+    known: dict[int, str] = {}  # number -> the first wrong answer that has it
+    first_right: int | None = None
+    for i, (answer, is_right) in enumerate(zip(answers, correct, strict=True)):
+        if is_right == 1.0:
+            first_right = i if first_right is None else first_right
+            number = first_right
+        elif not answer.strip():
+            number = NO_ANSWER
+        else:
+            same = _same(answer, known, pool)
+            number = i if same is None else same
+            known.setdefault(number, answer)
+        numbers.append(number)
+    return numbers
+
+
+def _same(answer: str, known: dict[int, str], pool: Callable[[], GraderPool]) -> int | None:
+    """The number of an answer that equals this one."""
+    plain, value = normalise(answer), _number(answer)
+    asked = []
+    for number, other in known.items():
+        if normalise(other) == plain != "":
+            return number
+        other_value = _number(other)
+        if value is None or other_value is None:
+            asked.append(number)
+        elif value == other_value:
+            return number
+    if not asked:
+        return None
+    grades = pool().grade([(f"\\boxed{{{answer}}}", known[number]) for number in asked])
+    return next((n for n, grade in zip(asked, grades, strict=True) if grade.outcome == "correct"), None)
+
+
+def _number(answer: str) -> Fraction | None:
+    text = answer.strip().strip("$")
+    return Fraction(text.replace(",", "")) if _NUMBER.fullmatch(text) else None

@@ -1,0 +1,143 @@
+"""Completions to score, from a JSONL file. Every refusal names the file and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.data.readers import json_lines
+from grpo_dist.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which column holds what. ``completion`` may be a text or a list of texts; None: `completion` or
+    `completions`, whichever a row has. ``label``: right or not, as somebody else says.
+    """
+
+    problem: str = "problem"
+    completion: str | None = None
+    answer: str = "answer"
+    label: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: G completions of one problem. ``labels``: [G] of 1.0 and 0.0; None without a label column."""
+
+    location: str
+    record: Mapping[str, Any]
+    problem: str
+    answer: str
+    completions: tuple[str, ...]
+    is_list: bool
+    finish_reasons: tuple[str, ...]
+    labels: tuple[float, ...] | None
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a reward may ask for besides completion and answer."""
+        return {**self.record, "problem": self.problem}
+
+
+def read_rows(path: Path, columns: Columns) -> list[Row]:
+    """Raises UserError for a file that is not there or empty, and for a row that cannot be scored."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
+    try:
+        rows = [_row(dict(record), location, columns) for location, record in json_lines(path)]
+    except UserError:
+        raise
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
+    if not rows:
+        raise UserError(f"{path}: no rows; expected JSON Lines with `completion` and `answer`")
+    return rows
+
+
+def _row(record: dict[str, Any], location: str, columns: Columns) -> Row:
+    name, completions = _completions(record, location, columns.completion)
+    count, is_list = len(completions), isinstance(record[name], list)
+    problem = record.get(columns.problem)
+    if problem is not None and not isinstance(problem, str):
+        raise UserError(f"{location}: `{columns.problem}` is a {_kind(problem)}; expected a text")
+    reasons = record.get("finish_reason", "stop")
+    return Row(
+        location=location,
+        record=record,
+        problem=problem or "",
+        answer=_answer(record, location, columns.answer),
+        completions=completions,
+        is_list=is_list,
+        finish_reasons=tuple(map(str, _each(reasons, count, location, "finish_reason"))),
+        labels=_labels(record, location, columns.label, count),
+    )
+
+
+def _completions(record: dict[str, Any], location: str, column: str | None) -> tuple[str, tuple[str, ...]]:
+    names = [column] if column else [n for n in ("completion", "completions") if n in record]
+    if len(names) != 1 or names[0] not in record:
+        wanted = f"`{column}`" if column else "one of `completion` and `completions`"
+        raise UserError(
+            f"{location}: has {', '.join(map(str, record)) or 'no columns'}; expected {wanted}: a text or a "
+            "list of texts. --completion-column names another"
+        )
+    value = record[names[0]]
+    texts = value if isinstance(value, list) else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise UserError(f"{location}: `{names[0]}` holds a {_kind(text)}; expected a text or texts")
+    if not texts:
+        raise UserError(f"{location}: `{names[0]}` is an empty list; remove the row")
+    return names[0], tuple(texts)
+
+
+def _answer(record: dict[str, Any], location: str, column: str) -> str:
+    """8 and 8.0 are "8"."""
+    if column not in record:
+        raise UserError(
+            f"{location}: no column `{column}`; the row has {', '.join(map(str, record))}. --answer-column "
+            "names another"
+        )
+    value = record[column]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(f"{location}: `{column}` is a {_kind(value)}; expected a text or a number")
+    if not str(value).strip():
+        raise UserError(
+            f"{location}: `{column}` is empty; what has no answer cannot be graded: remove the row"
+        )
+    return str(value)
+
+
+def _labels(
+    record: dict[str, Any], location: str, column: str | None, count: int
+) -> tuple[float, ...] | None:
+    if column is None:
+        return None
+    if column not in record:
+        raise UserError(
+            f"{location}: no column `{column}`, which --label names; the row has {', '.join(record)}"
+        )
+    labels = _each(record[column], count, location, column)
+    for label in labels:
+        if label not in (0, 1):  # True and False are
+            raise UserError(f"{location}: `{column}` holds {label!r}; expected true, false, 1 or 0")
+    return tuple(float(label) for label in labels)
+
+
+def _each(value: Any, count: int, location: str, column: str) -> list[Any]:
+    """One for each completion, of a list of so many or of a single value."""
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count:
+        raise UserError(
+            f"{location}: `{column}` has {len(values)} values for {count} completions; expected one for each"
+        )
+    return values
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

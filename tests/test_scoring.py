@@ -1,0 +1,243 @@
+"""`grpo-dist score` through the real grader processes, and what two graders have in common."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.scoring.agreement import agreements, disagreements, is_grader
+from grpo_dist.scoring.report import bars
+
+NAN = float("nan")
+ROWS = [
+    {"problem": "1+1", "answer": 2, "completion": "so \\boxed{2}", "right": True},
+    {"problem": "1+2", "answer": "3", "completion": "\\boxed{\\frac{6}{2}}", "right": True},
+    {"problem": "2+2", "answer": 4.0, "completion": "\\boxed{5}", "right": False},
+    {"problem": "2+3", "answer": "5", "completion": "no idea", "right": False},
+    {"problem": "3+3", "answer": "6", "completion": "it is 6 of 7", "right": True},
+]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("c.jsonl", ROWS)
+    return tmp_path
+
+
+def write(name, rows):
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    Path(name).write_text("".join(line + "\n" for line in lines))
+
+
+def lines(name):
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def refusal(capsys, *arguments):
+    """The one line of the refusal, having ended with code 2 and written nothing."""
+    before = sorted(Path().iterdir())
+    assert main(["score", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and sorted(Path().iterdir()) == before
+    return error
+
+
+# Files
+
+
+def test_every_row_comes_back_with_what_the_math_grader_says(here, capsys):
+    assert main(["score", "c.jsonl"]) == 0
+    scored = lines("c.scored.jsonl")
+    assert [{k: v for k, v in row.items() if k != "score"} for row in scored] == ROWS
+    assert [row["score"]["reward"] for row in scored] == [1, 1, 0, 0, 0]
+    assert [row["score"]["outcome"] for row in scored] == [
+        "correct",
+        "correct",
+        "wrong",
+        "no_answer",
+        "wrong",
+    ]
+    assert all(row["score"]["parts"] == {"math": row["score"]["reward"]} for row in scored)
+    out = capsys.readouterr().out
+    assert "math outcomes: correct 2, wrong 2, no_answer 1" in out and "scores: c.scored.jsonl" in out
+    assert "5 completions in" in out and "(p99)" in out and "slowest: c.jsonl:" in out
+    assert "graders:" not in out  # there is one
+
+
+def test_lists_of_completions_have_lists_of_scores(here):
+    texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}"]
+    write("c.jsonl", [{"answer": "2", "completions": texts, "finish_reason": ["stop", "length", "stop"]}])
+    assert main(["score", "c.jsonl", "--output", "sub/out.jsonl"]) == 0
+    (row,) = lines("sub/out.jsonl")
+    assert row["score"]["reward"] == [1, 0, 1] and row["score"]["outcome"] == ["correct", "wrong", "correct"]
+
+
+def test_graders_and_a_label_are_compared_and_their_disagreements_listed(here, capsys):
+    arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
+    assert main(["score", "c.jsonl", *arguments]) == 0
+    out = capsys.readouterr().out
+    found = lines("c.scored.disagreements.jsonl")
+    assert [row["location"] for row in found] == ["c.jsonl:2", "c.jsonl:5"]
+    assert (
+        found[0]["graders"] == {"math": 1, "exact": 0, "right": 1}
+        and found[0]["completion"] == ROWS[1]["completion"]
+    )
+    assert "c.jsonl:2: math 1, exact 0, right 1; answer '3'" in out and "c.jsonl:5: math" not in out
+    assert "disagreements: 2 in c.scored.disagreements.jsonl" in out
+    # math against the label: both 2, only the label 1, neither 2; chance 0.4 * 0.6 + 0.6 * 0.4.
+    assert "80.00%" in out and f"{(0.8 - 0.48) / 0.52:.3f}" in out
+
+
+def test_what_is_no_verdict_is_not_compared(here, capsys):
+    own = "def length(completion):\n    return len(completion) / 10\n"
+    Path("mine.py").write_text(own)
+    arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "rewards.code_paths=[.]"]
+    assert main(["score", "c.jsonl", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "not compared, for they say more than right or wrong: mine:length" in out
+    assert lines("c.scored.jsonl")[0]["score"]["parts"]["mine:length"] == pytest.approx(1.2)
+    assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
+
+
+def test_weights_gates_and_columns_are_those_of_a_configuration(here):
+    Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
+    Path("config.yaml").write_text(
+        "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
+        "rewards: {code_paths: [.], functions: [{function: math}, "
+        "{function: 'mine:bonus', name: bonus, weight: 2.0, gate: math}]}\n"
+    )
+    assert main(["score", "c.jsonl", "config.yaml", "rewards.functions.1.weight=4"]) == 0
+    assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [3, 3, 0, 0, 0]
+
+
+def test_what_cannot_be_scored_is_null_with_its_reason(here, capsys):
+    Path("mine.py").write_text(
+        "import time\ndef picky(completion):\n"
+        "    if 'idea' in completion:\n        raise KeyError('no idea')\n"
+        "    if 'of' in completion:\n        time.sleep(60)\n    return 1\n"
+    )
+    arguments = ["--reward", "mine:picky", "rewards.code_paths=[.]", "rewards.timeout_s=1"]
+    assert main(["score", "c.jsonl", *arguments]) == 0
+    assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1, 1, 1, None, None]
+    out = capsys.readouterr().out
+    assert "unscored: mine:picky: 2, e.g. c.jsonl:4, c.jsonl:5" in out
+    assert "1 times: KeyError: 'no idea'" in out and "1 times: no result within 1 s" in out
+    slowest = out.split("slowest: ")[1].split(",")[0]
+    assert slowest.startswith("c.jsonl:5 1") and slowest.endswith(" ms")
+
+
+def test_rewards_of_tokens_need_a_tokenizer(here, capsys):
+    assert "reward repetition counts tokens; say whose" in refusal(
+        capsys, "c.jsonl", "--reward", "repetition"
+    )
+    assert main(["score", "c.jsonl", "--reward", "repetition", "model.path=demo:tiny"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"completion": ', ["c.jsonl:6", "not valid JSON"]),
+        ('["a"]', ["c.jsonl:6", "a JSON list"]),
+        ({"answer": "1"}, ["c.jsonl:6", "one of `completion` and `completions`"]),
+        ({"answer": "1", "completion": "x", "completions": ["x"]}, ["c.jsonl:6", "one of `completion`"]),
+        ({"answer": "1", "completion": 3}, ["c.jsonl:6", "`completion` holds a int"]),
+        ({"answer": "1", "completions": ["x", None]}, ["c.jsonl:6", "`completions` holds a null"]),
+        ({"answer": "1", "completions": []}, ["c.jsonl:6", "empty list"]),
+        ({"completion": "x"}, ["c.jsonl:6", "no column `answer`", "--answer-column"]),
+        ({"completion": "x", "answer": [1]}, ["c.jsonl:6", "`answer` is a list"]),
+        ({"completion": "x", "answer": " "}, ["c.jsonl:6", "`answer` is empty"]),
+        ({"completion": "x", "answer": "1", "problem": 7}, ["c.jsonl:6", "`problem` is a int"]),
+        (
+            {"completion": "x", "answer": "1", "finish_reason": ["stop", "stop"]},
+            ["c.jsonl:6", "`finish_reason` has 2 values for 1 completions"],
+        ),
+    ],
+)
+def test_rows_that_cannot_be_scored_are_named(here, capsys, row, words):
+    write("c.jsonl", [*ROWS, row])
+    message = refusal(capsys, "c.jsonl")
+    assert all(word in message for word in words), message
+
+
+def test_labels_that_are_none_are_named(here, capsys):
+    write("c.jsonl", [*ROWS, {**ROWS[0], "right": "yes"}])
+    assert "c.jsonl:6: `right` holds 'yes'" in refusal(capsys, "c.jsonl", "--label", "right")
+    assert "c.jsonl:1: no column `rihgt`" in refusal(capsys, "c.jsonl", "--label", "rihgt")
+
+
+def test_commands_that_cannot_be_are_refused(here, capsys):
+    assert "nothing.jsonl: no such file" in refusal(capsys, "nothing.jsonl")
+    assert "is the file of completions" in refusal(capsys, "c.jsonl", "--output", "c.jsonl")
+    assert "'maths'" in refusal(capsys, "c.jsonl", "--reward", "maths")
+    assert "both say which rewards" in refusal(capsys, "c.jsonl", "x.yaml", "--reward", "math")
+    assert "one configuration at most" in refusal(capsys, "c.jsonl", "x.yaml", "y.yaml")
+    write("empty.jsonl", [])
+    assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
+
+
+def test_reward_models_are_not_asked_and_nothing_may_depend_on_them(here, capsys):
+    text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
+    Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
+    assert main(["score", "c.jsonl", "config.yaml"]) == 0
+    assert "warning: reward models are not asked (quality)" in capsys.readouterr().out
+    gated = "rewards.functions=[{function: math, gate: quality}]"
+    assert "math: its gate quality is a reward model" in refusal(capsys, "c.jsonl", "config.yaml", gated)
+    alone = "rewards.functions=[]"
+    assert "reward models (quality) are not asked" in refusal(capsys, "c.jsonl", "config.yaml", alone)
+
+
+def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
+    """Solutions written by models, which their authors have called right or wrong."""
+    path = str(shared_data / "gsm8k_graded_solutions.jsonl")
+    assert main(["score", path, "--completion-column", "solution", "--label", "is_correct"]) == 0
+    assert "disagreements: 0 in" in capsys.readouterr().out
+
+
+# Agreement
+
+
+def test_cohen_s_kappa_worked_by_hand():
+    first = np.array([1] * 25 + [0] * 25 + [NAN, 1], float)
+    second = np.array([1] * 20 + [0] * 5 + [1] * 10 + [0] * 15 + [1, NAN], float)
+    (found,) = agreements({"a": first, "b": second})
+    assert (found.both, found.only_first, found.only_second, found.neither, found.unscored) == (
+        20,
+        5,
+        10,
+        15,
+        2,
+    )
+    assert found.rate == pytest.approx(0.7)
+    assert found.kappa == pytest.approx(0.4)  # chance 0.5 * 0.6 + 0.5 * 0.4
+
+
+def test_kappa_at_its_ends():
+    (same,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([1.0, 0.0])})
+    (opposed,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([0.0, 1.0])})
+    (silent,) = agreements({"a": np.array([1.0, 1.0]), "b": np.array([1.0, 1.0])})
+    (nothing,) = agreements({"a": np.array([NAN]), "b": np.array([1.0])})
+    assert (same.kappa, opposed.kappa) == (1.0, -1.0)
+    assert math.isnan(silent.kappa) and silent.rate == 1.0 and math.isnan(nothing.rate)
+
+
+def test_graders_are_what_says_right_or_wrong():
+    assert is_grader(np.array([1.0, 0.0, NAN])) and is_grader(np.array([0.0]))
+    assert not is_grader(np.array([1.0, 0.5])) and not is_grader(np.array([NAN]))
+
+
+def test_a_disagreement_takes_one_who_calls_it_right_and_one_who_calls_it_wrong():
+    graders = {
+        "a": np.array([1, 1, NAN, 0, NAN]),
+        "b": np.array([1, 0, 1, 0, 0]),
+        "c": np.array([1, 1, 0, 0, NAN]),
+    }
+    assert disagreements(graders).tolist() == [1, 2]
+
+
+def test_bars_are_the_counts_from_the_least_to_the_greatest_value():
+    assert bars(np.array([0.0, 0.0, 1.0])) == "█        ▄"
+    assert bars(np.array([2.0, 2.0])) == "█"
