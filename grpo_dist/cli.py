@@ -1,5 +1,6 @@
 """The command line: ``grpo-dist train|sft|sample|eval|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist pipeline FILE`` and ``grpo-dist status|logs|stop RUN``. Heavy imports live inside the commands.
+``grpo-dist pipeline FILE``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy
+imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from grpo_dist import __version__
 from grpo_dist.errors import RunEnded, UserError
+from grpo_dist.report.arguments import add_report
 from grpo_dist.submit.arguments import add_commands
 
 USER_ERROR = 2
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _guarded(partial(args.command, **options), args.config, [*args.overrides, *rest])
 
 
-def _guarded(command: Callable[[Any, list[str]], None], config: str | None, overrides: list[str]) -> int:
+def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: list[str]) -> int:
     try:
         command(config, overrides)
     except UserError as error:
@@ -185,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_recipes(commands)
     add_commands(commands)
+    add_report(commands)
     parser.set_defaults(command=None)
     return parser
 

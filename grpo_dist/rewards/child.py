@@ -51,7 +51,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             load(*arguments)
             _limit_memory(memory_mb)
             return ["ok", None]
-        return ["ok", _grade(*arguments) if kind == "grade" else _call(*arguments)]
+        return ["ok", {"grade": _grade, "find": _find, "call": _call}[kind](*arguments)]
     except MemoryError:
         return [
             "memory",
@@ -68,6 +68,12 @@ def _grade(completion: str, answer: str) -> list[str]:
 
     result = grade(completion, answer)
     return [result.outcome, result.detail]
+
+
+def _find(completion: str) -> str | None:
+    from grpo_dist.rewards.math import answer_found
+
+    return answer_found(completion)
 
 
 def _call(path: str, keywords: dict[str, Any]) -> float | None:

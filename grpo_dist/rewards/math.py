@@ -75,6 +75,22 @@ def grade(completion: str, answer: str) -> Grade:
     return Grade.of("correct" if right else "wrong")
 
 
+def answer_found(completion: str) -> str | None:
+    """The text that `grade` compares with the gold: the last box, else what it reads as an answer; None
+    without.
+
+        "so 3 or \\boxed{7}." -> "7"      "The final answer is $8$." -> "8"      "I do not know." -> None
+
+    Raises only MemoryError.
+    """
+    completion = completion[-_LONGEST_COMPLETION:]
+    if found := boxes(completion):
+        return found[-1]
+    tagged = _tagged_answer(completion)
+    reading = read(tagged or completion[-_LONGEST_RESPONSE:])
+    return reading.text if reading is not None else tagged or None
+
+
 def gold_text(answer: str) -> str:
     """The answer itself: what is boxed, where the gold is boxed or a whole solution."""
     return ", ".join(boxes(answer)) or answer

@@ -89,6 +89,11 @@ class GraderPool:
         """Grades of (completion, gold answer) pairs, in order. Never raises for a pair, however malformed."""
         return list(self._threads.map(self._grade_one, pairs))
 
+    def find(self, completions: Iterable[str]) -> list[str | None]:
+        """The answers that `grade` would compare, in order; None where there is none, or none in time."""
+        results = self._threads.map(lambda text: self._run("find", (text,)), completions)
+        return [None if isinstance(result, Failure) else result for result in results]
+
     def call(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
         """Values of ``module:function`` for each set of keywords, in order; a Failure where there is none.
 
