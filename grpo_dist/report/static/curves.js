@@ -1,0 +1,289 @@
+// Charts over steps or hours: several runs in each, drawn when they come into view.
+"use strict";
+
+(() => {
+  const { make, byId, number } = report;
+  const drawn = new Map(); // title -> {spec, box, plot}
+  const dashes = [undefined, [6, 4], [2, 3], [10, 4, 2, 4], [1, 5]];
+  const fills = ["#9dc1e6", "#f2b48f", "#a5d8b4", "#cdb0e2", "#e8d28c", "#9fd6da"];
+  const seen = new IntersectionObserver(inView, { rootMargin: "300px" });
+  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => fit(target)));
+
+  const options = () => ({ axis: byId("axis").value, weight: Number(byId("smoothing").value) });
+  const isWhole = (pattern) => new RegExp(`^(?:${pattern})$`);
+  const short = (name) => name.replace(/^(?:eval|reward|rollout|policy|time|memory|throughput|outcome|mismatch|correction|health|restarts|loss)\//, "");
+
+  // The charts that there is anything to draw in: [{section, charts: [{title, unit, kind, metrics}]}]
+  function specs() {
+    const names = new Set();
+    for (const run of report.runs) for (const name of run.columns.keys()) names.add(name);
+    const left = new Set([...names].filter((name) => !(name.endsWith("_stderr") && names.has(name.slice(0, -7)))));
+    const sections = report.layout.map(({ title, charts }) => ({
+      title,
+      charts: charts.flatMap((chart) => {
+        const tests = chart.metrics.map(isWhole);
+        const metrics = tests.flatMap((test) => [...left].filter((name) => test.test(name)));
+        metrics.forEach((name) => left.delete(name));
+        if (!metrics.length) return [];
+        if (chart.kind === "accuracy") return metrics.map((name) => ({ ...chart, title: short(name), metrics: [name] }));
+        if (chart.kind === "stack") {
+          const own = report.runs.filter((run) => metrics.some((name) => run.columns.has(name)));
+          return own.map((run) => ({ ...chart, metrics, run, title: own.length > 1 ? `${chart.title}: ${run.label}` : chart.title }));
+        }
+        return [{ ...chart, metrics }];
+      }),
+    }));
+    const others = [...left].sort().map((name) => ({ title: name, unit: "", kind: "lines", metrics: [name] }));
+    return [...sections, { title: "Other metrics", charts: others }].filter((section) => section.charts.length);
+  }
+
+  // One line of a chart: a metric of a run.
+  function linesOf(spec) {
+    const runs = spec.run ? [spec.run] : report.runs;
+    return runs.flatMap((run) =>
+      spec.metrics
+        .filter((name) => run.columns.has(name))
+        .map((name) => {
+          const place = spec.metrics.indexOf(name);
+          const alone = report.runs.length === 1;
+          return {
+            run, name, values: run.columns.get(name), errors: run.columns.get(`${name}_stderr`),
+            colour: alone ? report.colours[place % report.colours.length] : run.colour,
+            dash: alone ? undefined : dashes[place % dashes.length],
+            label: [alone ? "" : run.label, alone || spec.metrics.length > 1 ? short(name) : ""].filter(Boolean).join(" · "),
+          };
+        }),
+    );
+  }
+
+  function joined(lines, axis) {
+    const tables = lines.map(({ run, values, errors }) => {
+      const xs = axis === "hours" ? run.hours : run.steps;
+      return errors ? [xs, values, errors] : [xs, values];
+    });
+    if (!tables.length) return [[]];
+    return uPlot.join(tables);
+  }
+
+  // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors.
+  function filled(spec) {
+    const { axis, weight } = options();
+    const lines = linesOf(spec);
+    const columns = joined(lines, axis);
+    const data = [columns[0]];
+    const series = [{ label: axis }];
+    const errors = [null];
+    let column = 1;
+    for (const line of lines) {
+      const values = columns[column++];
+      const own = line.errors ? columns[column++] : null;
+      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: line.run.shown, run: line.run };
+      const value = (plot, at) => number(at);
+      const soft = weight > 0 && !own && values.filter((one) => one !== null && one !== undefined).length > 2;
+      if (soft) {
+        data.push(values);
+        series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, value, points: { show: false } });
+        errors.push(null);
+      }
+      data.push(soft ? report.smooth(values.map((one) => one ?? null), weight) : values);
+      series.push({ ...look, value });
+      errors.push(own);
+    }
+    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors };
+  }
+
+  // The sum of all stages is drawn first, and those below it over it.
+  function stacked(spec, columns, lines, axis) {
+    const sums = [];
+    let below = columns[0].map(() => 0);
+    lines.forEach((_, i) => {
+      below = below.map((sum, row) => sum + (columns[i + 1][row] ?? 0));
+      sums.push(below);
+    });
+    const known = columns[0].map((_, row) => lines.some((__, i) => columns[i + 1][row] !== null && columns[i + 1][row] !== undefined));
+    const order = lines.map((_, i) => i).reverse();
+    const series = order.map((i) => ({
+      label: short(lines[i].name).replace(/_s$/, ""), run: spec.run, show: spec.run.shown, stroke: report.colours[i % report.colours.length],
+      fill: fills[i % fills.length], width: 1, points: { show: false }, value: (plot, at, own, row) => (row === null ? "–" : number(columns[i + 1][row])),
+    }));
+    const data = order.map((i) => sums[i].map((sum, row) => (known[row] ? sum : null)));
+    return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [] };
+  }
+
+  function drawErrors(plot, errors) {
+    const context = plot.ctx;
+    context.save();
+    errors.forEach((own, i) => {
+      if (!own || !plot.series[i].show) return;
+      context.strokeStyle = plot.series[i]._stroke || plot.series[i].stroke(plot, i);
+      context.lineWidth = 1.2 * devicePixelRatio;
+      context.beginPath();
+      own.forEach((error, row) => {
+        const value = plot.data[i][row];
+        if (error === null || error === undefined || value === null || value === undefined) return;
+        const x = plot.valToPos(plot.data[0][row], "x", true);
+        if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) return;
+        const low = plot.valToPos(value - 1.96 * error, "y", true);
+        const high = plot.valToPos(value + 1.96 * error, "y", true);
+        const half = 3 * devicePixelRatio;
+        context.moveTo(x, low);
+        context.lineTo(x, high);
+        for (const y of [low, high]) {
+          context.moveTo(x - half, y);
+          context.lineTo(x + half, y);
+        }
+      });
+      context.stroke();
+    });
+    context.restore();
+  }
+
+  function range(spec, errors) {
+    return (plot, low, high) => {
+      if (low === null || high === null) return [0, 1];
+      errors.forEach((own, i) => {
+        if (!own || !plot.series[i].show) return;
+        own.forEach((error, row) => {
+          const value = plot.data[i][row];
+          if (error === null || error === undefined || value === null || value === undefined) return;
+          low = Math.min(low, value - 1.96 * error);
+          high = Math.max(high, value + 1.96 * error);
+        });
+      });
+      if (spec.kind === "stack" || spec.unit.startsWith("share")) low = Math.min(0, low);
+      const room = (high - low || Math.abs(high) || 1) * 0.06;
+      return [low === 0 ? 0 : low - room, high + room];
+    };
+  }
+
+  function plotFor(item) {
+    const { spec, box } = item;
+    const { data, series, errors } = filled(spec);
+    const hours = options().axis === "hours";
+    const grid = { stroke: "#e8ebee", width: 1 };
+    const look = { stroke: "#5a6672", grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
+    const wholeSteps = (plot, splits) => splits.map((at) => (hours || Number.isInteger(at) ? String(Number(at.toPrecision(6))) : ""));
+    item.key = series.map(({ label }) => label).join("\n");
+    item.errors = errors;
+    item.plot = new uPlot(
+      {
+        width: Math.max(120, box.clientWidth), height: 190, series, legend: { live: true },
+        scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: range(spec, errors) } },
+        cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 } },
+        axes: [
+          { ...look, size: 24, gap: 3, values: wholeSteps },
+          { ...look, size: 56, gap: 4, values: (plot, splits) => splits.map((at) => number(at, 5)) },
+        ],
+        hooks: { draw: [(plot) => drawErrors(plot, item.errors)] },
+      },
+      data,
+      box,
+    );
+  }
+
+  function inView(entries) {
+    for (const { target, isIntersecting } of entries) {
+      const item = drawn.get(target.dataset.title);
+      if (!item) continue;
+      item.visible = isIntersecting;
+      if (isIntersecting && !item.plot) plotFor(item);
+    }
+  }
+
+  function fit(box) {
+    const item = drawn.get(box.parentElement?.dataset.title);
+    if (item?.plot && box.clientWidth && Math.abs(item.plot.width - box.clientWidth) > 1) item.plot.setSize({ width: box.clientWidth, height: 190 });
+  }
+
+  function element(spec) {
+    const box = make("div");
+    const what = spec.metrics.length === 1 && spec.metrics[0] !== spec.title ? spec.metrics[0] : "";
+    const chart = make("div", { classes: "chart" }, make("h4", {}, spec.title, make("small", { textContent: [spec.unit, what].filter(Boolean).join(" · ") })), box);
+    chart.dataset.title = spec.title;
+    chart.dataset.metrics = spec.metrics.join(" ");
+    drawn.set(spec.title, { spec, box });
+    seen.observe(chart);
+    resized.observe(box);
+    return chart;
+  }
+
+  function build() {
+    forget();
+    const sections = specs().map(({ title, charts }) =>
+      make("div", { classes: "section" }, make("h2", { textContent: title }), make("div", { classes: "charts" }, ...charts.map(element))),
+    );
+    byId("charts").replaceChildren(...(sections.length ? sections : [make("p", { classes: "said", textContent: "No metrics yet: no step has been logged." })]));
+    report.built = signature();
+    showNamed();
+  }
+
+  function forget() {
+    for (const { plot } of drawn.values()) plot?.destroy();
+    drawn.clear();
+    seen.disconnect();
+    resized.disconnect();
+  }
+
+  const signature = () => JSON.stringify(specs().map(({ charts }) => charts.map(({ title, metrics }) => [title, metrics])));
+
+  function showNamed() {
+    const wanted = byId("named").value.trim().toLowerCase();
+    for (const section of document.querySelectorAll("#charts .section")) {
+      const charts = [...section.querySelectorAll(".chart")];
+      charts.forEach((chart) => (chart.hidden = !`${chart.dataset.title} ${chart.dataset.metrics}`.toLowerCase().includes(wanted)));
+      section.hidden = charts.every((chart) => chart.hidden);
+    }
+  }
+
+  // New data, the same charts: zoom and what is switched off stay as they are.
+  function refresh(item) {
+    const { data, series, errors } = filled(item.spec);
+    if (series.map(({ label }) => label).join("\n") !== item.key || series.length !== item.plot.series.length) {
+      item.plot.destroy();
+      item.plot = null;
+      if (item.visible) plotFor(item);
+      return;
+    }
+    const { min, max } = item.plot.scales.x;
+    const old = item.plot.data[0];
+    const zoomed = old.length > 1 && (min > old[0] || max < old[old.length - 1]);
+    item.errors = errors;
+    item.plot.setData(data, !zoomed);
+    if (zoomed) item.plot.setScale("x", { min, max });
+  }
+
+  report.updateCurves = () => {
+    if (signature() !== report.built) build();
+    else for (const item of drawn.values()) if (item.plot) refresh(item);
+    const untimed = report.runs.some((run) => !run.clocked);
+    byId("axis").options[1].textContent = untimed ? "hours in steps" : "hours since the start";
+  };
+
+  report.showRuns = () => {
+    for (const item of drawn.values()) {
+      item.plot?.series.forEach((series, i) => {
+        if (i && series.run && series.show !== series.run.shown) item.plot.setSeries(i, { show: series.run.shown });
+      });
+      if (item.spec.run) item.box.parentElement.hidden = !item.spec.run.shown;
+    }
+  };
+
+  report.startCurves = () => {
+    byId("axis").addEventListener("change", redraw);
+    byId("smoothing").addEventListener("input", () => {
+      const { weight } = options();
+      byId("smoothed").textContent = weight ? weight.toFixed(2) : "off";
+      redraw();
+    });
+    byId("named").addEventListener("input", showNamed);
+  };
+
+  function redraw() {
+    for (const item of drawn.values()) {
+      if (!item.plot) continue;
+      item.plot.destroy();
+      item.plot = null;
+      if (item.visible) plotFor(item);
+    }
+  }
+})();

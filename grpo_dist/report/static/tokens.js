@@ -1,0 +1,101 @@
+// Tokens in colour: by log-prob, ratio, advantage or KL. See grpo_dist/report/tokens.py for what the numbers are.
+"use strict";
+
+(() => {
+  const { make } = report;
+  const AT_ONCE = 3000; // tokens of a completion that are drawn before one asks for the rest
+  const RED = [214, 84, 60];
+  const BLUE = [66, 128, 200];
+  const GREEN = [72, 160, 98];
+  const PURPLE = [140, 92, 190];
+
+  // least: the smallest range a scale has, so that noise stays white.
+  const MEASURES = {
+    logprob: { title: "log-prob (engine)", columns: ["logprob"], low: [RED], least: 1, signed: false, text: (v) => `log-prob ${report.number(v)} nats, p = ${report.number(Math.exp(v), 3)}` },
+    log_ratio: { title: "ratio (trainer / engine)", columns: ["log_ratio"], low: [BLUE], high: RED, least: 0.02, signed: true, text: (v) => `ratio ${Math.exp(v).toFixed(4)}` },
+    advantage: { title: "advantage", columns: ["advantage"], low: [RED], high: GREEN, least: 0.5, signed: true, text: (v) => `advantage ${report.number(v)}` },
+    kl: { title: "KL to the reference", columns: ["kl"], high: PURPLE, least: 0.05, signed: false, text: (v) => `KL ${report.number(v)} nats` },
+  };
+
+  // A number of one token of one sample; null where there is none.
+  function value(data, measure, sample, token) {
+    const own = data[measure]?.[sample];
+    const raw = Array.isArray(own) ? own[token] : own;
+    return raw === null || raw === undefined ? null : raw / data.scales[measure];
+  }
+
+  // The largest size of a number of these samples, but for the outermost two in a hundred.
+  function extent(data, measure, samples) {
+    const sizes = [];
+    for (const sample of samples) {
+      const own = data[measure]?.[sample];
+      if (own === null || own === undefined) continue;
+      const every = Array.isArray(own) ? Math.max(1, Math.floor(own.length / 2000)) : 1;
+      const some = Array.isArray(own) ? own : [own];
+      for (let i = 0; i < some.length; i += every) if (some[i] !== null) sizes.push(Math.abs(some[i]) / data.scales[measure]);
+    }
+    sizes.sort((a, b) => a - b);
+    return Math.max(MEASURES[measure].least, sizes[Math.floor(sizes.length * 0.98)] || 0);
+  }
+
+  function colour(measure, at, most) {
+    const { low, high } = MEASURES[measure];
+    const [red, green, blue] = at < 0 ? low[0] : high || low[0];
+    return `rgba(${red}, ${green}, ${blue}, ${(Math.min(1, Math.abs(at) / most) * 0.75).toFixed(3)})`;
+  }
+
+  report.measures = (data, samples) =>
+    Object.entries(MEASURES).map(([name, { title }]) => ({
+      name, title, known: Boolean(data) && samples.some((sample) => data[name]?.[sample] !== null && data[name]?.[sample] !== undefined),
+    }));
+
+  report.scale = (data, measure, samples) => {
+    const most = extent(data, measure, samples);
+    const { signed } = MEASURES[measure];
+    const from = signed || measure === "logprob" ? -most : 0;
+    const to = measure === "logprob" ? 0 : most;
+    const show = measure === "log_ratio" ? (at) => Math.exp(at).toFixed(most < 0.1 ? 3 : 2) : (at) => report.number(at, 3);
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => colour(measure, from + share * (to - from), most));
+    const bar = make("i");
+    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+    const middle = signed ? [` (white: ${show(0)})`] : [];
+    return { most, legend: [show(from), bar, show(to), ...middle] };
+  };
+
+  // The tokens of a sample as text in colour; ``measure`` "" for text alone.
+  report.tokenText = (box, data, sample, measure, most) => {
+    const tokens = data.tokens[sample];
+    const draw = (from, to) => {
+      const piece = document.createDocumentFragment();
+      for (let i = from; i < Math.min(to, tokens.length); i++) {
+        const text = data.vocabulary[tokens[i]];
+        const token = make("span", { classes: "token", textContent: report.visible(text) });
+        const at = measure ? value(data, measure, sample, i) : null;
+        if (at !== null) token.style.background = colour(measure, at, most);
+        token.about = { data, sample, token: i };
+        piece.append(token);
+      }
+      if (to < tokens.length) {
+        const more = make("button", { textContent: `show all ${tokens.length.toLocaleString("en")} tokens` });
+        more.addEventListener("click", () => {
+          more.remove();
+          draw(to, tokens.length);
+        });
+        piece.append(more);
+      }
+      box.append(piece);
+    };
+    box.replaceChildren();
+    draw(0, AT_ONCE);
+  };
+
+  report.explainToken = ({ data, sample, token }) => {
+    const text = data.vocabulary[data.tokens[sample][token]];
+    const lines = [`token ${token + 1} of ${data.tokens[sample].length}: ${text === "" ? "(part of the character before)" : JSON.stringify(text)}`];
+    for (const [name, { text: said }] of Object.entries(MEASURES)) {
+      const at = value(data, name, sample, token);
+      if (at !== null) lines.push(said(at));
+    }
+    return lines.join("\n");
+  };
+})();
