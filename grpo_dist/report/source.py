@@ -86,8 +86,9 @@ class Source:
             file.look()
             if file.torn:
                 notices.append(f"{name}.jsonl: {file.torn} line(s) cannot be read and are left out")
-            if not file.parts and name != "events":
-                notices.append(f"{name}.jsonl: missing or empty")
+        missing = [f"{name}.jsonl" for name, file in own.items() if not file.parts and name != "events"]
+        if missing:
+            notices.append(f"missing or empty: {', '.join(missing)}")
         if self._timeline.left_out:
             notices.append(f"timeline.jsonl: the newest {_SPANS:,} spans are shown")
         left_out = self._find_parts(notices)

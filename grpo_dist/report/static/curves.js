@@ -4,6 +4,7 @@
 (() => {
   const { make, byId, number } = report;
   const drawn = new Map(); // title -> {spec, box, plot}
+  const hidden = new Set(); // "title|metric" that a click on a legend has switched off
   const dashes = [undefined, [6, 4], [2, 3], [10, 4, 2, 4], [1, 5]];
   const fills = ["#9dc1e6", "#f2b48f", "#a5d8b4", "#cdb0e2", "#e8d28c", "#9fd6da"];
   const seen = new IntersectionObserver(inView, { rootMargin: "300px" });
@@ -37,6 +38,14 @@
     return [...sections, { title: "Other metrics", charts: others }].filter((section) => section.charts.length);
   }
 
+  // Of the metric at this place of a chart: where there are several runs, colours tell them apart.
+  function look(run, place) {
+    if (report.runs.length === 1 || !run) return { colour: run ? report.colours[place % report.colours.length] : "#5a6672", dash: run ? undefined : dashes[place % dashes.length] };
+    return { colour: run.colour, dash: dashes[place % dashes.length] };
+  }
+
+  const isShown = (spec, { run, name }) => run.shown && !hidden.has(`${spec.title}|${name}`);
+
   // One line of a chart: a metric of a run.
   function linesOf(spec) {
     const runs = spec.run ? [spec.run] : report.runs;
@@ -45,12 +54,10 @@
         .filter((name) => run.columns.has(name))
         .map((name) => {
           const place = spec.metrics.indexOf(name);
-          const alone = report.runs.length === 1;
           return {
             run, name, values: run.columns.get(name), errors: run.columns.get(`${name}_stderr`),
-            colour: alone ? report.colours[place % report.colours.length] : run.colour,
-            dash: alone ? undefined : dashes[place % dashes.length],
-            label: [alone ? "" : run.label, alone || spec.metrics.length > 1 ? short(name) : ""].filter(Boolean).join(" · "),
+            ...look(run, place),
+            label: [report.runs.length > 1 ? run.label : "", spec.metrics.length > 1 ? short(name) : ""].filter(Boolean).join(" · ") || short(name),
           };
         }),
     );
@@ -77,16 +84,15 @@
     for (const line of lines) {
       const values = columns[column++];
       const own = line.errors ? columns[column++] : null;
-      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: line.run.shown, run: line.run };
-      const value = (plot, at) => number(at);
+      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: isShown(spec, line), run: line.run, metric: line.name };
       const soft = weight > 0 && !own && values.filter((one) => one !== null && one !== undefined).length > 2;
       if (soft) {
         data.push(values);
-        series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, value, points: { show: false } });
+        series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, points: { show: false } });
         errors.push(null);
       }
       data.push(soft ? report.smooth(values.map((one) => one ?? null), weight) : values);
-      series.push({ ...look, value });
+      series.push(look);
       errors.push(own);
     }
     return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors };
@@ -103,8 +109,8 @@
     const known = columns[0].map((_, row) => lines.some((__, i) => columns[i + 1][row] !== null && columns[i + 1][row] !== undefined));
     const order = lines.map((_, i) => i).reverse();
     const series = order.map((i) => ({
-      label: short(lines[i].name).replace(/_s$/, ""), run: spec.run, show: spec.run.shown, stroke: report.colours[i % report.colours.length],
-      fill: fills[i % fills.length], width: 1, points: { show: false }, value: (plot, at, own, row) => (row === null ? "–" : number(columns[i + 1][row])),
+      label: short(lines[i].name).replace(/_s$/, ""), run: spec.run, show: true, stroke: report.colours[i % report.colours.length],
+      fill: fills[i % fills.length], width: 1, points: { show: false }, own: columns[i + 1],
     }));
     const data = order.map((i) => sums[i].map((sum, row) => (known[row] ? sum : null)));
     return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [] };
@@ -150,7 +156,7 @@
           high = Math.max(high, value + 1.96 * error);
         });
       });
-      if (spec.kind === "stack" || spec.unit.startsWith("share")) low = Math.min(0, low);
+      if (spec.kind === "stack" || spec.unit === "share") low = Math.min(0, low);
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low === 0 ? 0 : low - room, high + room];
     };
@@ -167,14 +173,14 @@
     item.errors = errors;
     item.plot = new uPlot(
       {
-        width: Math.max(120, box.clientWidth), height: 190, series, legend: { live: true },
+        width: Math.max(120, box.clientWidth), height: 190, series, legend: { show: false },
         scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: range(spec, errors) } },
         cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 } },
         axes: [
           { ...look, size: 24, gap: 3, values: wholeSteps },
           { ...look, size: 56, gap: 4, values: (plot, splits) => splits.map((at) => number(at, 5)) },
         ],
-        hooks: { draw: [(plot) => drawErrors(plot, item.errors)] },
+        hooks: { draw: [(plot) => drawErrors(plot, item.errors)], setCursor: [(plot) => explain(plot, item)] },
       },
       data,
       box,
@@ -195,10 +201,55 @@
     if (item?.plot && box.clientWidth && Math.abs(item.plot.width - box.clientWidth) > 1) item.plot.setSize({ width: box.clientWidth, height: 190 });
   }
 
+  // All values at the cursor, of the chart that it is over.
+  function explain(plot, { errors }) {
+    if (!plot.over.matches(":hover")) return;
+    const { idx, left, top } = plot.cursor;
+    if (idx === null || idx === undefined || left < 0) return report.showTip(null);
+    const lines = [`${options().axis === "hours" ? "hours" : "step"} ${number(plot.data[0][idx], 5)}`];
+    plot.series.forEach((series, i) => {
+      const value = series.own ? series.own[idx] : plot.data[i][idx];
+      if (!i || !series.show || value === null || value === undefined) return;
+      const error = errors[i]?.[idx];
+      lines.push(`${series.label}: ${number(value)}${error ? ` ± ${number(1.96 * error, 2)}` : ""}`);
+    });
+    const box = plot.over.getBoundingClientRect();
+    report.showTip(lines.join("\n"), box.left + left, box.top + top);
+  }
+
+  // What tells the metrics of a chart apart; a click switches one off.
+  function legend(spec) {
+    const alone = report.runs.length === 1;
+    if (spec.metrics.length === 1) return null;
+    const entries = spec.metrics.map((name, place) => {
+      const { colour, dash } = spec.run ? { colour: fills[place % fills.length] } : look(alone ? report.runs[0] : null, place);
+      const line = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      line.setAttribute("viewBox", "0 0 22 8");
+      const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+      path.setAttribute("d", "M0 4H22");
+      path.setAttribute("stroke", colour);
+      path.setAttribute("stroke-width", spec.run ? 8 : 2);
+      if (dash) path.setAttribute("stroke-dasharray", dash.join(" "));
+      line.append(path);
+      if (spec.run) return make("span", {}, line, short(name).replace(/_s$/, ""));
+      const button = make("button", {}, line, short(name));
+      button.setAttribute("aria-pressed", String(!hidden.has(`${spec.title}|${name}`)));
+      button.addEventListener("click", () => {
+        const key = `${spec.title}|${name}`;
+        if (!hidden.delete(key)) hidden.add(key);
+        button.setAttribute("aria-pressed", String(!hidden.has(key)));
+        report.showRuns();
+      });
+      return button;
+    });
+    return make("div", { classes: "key" }, ...entries);
+  }
+
   function element(spec) {
     const box = make("div");
+    box.addEventListener("pointerleave", () => report.showTip(null));
     const what = spec.metrics.length === 1 && spec.metrics[0] !== spec.title ? spec.metrics[0] : "";
-    const chart = make("div", { classes: "chart" }, make("h4", {}, spec.title, make("small", { textContent: [spec.unit, what].filter(Boolean).join(" · ") })), box);
+    const chart = make("div", { classes: "chart" }, make("h4", {}, spec.title, make("small", { textContent: [spec.unit, what].filter(Boolean).join(" · ") })), box, legend(spec) ?? "");
     chart.dataset.title = spec.title;
     chart.dataset.metrics = spec.metrics.join(" ");
     drawn.set(spec.title, { spec, box });
@@ -262,7 +313,9 @@
   report.showRuns = () => {
     for (const item of drawn.values()) {
       item.plot?.series.forEach((series, i) => {
-        if (i && series.run && series.show !== series.run.shown) item.plot.setSeries(i, { show: series.run.shown });
+        if (!i || !series.metric) return;
+        const show = isShown(item.spec, { run: series.run, name: series.metric });
+        if (series.show !== show) item.plot.setSeries(i, { show });
       });
       if (item.spec.run) item.box.parentElement.hidden = !item.spec.run.shown;
     }
