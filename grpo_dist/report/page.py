@@ -73,22 +73,17 @@ def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[
 def _token_values(number: int, source: Source, manifest: dict[str, Any], most: int) -> Iterator[str]:
     """Marks in ``manifest`` what it gives, and says what it leaves out."""
     entries = {entry["key"]: entry for entry in manifest["samples"]}
-    left, without = most, 0
+    manifest["about"]["token_limit"] = left = most
     for part in source.with_values(most):
-        if part.key not in entries:
-            continue
-        if left <= 0:
-            without += 1
+        if part.key not in entries or left <= 0:
             continue
         try:
-            piece, count = source.values(part, left)
+            piece, left = source.values(part, left)
         except (OSError, ValueError) as error:
             manifest["about"]["notices"].append(f"no token values: {error}")
             continue
-        left = left - count if count else 0  # the next group does not fit: nothing older comes instead
         entries[part.key]["tokens"] = True
         yield _embedded(f"{number}/tokens/{part.key}", piece)
-    manifest["about"]["token_limit"] = most
 
 
 def _embedded(name: str, piece: bytes) -> str:

@@ -35,15 +35,25 @@ class Stretch:
     end: int
 
 
-def stretches(path: Path) -> list[Stretch]:
-    """The parts of a file. Raises what pyarrow does for one that is not such a table."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A file in parts. ``recorded``: with what training made of each token."""
+
+    stretches: tuple[Stretch, ...]
+    recorded: bool
+
+
+def cut(path: Path) -> Cut:
+    """Raises what pyarrow does for a file that is no table of samples."""
     starts = group_starts(pq.read_table(path, columns=["uid", "sample"]))
     cuts = [0]
     for start in starts:
         if start - cuts[-1] >= _ROWS:
             cuts.append(start)
-    total = pq.read_metadata(path).num_rows
-    return [Stretch(a, b) for a, b in zip(cuts, [*cuts[1:], total], strict=True) if b > a]
+    footer = pq.read_metadata(path)
+    ends = [*cuts[1:], footer.num_rows]
+    found = tuple(Stretch(a, b) for a, b in zip(cuts, ends, strict=True) if b > a)
+    return Cut(found, "trainer_logprobs" in footer.schema.to_arrow_schema().names)
 
 
 def group_starts(table: pa.Table) -> list[int]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 from grpo_dist.report import rollouts, series, tokens
 from grpo_dist.report.answers import Answers
 from grpo_dist.report.line_files import LineFile, packed
-from grpo_dist.report.rollouts import Stretch, read_stretch, stretches
+from grpo_dist.report.rollouts import Cut, Stretch, cut, read_stretch
 from grpo_dist.report.run_dir import TRAINING, RunDir, SampleFile, about, sample_files, settings
 
 _SPANS = 300_000  # of a run's timeline, the newest
@@ -38,12 +38,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SamplePart:
-    """A stretch of a table of samples."""
+    """A stretch of a table of samples. ``recorded``: see `rollouts.Cut`."""
 
     file: SampleFile
     number: int
     stretch: Stretch
     version: str
+    recorded: bool
 
     @property
     def key(self) -> str:
@@ -56,7 +57,7 @@ class SamplePart:
     def entry(self) -> dict[str, Any]:
         """As it stands in the manifest."""
         return {"key": self.key, "step": self.file.step, "kind": self.file.kind, "rows": self.rows,
-                "version": self.version}  # fmt: skip
+                "recorded": self.recorded, "version": self.version}  # fmt: skip
 
 
 class Source:
@@ -70,7 +71,7 @@ class Source:
         self._timeline = LineFile(path / "timeline.jsonl", series.timeline, most=_SPANS, per_part=50)
         self._events = LineFile(path / "events.jsonl", series.events)
         self._ledger = LineFile(path / "ledger.jsonl", series.ledger)
-        self._stretches: dict[str, tuple[str, list[Stretch] | str]] = {}  # of a file -> version, what was found
+        self._cuts: dict[str, tuple[str, Cut | str]] = {}  # of a file -> version, what was found
         self._rows: dict[str, tuple[str, bytes]] = {}  # of a part -> version, piece
         self._config = settings(path)
         self._texts, self.tokenizer = tokens.find_tokenizer(path, self._config)
@@ -133,16 +134,19 @@ class Source:
 
     def with_values(self, most: int) -> list[SamplePart]:
         """Parts whose token values a page of ``most`` tokens holds: of the steps that were asked for, training
-        batches first, then the newest.
+        batches first, of these such with everything recorded, and the newest.
         """
         steps = self._limits.token_steps
         chosen = [part for part in self.parts.values() if not steps or part.file.step in steps]
-        chosen.sort(key=lambda part: (part.file.kind == TRAINING, part.file.step, -part.number), reverse=True)
+        chosen.sort(
+            key=lambda part: (part.file.kind == TRAINING, part.recorded, part.file.step, -part.number),
+            reverse=True,
+        )
         return chosen if self._texts is not None and most > 0 else []
 
     def values(self, part: SamplePart, most: int) -> tuple[bytes, int]:
-        """Token values of the part's first whole groups of together at most ``most`` tokens, and how many
-        there are; raises ValueError where its text is not the tokenizer's.
+        """Token values of the part's first whole groups of together at most ``most`` tokens; and how many more
+        there may be: none where not all groups fit. Raises ValueError where its text is not the tokenizer's.
         """
         assert self._texts is not None
         table = self._token_table(part)
@@ -151,7 +155,8 @@ class Source:
         sums = [sum(length or 0 for length in lengths[:start]) for start in starts]
         fitting = max(i for i, total in enumerate(sums) if total <= most)
         table = table.slice(0, starts[fitting])
-        return packed(tokens.values(table, self._texts)), sums[fitting]
+        left = most - sums[fitting] if fitting == len(starts) - 1 else 0
+        return packed(tokens.values(table, self._texts)), left
 
     def _token_table(self, part: SamplePart) -> pa.Table:
         assert self._texts is not None
@@ -194,24 +199,25 @@ class Source:
     def _parts_of(self, file: SampleFile, notices: list[str]) -> list[SamplePart]:
         try:
             version = file.version
-            known = self._stretches.get(file.key)
+            known = self._cuts.get(file.key)
             if known is None or known[0] != version:
-                known = self._stretches[file.key] = version, _stretches_or_why_not(file)
+                known = self._cuts[file.key] = version, _cut_or_why_not(file)
         except FileNotFoundError:  # taken away meanwhile
             return []
         if isinstance(known[1], str):
             notices.append(known[1])
             return []
-        return [SamplePart(file, i, stretch, version) for i, stretch in enumerate(known[1])]
+        recorded = known[1].recorded
+        return [SamplePart(file, i, own, version, recorded) for i, own in enumerate(known[1].stretches)]
 
 
 def sources(runs: Sequence[RunDir], limits: Limits, answers: Answers) -> list[Source]:
     return [Source(run, limits, answers) for run in runs]
 
 
-def _stretches_or_why_not(file: SampleFile) -> list[Stretch] | str:
+def _cut_or_why_not(file: SampleFile) -> Cut | str:
     try:
-        return stretches(file.path)
+        return cut(file.path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:

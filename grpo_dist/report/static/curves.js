@@ -72,7 +72,8 @@
     return uPlot.join(tables);
   }
 
-  // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors.
+  // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors;
+  // ``raw``: what a series says at the cursor. (uPlot copies what is in a series, so no run is.)
   function filled(spec) {
     const { axis, weight } = options();
     const lines = linesOf(spec);
@@ -84,7 +85,7 @@
     for (const line of lines) {
       const values = columns[column++];
       const own = line.errors ? columns[column++] : null;
-      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: isShown(spec, line), run: line.run, metric: line.name };
+      const look = { label: line.label, stroke: line.colour, dash: line.dash, width: 1.6, spanGaps: true, show: isShown(spec, line), number: line.run.number, metric: line.name };
       const soft = weight > 0 && !own && values.filter((one) => one !== null && one !== undefined).length > 2;
       if (soft) {
         data.push(values);
@@ -95,7 +96,7 @@
       series.push(look);
       errors.push(own);
     }
-    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors };
+    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors, raw: data };
   }
 
   // The sum of all stages is drawn first, and those below it over it.
@@ -109,11 +110,11 @@
     const known = columns[0].map((_, row) => lines.some((__, i) => columns[i + 1][row] !== null && columns[i + 1][row] !== undefined));
     const order = lines.map((_, i) => i).reverse();
     const series = order.map((i) => ({
-      label: short(lines[i].name).replace(/_s$/, ""), run: spec.run, show: true, stroke: report.colours[i % report.colours.length],
-      fill: fills[i % fills.length], width: 1, points: { show: false }, own: columns[i + 1],
+      label: short(lines[i].name).replace(/_s$/, ""), show: true, stroke: report.colours[i % report.colours.length],
+      fill: fills[i % fills.length], width: 1, points: { show: false },
     }));
     const data = order.map((i) => sums[i].map((sum, row) => (known[row] ? sum : null)));
-    return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [] };
+    return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [], raw: [null, ...order.map((i) => columns[i + 1])] };
   }
 
   function drawErrors(plot, errors) {
@@ -144,10 +145,10 @@
     context.restore();
   }
 
-  function range(spec, errors) {
+  function range(item) {
     return (plot, low, high) => {
       if (low === null || high === null) return [0, 1];
-      errors.forEach((own, i) => {
+      item.errors.forEach((own, i) => {
         if (!own || !plot.series[i].show) return;
         own.forEach((error, row) => {
           const value = plot.data[i][row];
@@ -156,7 +157,7 @@
           high = Math.max(high, value + 1.96 * error);
         });
       });
-      if (spec.kind === "stack" || spec.unit === "share") low = Math.min(0, low);
+      if (item.spec.kind === "stack" || item.spec.unit === "share") low = Math.min(0, low);
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low === 0 ? 0 : low - room, high + room];
     };
@@ -164,17 +165,17 @@
 
   function plotFor(item) {
     const { spec, box } = item;
-    const { data, series, errors } = filled(spec);
+    const { data, series, errors, raw } = filled(spec);
     const hours = options().axis === "hours";
     const grid = { stroke: "#e8ebee", width: 1 };
     const look = { stroke: "#5a6672", grid, ticks: { ...grid, size: 4 }, font: "11px system-ui, sans-serif" };
     const wholeSteps = (plot, splits) => splits.map((at) => (hours || Number.isInteger(at) ? String(Number(at.toPrecision(6))) : ""));
     item.key = series.map(({ label }) => label).join("\n");
-    item.errors = errors;
+    Object.assign(item, { errors, raw });
     item.plot = new uPlot(
       {
         width: Math.max(120, box.clientWidth), height: 190, series, legend: { show: false },
-        scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: range(spec, errors) } },
+        scales: { x: { time: false, range: (plot, low, high) => (low === high ? [low - 0.5, high + 0.5] : [low, high]) }, y: { range: range(item) } },
         cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 } },
         axes: [
           { ...look, size: 24, gap: 3, values: wholeSteps },
@@ -202,13 +203,13 @@
   }
 
   // All values at the cursor, of the chart that it is over.
-  function explain(plot, { errors }) {
+  function explain(plot, { errors, raw }) {
     if (!plot.over.matches(":hover")) return;
     const { idx, left, top } = plot.cursor;
     if (idx === null || idx === undefined || left < 0) return report.showTip(null);
     const lines = [`${options().axis === "hours" ? "hours" : "step"} ${number(plot.data[0][idx], 5)}`];
     plot.series.forEach((series, i) => {
-      const value = series.own ? series.own[idx] : plot.data[i][idx];
+      const value = i ? raw[i][idx] : null;
       if (!i || !series.show || value === null || value === undefined) return;
       const error = errors[i]?.[idx];
       lines.push(`${series.label}: ${number(value)}${error ? ` ± ${number(1.96 * error, 2)}` : ""}`);
@@ -288,7 +289,7 @@
 
   // New data, the same charts: zoom and what is switched off stay as they are.
   function refresh(item) {
-    const { data, series, errors } = filled(item.spec);
+    const { data, series, errors, raw } = filled(item.spec);
     if (series.map(({ label }) => label).join("\n") !== item.key || series.length !== item.plot.series.length) {
       item.plot.destroy();
       item.plot = null;
@@ -298,7 +299,7 @@
     const { min, max } = item.plot.scales.x;
     const old = item.plot.data[0];
     const zoomed = old.length > 1 && (min > old[0] || max < old[old.length - 1]);
-    item.errors = errors;
+    Object.assign(item, { errors, raw });
     item.plot.setData(data, !zoomed);
     if (zoomed) item.plot.setScale("x", { min, max });
   }
@@ -314,7 +315,7 @@
     for (const item of drawn.values()) {
       item.plot?.series.forEach((series, i) => {
         if (!i || !series.metric) return;
-        const show = isShown(item.spec, { run: series.run, name: series.metric });
+        const show = isShown(item.spec, { run: report.runs[series.number], name: series.metric });
         if (series.show !== show) item.plot.setSeries(i, { show });
       });
       if (item.spec.run) item.box.parentElement.hidden = !item.spec.run.shown;

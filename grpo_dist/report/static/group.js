@@ -65,7 +65,10 @@
     const known = measures.filter((measure) => measure.known).map(({ name }) => name);
     byId("colour").value = known.includes(before) || (before === "" && byId("colour").dataset.chosen) ? before : known[0] || "";
     byId("colour").disabled = !open.tokens;
-    byId("group-said").textContent = open.why;
+    const every = open.part.run.manifest.about.config["tracking.token_values_every"];
+    const missing = open.tokens && !open.part.entry.recorded && open.part.entry.kind === "training";
+    const said = missing ? `Ratio, advantage and KL are not recorded of this step${every ? ` (tracking.token_values_every = ${every})` : ""}.` : "";
+    byId("group-said").textContent = open.why || said;
   }
 
   function ordered() {

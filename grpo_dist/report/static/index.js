@@ -3,7 +3,7 @@
 
 (() => {
   const WORDS = ["kind", "uid", "source", "outcome", "finish", "problem", "expected", "found"];
-  const NUMBERS = ["run", "part", "step", "group", "sample", "reward", "length", "advantage"];
+  const NUMBERS = ["run", "part", "step", "group", "sample", "reward", "length", "advantage", "recorded"];
   const columns = {};
   const dictionaries = {}; // column of words -> {values, places}
   for (const name of [...WORDS, ...NUMBERS]) columns[name] = [];
@@ -38,6 +38,7 @@
       columns.part.push(number);
       columns.step.push(entry.step);
       columns.kind.push(kind);
+      columns.recorded.push(entry.recorded ? 1 : 0);
       alive.push(1);
     }
   }
@@ -58,7 +59,7 @@
       if (!entry || entry.version !== old.entry.version) forget(key);
       else old.entry = entry;
     }
-    const missing = [...wanted].filter(([key]) => !current.has(key)).reverse();
+    const missing = [...wanted].filter(([key]) => !current.has(key)).sort(([, a], [, b]) => b.step - a.step);
     let told = performance.now();
     for (let i = 0; i < missing.length; i += 8) {
       const some = missing.slice(i, i + 8).map(([, entry]) => entry);
@@ -76,7 +77,7 @@
   // Rows that pass, in the order of the file. ``wanted``: {runs: Set, kind, ..., stepMin, ...}, null for any;
   // ``texts``: rows that a search has found, null without one.
   function filter(wanted, texts) {
-    const { run, step, reward, length } = columns;
+    const { run, step, reward, length, recorded } = columns;
     const words = ["kind", "source", "outcome", "finish"]
       .filter((name) => wanted[name] !== null)
       .map((name) => [columns[name], dictionaries[name].places.get(wanted[name]) ?? -1]);
@@ -85,7 +86,7 @@
       .map(([column, low, high]) => [column, low ?? -Infinity, high ?? Infinity]);
     const found = [];
     rows: for (let i = 0; i < alive.length; i++) {
-      if (!alive[i] || !wanted.runs.has(run[i]) || (texts && !texts[i])) continue;
+      if (!alive[i] || !wanted.runs.has(run[i]) || (texts && !texts[i]) || (wanted.recorded && !recorded[i])) continue;
       for (const [column, value] of words) if (column[i] !== value) continue rows;
       for (const [column, low, high] of bounds) if (!(column[i] >= low && column[i] <= high)) continue rows;
       found.push(i);

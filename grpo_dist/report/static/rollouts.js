@@ -19,6 +19,7 @@
     const shown = report.runs.filter((run) => run.shown).map(({ number }) => number);
     const one = byId("f-run").value;
     const found = { runs: new Set(one === "" ? shown : [Number(one)]) };
+    found.recorded = byId("f-recorded").value !== "";
     for (const name of ["kind", "source", "outcome", "finish"]) found[name] = byId(`f-${name}`).value || null;
     for (const name of LIMITS) {
       found[`${name}Min`] = asNumber(`f-${name}-min`);
@@ -123,18 +124,18 @@
     const right = { hozAlign: "right", headerHozAlign: "right", formatter: number };
     return [
       { title: "run", field: "run", formatter: text, width: 120, visible: report.runs.length > 1 },
-      { title: "step", field: "step", ...right, width: 72 },
+      { title: "step", field: "step", ...right, width: 78 },
       { title: "set", field: "kind", formatter: text, width: 92 },
       { title: "source", field: "source", formatter: text, width: 92 },
       { title: "problem", field: "problem", formatter: text, widthGrow: 3, minWidth: 140 },
-      { title: "sample", field: "sample", ...right, width: 86 },
+      { title: "sample", field: "sample", ...right, width: 94 },
       { title: "outcome", field: "outcome", formatter: (cell) => (cell.getValue() ? report.badge(cell.getValue()) : "–"), width: 104 },
-      { title: "reward", field: "reward", ...right, width: 86 },
-      { title: "advantage", field: "advantage", ...right, width: 108 },
-      { title: "length", field: "length", ...right, width: 84 },
-      { title: "finish", field: "finish", formatter: text, width: 80 },
+      { title: "reward", field: "reward", ...right, width: 94 },
+      { title: "advantage", field: "advantage", ...right, width: 116 },
+      { title: "length", field: "length", ...right, width: 92 },
+      { title: "finish", field: "finish", formatter: text, width: 84 },
       { title: "found", field: "found", formatter: text, widthGrow: 1, minWidth: 90 },
-      { title: "expected", field: "expected", formatter: text, widthGrow: 1, minWidth: 90 },
+      { title: "expected", field: "expected", formatter: text, widthGrow: 1, minWidth: 108 },
     ];
   }
 
@@ -178,7 +179,9 @@
 
   report.refilter = () => update(false);
 
+  // The tab comes into view. A table that was filled out of view has drawn nothing.
   report.openRollouts = async () => {
+    if (table?.initialized) return table.redraw(true);
     if (table) return;
     await start();
     await update(true);

@@ -5,7 +5,7 @@
   const { make, byId } = report;
   const colours = ["#4a90d0", "#e08a4a", "#59b377", "#a878c8", "#c9a63a", "#3fa6b0", "#d0607f", "#7d8894", "#8fb338", "#b07a50"];
   const known = new Map(); // stage -> colour, in the order they were met
-  const LANE = 16;
+  const LANE = 20;
   const NAMES = 110;
   let run = null;
   let lanes = []; // [{worker, first, spans: [{stage, step, begin, end}]}], spans of a lane do not overlap
@@ -136,7 +136,7 @@
     context.fillRect(0, 0, NAMES - 1, height);
     context.fillStyle = "#1c2630";
     lanes.forEach((lane, row) => {
-      if (lane.first) context.fillText(lane.worker.length > 17 ? `${lane.worker.slice(0, 16)}…` : lane.worker, 6, 4 + row * LANE + 11);
+      if (lane.first) context.fillText(lane.worker.length > 17 ? `${lane.worker.slice(0, 16)}…` : lane.worker, 6, 4 + row * LANE + 13);
     });
     ruler(context, x, width, height);
   }

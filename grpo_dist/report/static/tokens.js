@@ -69,7 +69,7 @@
       const piece = document.createDocumentFragment();
       for (let i = from; i < Math.min(to, tokens.length); i++) {
         const text = data.vocabulary[tokens[i]];
-        const token = make("span", { classes: "token", textContent: report.visible(text) });
+        const token = make("span", { classes: "token", textContent: report.visible(text).replaceAll("\n", "↵\n") });
         const at = measure ? value(data, measure, sample, i) : null;
         if (at !== null) token.style.background = colour(measure, at, most);
         token.about = { data, sample, token: i };

@@ -23,12 +23,11 @@ report.number = (value, digits = 4) => {
 
 report.badge = (outcome) => report.make("span", { classes: `badge ${/^\w+$/.test(outcome) ? outcome : ""}`, textContent: outcome });
 
-// Characters that show nothing are shown by signs for them.
+// Characters that show nothing, or turn around what follows, are shown by their numbers.
 report.visible = (text) =>
-  text.replace(/[\u0000-\u0008\u000b-\u001f\u007f\u2028\u2029]/g, (mark) => {
-    const code = mark.charCodeAt(0);
-    return code < 32 ? String.fromCharCode(0x2400 + code) : code === 127 ? "\u2421" : "\u240a";
-  });
+  text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu, (mark) =>
+    `⟨${mark.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")}⟩`,
+  );
 
 // ``values`` of a select, the first of them for "any"; keeps what was chosen.
 report.choices = (select, values, any) => {
