@@ -8,26 +8,35 @@ import pyarrow.parquet as pq
 
 from grpo_dist.demo.tokenizer import character_tokenizer
 
-HOSTILE = "</script><script>document.title='owned'</script>\u2028<!-- \x00 <b>bold</b> &amp; \u202e \\boxed{6}"
-METRICS = ("reward/mean", "reward/math", "reward/std", "policy/entropy", "ref/kl", "policy/clip_low_share",
-           "policy/clip_high_share", "mismatch/logprob_diff_mean", "policy/grad_norm", "rollout/staleness_mean",
-           "rollout/length_tokens", "throughput/tokens_per_s", "memory/policy_gib", "time/sample_s", "time/update_s",
-           "time/sync_s", "time/step_s", "novel/thing")  # fmt: skip
+HOSTILE = (
+    "</script><script>document.title='owned'</script>\u2028<!-- \x00 <b>bold</b> &amp; \u202e \\boxed{6}"
+)
+METRICS = """
+reward/mean reward/math reward/std policy/entropy ref/kl policy/clip_low_share policy/clip_high_share
+mismatch/logprob_diff_mean policy/grad_norm rollout/staleness_mean rollout/length_tokens throughput/tokens_per_s
+memory/policy_gib time/sample_s time/update_s time/sync_s time/step_s novel/thing
+""".split()
 
 
-def make_run(directory, *, steps=6, groups=4, samples=4, seed=0, recorded=(), evals=(0,), texts=None, config=None):
+def make_run(
+    directory, *, steps=6, groups=4, samples=4, seed=0, recorded=(), evals=(0,), texts=None, config=None
+):
     """Everything of a run. ``recorded``: steps with values for each token. ``texts(step, group, sample)``:
     completions; "1+1=2 ... \\boxed{ANSWER}" otherwise, right in every other sample.
     """
     rng = np.random.default_rng(seed)
     directory.mkdir(parents=True)
     settings = {"name": directory.name, "seed": seed, "steps": steps, "model": {"path": "demo:tiny"}}
-    settings |= {"policy": {"optimizer": {"lr": 1e-4}}, "rewards": {"api_key": "hidden-thing"}} | (config or {})
+    settings |= {"policy": {"optimizer": {"lr": 1e-4}}, "rewards": {"api_key": "hidden-thing"}} | (
+        config or {}
+    )
     (directory / "config.yaml").write_text(json.dumps(settings))
     (directory / "environment.json").write_text(
         json.dumps({"host": "node-1", "versions": {"torch": "2.13.0"}, "gpus": []})
     )
-    write_lines(directory / "metrics.jsonl", [metrics_of(step, rng, step in evals) for step in range(steps + 1)])
+    write_lines(
+        directory / "metrics.jsonl", [metrics_of(step, rng, step in evals) for step in range(steps + 1)]
+    )
     write_lines(directory / "timeline.jsonl", [timeline_of(step) for step in range(1, steps + 1)])
     write_lines(directory / "events.jsonl", [{"time": 1.7e9, "step": 2, "message": f"loss\nrises {HOSTILE}"}])
     write_lines(
@@ -40,7 +49,9 @@ def make_run(directory, *, steps=6, groups=4, samples=4, seed=0, recorded=(), ev
             recorded=step in recorded, texts=texts,
         )  # fmt: skip
     for step in evals:
-        write_samples(directory / f"samples/eval_add3_step_{step:06d}.parquet", step, groups, 2, rng, texts=texts)
+        write_samples(
+            directory / f"samples/eval_add3_step_{step:06d}.parquet", step, groups, 2, rng, texts=texts
+        )
     return directory
 
 
@@ -95,7 +106,10 @@ def write_samples(path, step, groups, samples, rng, *, recorded=False, texts=Non
     }
     if recorded:
         columns |= {
-            "advantages": pa.array([[float(r) - 0.5] * len(own) for r, own in zip(right, ids, strict=True)], pa.list_(pa.float32())),
+            "advantages": pa.array(
+                [[float(r) - 0.5] * len(own) for r, own in zip(right, ids, strict=True)],
+                pa.list_(pa.float32()),
+            ),
             "trainer_logprobs": pa.array([list(own + 0.01) for own in engine], pa.list_(pa.float32())),
             "ref_logprobs": pa.array([list(own - 0.1) for own in engine], pa.list_(pa.float32())),
         }

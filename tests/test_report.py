@@ -32,14 +32,18 @@ def pieces(path):
     """What a page holds: its manifest, and its pieces of data by name."""
     text = path.read_text()
     found = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
-    begin = json.loads(re.search(r'<script type="application/json" id="begin">(.*?)</script>', text, re.DOTALL)[1])
+    begin = json.loads(
+        re.search(r'<script type="application/json" id="begin">(.*?)</script>', text, re.DOTALL)[1]
+    )
     unpacked = {html.unescape(n): json.loads(gzip.decompress(base64.b64decode(d))) for n, d in found}
     return begin["manifest"], unpacked
 
 
 def page_of(runs, tmp_path, **limits):
     said = []
-    target = write_report([str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), said.append)
+    target = write_report(
+        [str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), said.append
+    )
     return *pieces(target), target, said
 
 
@@ -52,7 +56,10 @@ def test_a_page_holds_all_of_a_run_and_loads_nothing(run, tmp_path):
     manifest, found, target, said = page_of([run], tmp_path)
     (own,) = manifest["runs"]
     assert own["label"] == "one" and not own["about"]["notices"]
-    assert [e["key"] for e in own["samples"]][:2] == ["samples/eval_add3_step_000000/0", "samples/step_000001/0"]
+    assert [e["key"] for e in own["samples"]][:2] == [
+        "samples/eval_add3_step_000000/0",
+        "samples/step_000001/0",
+    ]
     assert found["0/metrics/0"]["step"] == list(range(7))
     assert found["0/metrics/0"]["columns"]["ref/kl"][2:5] == [0.02, None, 0.04]
     assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
@@ -192,7 +199,7 @@ def test_another_tokenizer_is_found_out(tmp_path):
 
 def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
     run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
-    manifest, found, _, _ = page_of([run], tmp_path)
+    manifest, _, _, _ = page_of([run], tmp_path)
     assert not manifest["runs"][0]["has_tokens"]
     assert "nobody/has-this" in manifest["runs"][0]["about"]["tokenizer"]
 
@@ -302,12 +309,11 @@ def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     patterns = [re.compile(p) for s in SECTIONS for chart in s.charts for p in chart.metrics]
     names = dict.fromkeys(metrics_of(1, np.random.default_rng(0), False))
     names.pop("step"), names.pop("novel/thing")
-    stats = dict.fromkeys(
-        "loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max "
-        "mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight "
-        "correction_weight_max correction_outside correction_dropped correction_weight_sq".split(), torch.tensor(1.0),
-    )  # fmt: skip
-    lost = [name for name in [*names, *finish_stats(stats)] if not any(p.fullmatch(name) for p in patterns)]
+    stats = """loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
+        mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
+        correction_weight_max correction_outside correction_dropped correction_weight_sq""".split()
+    names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
+    lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
     assert lost == []
 
 
@@ -350,7 +356,9 @@ def test_a_server_tells_only_what_is_new(served):
     assert b"<!DOCTYPE html>" in ask(url)[1]
 
 
-@pytest.mark.parametrize("path", ["5/metrics/0", "0/metrics/99", "0/rows/../../../etc/passwd", "0/nothing", "x/y"])
+@pytest.mark.parametrize(
+    "path", ["5/metrics/0", "0/metrics/99", "0/rows/../../../etc/passwd", "0/nothing", "x/y"]
+)
 def test_a_server_gives_nothing_but_its_pieces(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(served[1] + path)

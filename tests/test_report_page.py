@@ -14,7 +14,7 @@ from grpo_dist.report.answers import Answers
 from grpo_dist.report.command import write_report
 from grpo_dist.report.run_dir import open_runs
 from grpo_dist.report.server import ReportServer
-from grpo_dist.report.source import Limits, Source
+from grpo_dist.report.source import Limits, sources
 
 MANY = 250  # groups of 8 in each of 50 tables: 100,000 rollouts
 
@@ -29,11 +29,15 @@ def browser():
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
     first = make_run(directory / "first", recorded=(5, 6), evals=(0, 6))
-    return first, make_run(directory / "second", seed=1, steps=4, config={"policy": {"optimizer": {"lr": 2e-4}}})
+    return first, make_run(
+        directory / "second", seed=1, steps=4, config={"policy": {"optimizer": {"lr": 2e-4}}}
+    )
 
 
 def opened(browser, runs, tmp_path, tab="curves", **limits):
-    target = write_report([str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), lambda _: None)
+    target = write_report(
+        [str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), lambda _: None
+    )
     browser.console()
     browser.open(f"{target.as_uri()}#{tab}")
     if tab == "rollouts":
@@ -50,9 +54,7 @@ def rows_shown(page):
 def filtered(page, selector, value, expected):
     page.set(selector, value)
     page.until(f"parseInt(document.getElementById('count').textContent.replaceAll(',', '')) === {expected}")
-    page.until(
-        f"{expected} === 0 || document.querySelectorAll('#table .tabulator-row').length >= Math.min({expected}, 10)"
-    )
+    page.until(f"document.querySelectorAll('#table .tabulator-row').length >= {min(expected, 10)}")
 
 
 def column(page, field):
@@ -72,7 +74,10 @@ def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
     assert "rises" in page.text("#events-list")
     assert "versions.torch" in page.text("#environment-table")
     assert page.console() == []
-    assert page.get("performance.getEntriesByType('resource').filter((e) => e.name.startsWith('http')).length") == 0
+    assert (
+        page.get("performance.getEntriesByType('resource').filter((e) => e.name.startsWith('http')).length")
+        == 0
+    )
 
 
 def test_text_of_a_model_is_never_markup(browser, tmp_path):
@@ -113,8 +118,6 @@ def test_filters_show_what_passes_and_nothing_else(browser, runs, tmp_path):
     filtered(page, "#f-text", ".*", 0)
     assert "No rollout passes" in page.text("#table")
     page.click("#f-clear")
-    lengths = sorted({len(f"1+{g}={g + 1} because 1 \\boxed{{6}}") for g in range(4)})
-    assert len(lengths) == 1
     filtered(page, "#f-length-max", "3", 0)
     assert page.console() == []
 
@@ -136,9 +139,10 @@ def test_a_group_shows_all_its_completions_in_colour(browser, runs, tmp_path):
     assert "2 of 4 right" in page.text("#group-title") and "step 6" in page.text("#group-title")
     assert page.text("#group-problem") == "what is 0 and 6?" and page.text("#group-expected") == "6"
     assert page.texts(".card .badge") == ["correct", "wrong"] * 2
-    facts = page.texts(".card:nth-child(2) dt, .card:nth-child(2) dd")
-    assert facts == ["found", "7", "reward", "0", "· math", "0", "· format", "0.25", "advantage", "-0.5",
-                     "length", "17 tokens"] or facts[-1].endswith("tokens")  # fmt: skip
+    facts = dict(zip(page.texts(".card:nth-child(2) dt"), page.texts(".card:nth-child(2) dd"), strict=True))
+    tokens = page.get("document.querySelectorAll('.card:nth-child(2) .token').length")
+    assert facts == {"found": "7", "reward": "0", "· math": "0", "· format": "0.25", "advantage": "-0.5",
+                     "length": f"{tokens} tokens"}  # fmt: skip
     measures = page.get("[...document.querySelectorAll('#colour option:not(:disabled)')].map((o) => o.value)")
     assert measures == ["", "logprob", "log_ratio", "advantage", "kl"]
     seen = {}
@@ -157,7 +161,7 @@ def test_a_group_shows_all_its_completions_in_colour(browser, runs, tmp_path):
         "t.dispatchEvent(new PointerEvent('pointermove', {bubbles: true, clientX: 200, clientY: 300}))"
     )
     tip = page.text("#tip")
-    assert 'token 1 of' in tip and '"1"' in tip and "ratio 1.0" in tip and "KL" in tip and "log-prob" in tip
+    assert "token 1 of" in tip and '"1"' in tip and "ratio 1.0" in tip and "KL" in tip and "log-prob" in tip
     page.click("#group-next")
     page.until("document.getElementById('group-problem').textContent === 'what is 1 and 6?'")
     assert page.get("document.getElementById('colour').value") == "log_ratio"
@@ -168,22 +172,27 @@ def test_a_page_without_token_values_says_why(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts", tokens=0)
     page.click("#table .tabulator-row")
     page.until("document.querySelectorAll('.card').length > 0")
-    assert "--token-values" in page.text("#group-said") and page.get("document.getElementById('colour').disabled")
+    assert "--token-values" in page.text("#group-said") and page.get(
+        "document.getElementById('colour').disabled"
+    )
     assert "because" in page.text(".card .text")
 
 
 def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp_path):
     page = opened(browser, runs, tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
-    colours = "const c = [...document.querySelectorAll('.chart')].find((c) => c.dataset.title === 'reward');"
-    inked = colours + """
-        const canvas = c.querySelector('canvas'), {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
-        let blue = 0, orange = 0;
-        for (let i = 0; i < data.length; i += 4) {
-          if (data[i] === 0x1f && data[i + 1] === 0x5f && data[i + 2] === 0xa6) blue++;
-          if (data[i] === 0xc4 && data[i + 1] === 0x56 && data[i + 2] === 0x1c) orange++;
-        }
-        return [blue, orange]"""
+    inked = """
+        const chart = [...document.querySelectorAll('.chart')].find((c) => c.dataset.title === 'reward');
+        const canvas = chart.querySelector('canvas');
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        const count = (r, g, b) => {
+          let found = 0;
+          for (let i = 0; i < data.length; i += 4) {
+            if (data[i] === r && data[i + 1] === g && data[i + 2] === b) found++;
+          }
+          return found;
+        };
+        return [count(0x1f, 0x5f, 0xa6), count(0xc4, 0x56, 0x1c)]"""
     blue, orange = page.run(inked)
     assert blue > 50 and orange > 50
     page.click("#runs .run:nth-child(2)")
@@ -205,7 +214,7 @@ def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp
 def test_the_timeline_is_drawn_zoomed_and_chosen_by_step(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "timeline")
     page.until("document.querySelectorAll('#timeline-legend span').length === 2")
-    assert page.get("[document.getElementById('timeline-from').value, document.getElementById('timeline-to').value]") == ["2", "6"]
+    assert page.get("['from', 'to'].map((e) => document.getElementById(`timeline-${e}`).value)") == ["2", "6"]
     drawing = "document.getElementById('timeline-drawing').toDataURL()"
     empty = len(page.get("document.createElement('canvas').toDataURL()"))
     page.until(f"{drawing}.length > {2 * empty}")
@@ -239,7 +248,10 @@ def point(page, event, share, **options):
 
 @contextmanager
 def served(run):
-    with Answers() as answers, ReportServer("127.0.0.1", 0, [Source(open_runs([str(run)])[0], Limits(), answers)]) as server:
+    with (
+        Answers() as answers,
+        ReportServer("127.0.0.1", 0, sources(open_runs([run]), Limits(), answers)) as server,
+    ):
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -287,7 +299,27 @@ def write_many(path, step, rng):
     """2,000 rollouts of about 300 characters."""
     groups, samples = MANY, 8
     rows = groups * samples
-    words = np.array("so then we add carry the one and find that it must be equal to some number".split())
+    words = np.array(
+        [
+            "so",
+            "then",
+            "we",
+            "add",
+            "carry",
+            "the",
+            "one",
+            "and",
+            "find",
+            "that",
+            "it",
+            "must",
+            "be",
+            "equal",
+            "to",
+            "some",
+            "number",
+        ]
+    )
     texts = [" ".join(words[i]) for i in rng.integers(0, len(words), (rows, 70))]
     group = np.repeat(np.arange(groups), samples)
     right = rng.random(rows) < 0.5
@@ -297,7 +329,9 @@ def write_many(path, step, rng):
         "problem": [f"problem {g} of step {step}" for g in group],
         "answer": [str(g) for g in group],
         "sample": pa.array(np.tile(np.arange(samples), groups), pa.int32()),
-        "completion": [f"{text} \\boxed{{{g + (not ok)}}}" for text, g, ok in zip(texts, group, right, strict=True)],
+        "completion": [
+            f"{text} \\boxed{{{g + (not ok)}}}" for text, g, ok in zip(texts, group, right, strict=True)
+        ],
         "reward": pa.array(right.astype(np.float32)),
         "outcome": np.where(right, "correct", "wrong").tolist(),
         "finish_reason": ["stop"] * rows,
@@ -313,20 +347,53 @@ def seconds(page, act, done):
         const [act, done, finish] = arguments;
         const begin = performance.now();
         eval(act);
-        const look = () => (eval(done) ? requestAnimationFrame(() => setTimeout(() => finish((performance.now() - begin) / 1e3))) : setTimeout(look, 5));
+        const drawn = () => setTimeout(() => finish((performance.now() - begin) / 1e3));
+        const look = () => (eval(done) ? requestAnimationFrame(drawn) : setTimeout(look, 5));
         look();"""
     found = []
-    for undo in (True, True, False):
+    for _ in range(3):
+        page.run("if (document.getElementById('group').open) document.getElementById('group').close()")
+        page.click("#f-clear")
+        page.until("document.getElementById('count').textContent.startsWith('100,000 of')")
+        page.until("document.querySelector('#table .tabulator-page.active').textContent === '1'")
+        page.run("document.querySelector('#table .tabulator-tableholder').scrollTo(0, 0)")
         found.append(page.browser.execute_async_script(script, act, done))
-        if undo:
-            page.run("if (document.getElementById('group').open) document.getElementById('group').close()")
-            page.click("#f-clear")
-            page.until("document.getElementById('count').textContent.startsWith('100,000 of')")
-            page.run("report.index && document.querySelector('#table .tabulator-tableholder').scrollTo(0, 0)")
     return min(found)
 
 
-CHANGE = "const e = document.querySelector('{}'); e.value = {!r}; e.dispatchEvent(new Event('{}', {{bubbles: true}}))"
+def change(selector, value, event):
+    return (
+        f"const e = document.querySelector('{selector}'); e.value = '{value}';"
+        f"e.dispatchEvent(new Event('{event}', {{bubbles: true}}))"
+    )
+
+
+def head(field):
+    return f"document.querySelector('#table .tabulator-col[tabulator-field={field}]').click()"
+
+
+def first(field):
+    """Of the table, the topmost value of a column."""
+    return f"document.querySelector('#table .tabulator-row [tabulator-field={field}]').textContent"
+
+
+FEWER = "!document.getElementById('count').textContent.startsWith('100,000 of')"
+SEARCHED = f"{FEWER} && document.getElementById('searching').textContent === ''"
+HOLDER = "document.querySelector('#table .tabulator-tableholder')"
+LAST = "document.querySelector('#table .tabulator-page[data-page=last]')"
+ACTIVE = "document.querySelector('#table .tabulator-page.active')"
+OPEN = "document.getElementById('group').open && document.querySelectorAll('.card').length === 8"
+ACTS = {
+    "filter by outcome": (change("#f-outcome", "wrong", "change"), FEWER),
+    "filter by reward": (change("#f-reward-min", "0.5", "input"), FEWER),
+    "filter by step": (change("#f-step-max", "20", "input"), f"{FEWER} && {first('step')} === '20'"),
+    "search": (change("#f-text", "problem 249 of step 7", "input"), SEARCHED),
+    "sort by length": (head("length"), f"['1', '89'].includes({first('length')})"),
+    "sort by found": (head("found"), f"['0', '250'].includes({first('found')})"),
+    "scroll": (f"{HOLDER}.scrollTo(0, 2000)", f"{HOLDER}.scrollTop > 1000"),
+    "last page": (f"{LAST}.click()", f"{ACTIVE}.textContent === '1000'"),
+    "open a group": ("document.querySelector('#table .tabulator-row').click()", OPEN),
+}
 
 
 def test_a_hundred_thousand_rollouts_stay_responsive(browser, tmp_path):
@@ -338,21 +405,10 @@ def test_a_hundred_thousand_rollouts_stay_responsive(browser, tmp_path):
         write_many(run / f"samples/step_{step:06d}.parquet", step, rng)
     page = opened(browser, [run], tmp_path, "rollouts")
     assert rows_shown(page) == 100_000
-    counted = "!document.getElementById('count').textContent.startsWith('100,000 of')"
-    first = "document.querySelector('#table .tabulator-row .tabulator-cell[tabulator-field={}]').textContent"
-    acts = {
-        "filter by outcome": (CHANGE.format("#f-outcome", "wrong", "change"), counted),
-        "filter by reward": (CHANGE.format("#f-reward-min", "0.5", "input"), counted),
-        "filter by step": (CHANGE.format("#f-step-max", "20", "input"), f"{counted} && {first.format('step')} === '20'"),
-        "search": (CHANGE.format("#f-text", "problem 249 of step 7", "input"), counted + " && document.getElementById('searching').textContent === ''"),
-        "sort by length": ("document.querySelector('#table .tabulator-col[tabulator-field=length]').click()", f"['1', '89'].includes({first.format('length')})"),
-        "sort by found": ("document.querySelector('#table .tabulator-col[tabulator-field=found]').click()", f"['0', '250'].includes({first.format('found')})"),
-        "scroll": ("document.querySelector('#table .tabulator-tableholder').scrollTo(0, 2000)", "document.querySelector('#table .tabulator-tableholder').scrollTop > 1000"),
-        "last page": ("document.querySelector('#table .tabulator-page[data-page=last]').click()", "document.querySelector('#table .tabulator-page.active').textContent === '1000'"),
-        "open a group": ("document.querySelector('#table .tabulator-row').click()", "document.getElementById('group').open && document.querySelectorAll('.card').length === 8"),
-    }  # fmt: skip
-    found = {name: seconds(page, act, done) for name, (act, done) in acts.items()}
-    print({name: round(value, 3) for name, value in found.items()})
+    found = {}
+    for name, (act, done) in ACTS.items():
+        found[name] = seconds(page, act, done)
+        print(f"{name}: {found[name]:.3f} s")
     assert max(found.values()) < 1.0, found
     assert page.console() == []
 
@@ -364,4 +420,5 @@ def test_no_tab_is_wider_than_the_window(runs, tmp_path, width):
         for tab in ("curves", "timeline", "rollouts", "events", "settings"):
             page.click(f"nav [data-tab={tab}]")
             page.until(f"!document.getElementById('{tab}').hidden")
-            assert page.get("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), tab
+            widths = page.get("(({scrollWidth: w, clientWidth: c}) => [w, c])(document.documentElement)")
+            assert widths[0] <= widths[1], tab

@@ -20,7 +20,9 @@ def add_report(commands: Any) -> None:
     sub.add_argument("--serve", action="store_true", help="show it over HTTP instead, and follow the runs")
     sub.add_argument("--port", type=int, default=8686, help="of --serve (default 8686; 0: any that is free)")
     sub.add_argument(
-        "--host", default="127.0.0.1", help="of --serve: who may reach it may read the runs (default 127.0.0.1)"
+        "--host",
+        default="127.0.0.1",
+        help="of --serve: who may reach it may read the runs (default 127.0.0.1)",
     )
     sub.add_argument(
         "--rollouts", type=int, default=_ROLLOUTS, metavar="N",

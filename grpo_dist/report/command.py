@@ -20,7 +20,9 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
     runs = open_runs(paths)
     target = Path(output).expanduser() if output else _default(runs)
     if target.is_dir():
-        raise UserError(f"--output {target}: a directory; expected the name of a file, e.g. {target / 'report.html'}")
+        raise UserError(
+            f"--output {target}: a directory; expected the name of a file, e.g. {target / 'report.html'}"
+        )
     partial = target.with_name(f".{target.name}.partial")
     try:
         with Answers() as answers, partial.open("w", encoding="utf-8") as file:
@@ -29,7 +31,13 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
         publish(partial, target)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise UserError(f"--output {target}: cannot be written ({error.strerror}); name another file") from error
+        if error.filename not in (None, str(partial), str(target)):  # a file of a run cannot be read
+            raise UserError(
+                f"{error.filename}: {error.strerror}; make it readable, or leave out the run"
+            ) from error
+        raise UserError(
+            f"--output {target}: cannot be written ({error.strerror}); name another file"
+        ) from error
     say(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s); open it in a browser")
     return target
 

@@ -8,8 +8,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``metrics``: regular expressions of whole names, in the dialect that Python and browsers share. ``kind``:
-    lines, stack, or accuracy (with error bars from NAME_stderr). A ``share`` is shown from 0 to 1.
+    """``metrics``: regular expressions of whole names, in what Python and browsers have in common. ``kind``:
+    lines, stack, or accuracy: one chart for each metric, with error bars from NAME_stderr. The axis of a
+    ``share`` begins at 0.
     """
 
     title: str
@@ -28,7 +29,12 @@ SECTIONS = (
     Section(
         "Accuracy",
         (
-            Chart("{} on held-out problems", (r"eval/(?:[^/]+)/(?:pass|avg|maj|cons)@\d+",), "share, bars: 95%", "accuracy"),
+            Chart(
+                "accuracy",
+                (r"eval/(?:[^/]+)/(?:pass|avg|maj|cons)@\d+",),
+                "share, bars: 95%",
+                "accuracy",
+            ),
             Chart("length in evaluation", (r"eval/[^/]+/length_tokens",), "tokens"),
             Chart("not scored in evaluation", (r"eval/[^/]+/unscored",), "samples"),
         ),
@@ -71,7 +77,9 @@ SECTIONS = (
     Section(
         "Engine against trainer",
         (
-            Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max"), "nats"),
+            Chart(
+                "mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max"), "nats"
+            ),
             Chart("mismatch, KL", (r"mismatch/kl",), "nats a token"),
             Chart("effective samples", (r"(?:mismatch|correction)/ess_share",), "share"),
             Chart("correction weights", (r"correction/weight_.+",)),
@@ -81,7 +89,12 @@ SECTIONS = (
     Section(
         "Time and room",
         (
-            Chart("stages of a step", (r"time/(?:sample|stage|update|drain|sync|reference)_s",), "seconds", "stack"),
+            Chart(
+                "stages of a step",
+                (r"time/(?:sample|stage|update|drain|sync|reference)_s",),
+                "seconds",
+                "stack",
+            ),
             Chart("step", (r"time/step_s",), "seconds"),
             Chart("workers busy", (r"time/.+_busy_s",), "seconds a step"),
             Chart("throughput, tokens", (r"throughput/(?:completion_)?tokens_per_s",), "tokens a second"),

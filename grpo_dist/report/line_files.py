@@ -64,7 +64,8 @@ class LineFile:
             self._seen, self.parts, self.torn, self.left_out = None, [], 0, 0
 
     def _read(self) -> None:
-        old, parts, torn, kept, first = self.parts, [], 0, 0, 0
+        old, torn, kept, first = self.parts, 0, 0, 0
+        parts: list[Part] = []
         with self._path.open("rb") as file:
             while raw := list(islice(file, self._per_part)):
                 version = f"{zlib.crc32(b''.join(raw)):08x}-{len(raw)}"

@@ -98,8 +98,8 @@ def _head(manifests: list[dict[str, Any]]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{_plain(title)}</title>\n<style>\n{styles}\n</style>\n</head>\n'
-        f"<body>\n{body}\n"
+        f'<link rel="icon" href="data:,">\n<title>{_plain(title)}</title>\n'
+        f"<style>\n{styles}\n</style>\n</head>\n<body>\n{body}\n"
     )
 
 

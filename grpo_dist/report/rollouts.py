@@ -69,7 +69,12 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
     """Its rows; ``columns``: those of them that the file has, None for what a report shows of each sample."""
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        wanted = columns or [*_OWN, "completion_ids", "advantages", *(n for n in names if n.startswith(_PART))]
+        wanted = columns or [
+            *_OWN,
+            "completion_ids",
+            "advantages",
+            *(n for n in names if n.startswith(_PART)),
+        ]
         present = [name for name in wanted if name in names]
         # Batches before the stretch are read and let go: rows of one group of a file have no index.
         size = 500

@@ -51,12 +51,12 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
     for path in found:
         if not path.is_dir():
             raise UserError(
-                f"{path}: no such directory; expected a run directory, e.g. runs/demo (grpo-dist train makes one)"
+                f"{path}: no such directory; expected one that grpo-dist train made, e.g. runs/demo"
             )
         if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
             raise UserError(
-                f"{path}: not a run directory, it has neither metrics.jsonl nor config.yaml; expected one that "
-                "grpo-dist train made, e.g. runs/demo"
+                f"{path}: not a run directory, it has neither metrics.jsonl nor config.yaml; expected one "
+                "that grpo-dist train made, e.g. runs/demo"
             )
     resolved = [path.resolve() for path in found]
     if len(set(resolved)) < len(resolved):

@@ -19,11 +19,11 @@ def metrics(lines: list[Line]) -> Encoded:
 
 
 def timeline(lines: list[Line]) -> Encoded:
-    """("clock" piece, "spans" piece): {"step": [...], "begin": [...], "end": [...]}, seconds of the clock, and
+    """The pieces "clock" and "spans": when each step began and ended, in seconds of `time.time`, and
 
-        {"workers": [...], "stages": [...], "steps": [[step, origin, [worker, stage, begin_ms, length_ms, ...]]]}
+        {"workers": [...], "stages": [...], "steps": [[step, origin, [worker, stage, begin, length, ...]]]}
 
-    with four numbers for each span: indices, and milliseconds from the origin.
+    with four numbers for each span: two indices, and milliseconds from the step's origin.
     """
     workers: dict[str, int] = {}
     stages: dict[str, int] = {}

@@ -43,13 +43,15 @@ class ReportServer(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             taken = getattr(error, "errno", None) == errno.EADDRINUSE
             raise UserError(
-                f"--host {host} --port {port}: cannot listen there ({getattr(error, 'strerror', None) or error})"
+                f"--host {host} --port {port}: cannot listen there "
+                f"({getattr(error, 'strerror', None) or error})"
                 + ("; another program does, choose another port, or 0 for any that is free" if taken else "")
             ) from error
 
     @property
     def url(self) -> str:
-        return f"http://{self.server_address[0]}:{self.server_port}/"
+        host = str(self.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away in the middle of an answer is no error of this program."""
@@ -58,18 +60,16 @@ class ReportServer(ThreadingHTTPServer):
 def serve(paths: Sequence[str], host: str, port: int, limits: Limits, say: Say) -> None:
     """Until Ctrl-C. Raises UserError as `write_report` does."""
     runs = open_runs(paths)
-    with Answers() as answers:
-        with ReportServer(host, port, sources(runs, limits, answers)) as server:
-            say(f"{server.url} shows {len(runs)} run(s) and follows them; Ctrl-C ends it")
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                say("ended")
+    with Answers() as answers, ReportServer(host, port, sources(runs, limits, answers)) as server:
+        say(f"{server.url} shows {len(runs)} run(s) and follows them; Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ended")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: ReportServer
-    protocol_version = "HTTP/1.1"
     timeout = _SLOWEST_S
 
     def do_GET(self) -> None:

@@ -122,7 +122,9 @@ class Source:
         if kind not in own or not key.isdecimal() or int(key) >= len(own[kind].parts):
             raise KeyError(name)
         payload = own[kind].parts[int(key)].payload
-        found = payload[("clock", "spans").index(kind)] if payload and own[kind] is self._timeline else payload
+        found = (
+            payload[("clock", "spans").index(kind)] if payload and own[kind] is self._timeline else payload
+        )
         if found is None:
             raise KeyError(name)
         return found
@@ -133,7 +135,7 @@ class Source:
         return {"rows": packed(rollouts.rows(table, self._answers)), "texts": packed(rollouts.texts(table))}
 
     def with_values(self, most: int) -> list[SamplePart]:
-        """Parts whose token values a page of ``most`` tokens holds: of the steps that were asked for, training
+        """Parts whose token values a page of ``most`` tokens holds, of the steps asked for: training
         batches first, of these such with everything recorded, and the newest.
         """
         steps = self._limits.token_steps
@@ -145,8 +147,9 @@ class Source:
         return chosen if self._texts is not None and most > 0 else []
 
     def values(self, part: SamplePart, most: int) -> tuple[bytes, int]:
-        """Token values of the part's first whole groups of together at most ``most`` tokens; and how many more
-        there may be: none where not all groups fit. Raises ValueError where its text is not the tokenizer's.
+        """Token values of the part's first whole groups of together at most ``most`` tokens; and how many
+        more there may be: none where not all groups fit. Raises ValueError where its text is not the
+        tokenizer's.
         """
         assert self._texts is not None
         table = self._token_table(part)
@@ -223,5 +226,3 @@ def _cut_or_why_not(file: SampleFile) -> Cut | str:
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return f"{file.key}.parquet: cannot be read ({reason})"
-
-

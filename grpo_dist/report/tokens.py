@@ -13,7 +13,16 @@ import pyarrow as pa
 
 from grpo_dist.report.rollouts import lists_of, texts_of
 
-COLUMNS = ("uid", "sample", "completion", "completion_ids", "logprobs", "advantages", "trainer_logprobs", "ref_logprobs")
+COLUMNS = (
+    "uid",
+    "sample",
+    "completion",
+    "completion_ids",
+    "logprobs",
+    "advantages",
+    "trainer_logprobs",
+    "ref_logprobs",
+)
 SCALES = {"logprob": 1e3, "log_ratio": 1e4, "advantage": 1e3, "kl": 1e4}
 _CHECKED = 20  # samples whose text a tokenizer has to give back
 _SPOILT = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
@@ -104,7 +113,10 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
     """
     places: dict[str, int] = {}
     tokens = [
-        [places.setdefault(text, len(places)) for text in texts.of(ids if ids is not None else np.empty(0, int))]
+        [
+            places.setdefault(text, len(places))
+            for text in texts.of(ids if ids is not None else np.empty(0, int))
+        ]
         for ids in lists_of(table, "completion_ids")
     ]
     engine, trainer, reference, advantages = (

@@ -51,7 +51,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             load(*arguments)
             _limit_memory(memory_mb)
             return ["ok", None]
-        return ["ok", {"grade": _grade, "find": _find, "call": _call}[kind](*arguments)]
+        return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
         return [
             "memory",
@@ -88,6 +88,9 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
             f"{path} returned {number}; expected a finite number, or None for what cannot be scored"
         )
     return None if math.isnan(number) else number
+
+
+_KINDS: dict[str, Callable[..., Any]] = {"grade": _grade, "find": _find, "call": _call}
 
 
 @lru_cache

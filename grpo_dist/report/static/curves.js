@@ -14,6 +14,9 @@
   const isWhole = (pattern) => new RegExp(`^(?:${pattern})$`);
   const short = (name) => name.replace(/^(?:eval|reward|rollout|policy|time|memory|throughput|outcome|mismatch|correction|health|restarts|loss)\//, "");
 
+  // Short, where no other metric of the chart is called the same then.
+  const labelOf = ({ metrics }, name) => (metrics.filter((other) => short(other) === short(name)).length > 1 ? name : short(name));
+
   // The charts that there is anything to draw in: [{section, charts: [{title, unit, kind, metrics}]}]
   function specs() {
     const names = new Set();
@@ -57,7 +60,7 @@
           return {
             run, name, values: run.columns.get(name), errors: run.columns.get(`${name}_stderr`),
             ...look(run, place),
-            label: [report.runs.length > 1 ? run.label : "", spec.metrics.length > 1 ? short(name) : ""].filter(Boolean).join(" · ") || short(name),
+            label: [report.runs.length > 1 ? run.label : "", spec.metrics.length > 1 ? labelOf(spec, name) : ""].filter(Boolean).join(" · ") || short(name),
           };
         }),
     );
@@ -179,13 +182,24 @@
         cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 } },
         axes: [
           { ...look, size: 24, gap: 3, values: wholeSteps },
-          { ...look, size: 56, gap: 4, values: (plot, splits) => splits.map((at) => number(at, 5)) },
+          { ...look, size: (plot, labels) => Math.max(40, 14 + 6.6 * Math.max(0, ...(labels || []).map(({ length }) => length))), gap: 4, values: ticks },
         ],
         hooks: { draw: [(plot) => drawErrors(plot, item.errors)], setCursor: [(plot) => explain(plot, item)] },
       },
       data,
       box,
     );
+  }
+
+  // Labels with as many digits as it takes to tell them apart.
+  function ticks(plot, splits, axis, space, step) {
+    const most = Math.max(...splits.map(Math.abs));
+    const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9) + (step < 1 && !/^1/.test(step.toExponential()) ? 1 : 0));
+    if (most >= 1e6 || decimals > 6) {
+      const digits = Math.max(0, Math.floor(Math.log10(most)) + decimals);
+      return splits.map((at) => (at === 0 ? "0" : at.toExponential(Math.min(digits, 8)).replace(/\.?0+e/, "e").replace("e+", "e")));
+    }
+    return splits.map((at) => at.toLocaleString("en", { maximumFractionDigits: decimals }));
   }
 
   function inView(entries) {
@@ -233,7 +247,7 @@
       if (dash) path.setAttribute("stroke-dasharray", dash.join(" "));
       line.append(path);
       if (spec.run) return make("span", {}, line, short(name).replace(/_s$/, ""));
-      const button = make("button", {}, line, short(name));
+      const button = make("button", {}, line, labelOf(spec, name));
       button.setAttribute("aria-pressed", String(!hidden.has(`${spec.title}|${name}`)));
       button.addEventListener("click", () => {
         const key = `${spec.title}|${name}`;

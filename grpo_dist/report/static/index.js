@@ -49,15 +49,19 @@
     current.delete(key);
   }
 
-  // Brings in what is new in the manifest of ``run``, the newest first; ``tell`` is called now and then.
+  // Brings in what is new in the manifest of ``run``, the newest first; ``tell`` is called now and then. True
+  // where anything has changed.
   async function sync(run, tell) {
     const wanted = new Map(run.manifest.samples.map((entry) => [`${run.number}/${entry.key}`, entry]));
+    let changed = false;
     for (const key of [...current.keys()]) {
       if (!key.startsWith(`${run.number}/`)) continue;
       const entry = wanted.get(key);
       const old = parts[current.get(key)];
-      if (!entry || entry.version !== old.entry.version) forget(key);
-      else old.entry = entry;
+      if (!entry || entry.version !== old.entry.version) {
+        forget(key);
+        changed = true;
+      } else old.entry = entry;
     }
     const missing = [...wanted].filter(([key]) => !current.has(key)).sort(([, a], [, b]) => b.step - a.step);
     let told = performance.now();
@@ -71,7 +75,7 @@
         await report.pause();
       }
     }
-    return missing.length > 0;
+    return changed || missing.length > 0;
   }
 
   // Rows that pass, in the order of the file. ``wanted``: {runs: Set, kind, ..., stepMin, ...}, null for any;

@@ -168,9 +168,7 @@
         byId("searching").textContent = `loading rollouts … ${Math.round(share * 100)}%`;
         if (!byId("f-text").value) update(true);
       };
-      const before = index.alive.length + index.total();
-      await index.sync(run, tell);
-      changed = changed || before !== index.alive.length + index.total();
+      changed = (await index.sync(run, tell)) || changed;
     }
     offer();
     byId("searching").textContent = "";

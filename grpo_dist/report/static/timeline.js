@@ -204,6 +204,7 @@
   report.updateTimeline = async () => {
     report.choices(byId("timeline-run"), report.runs.map(({ number, label }) => [String(number), label]));
     const of = report.runs[Number(byId("timeline-run").value) || 0];
+    if (!of?.pieces.clock) return; // nothing is loaded yet
     const other = of !== run;
     const steps = stepsOf(of);
     const followed = Number(byId("timeline-to").value) === report.timelineEnd; // it showed the newest steps
