@@ -11,11 +11,12 @@ from grpo_dist.demo.tokenizer import character_tokenizer
 HOSTILE = (
     "</script><script>document.title='owned'</script>\u2028<!-- \x00 <b>bold</b> &amp; \u202e \\boxed{6}"
 )
-METRICS = """
+_NAMES = """
 reward/mean reward/math reward/std policy/entropy ref/kl policy/clip_low_share policy/clip_high_share
-mismatch/logprob_diff_mean policy/grad_norm rollout/staleness_mean rollout/length_tokens throughput/tokens_per_s
-memory/policy_gib time/sample_s time/update_s time/sync_s time/step_s novel/thing
-""".split()
+mismatch/logprob_diff_mean policy/grad_norm rollout/staleness_mean rollout/length_tokens
+throughput/tokens_per_s memory/policy_gib time/sample_s time/update_s time/sync_s time/step_s novel/thing
+"""
+METRICS = _NAMES.split()
 
 
 def make_run(

@@ -5,6 +5,9 @@ import gzip
 import html
 import json
 import re
+import signal
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -218,7 +221,32 @@ def test_answers_are_those_that_the_grader_reads():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
     with Answers() as answers:
         found = answers.found(completions, ["correct", "wrong", "no_answer", ""])
+        assert answers.not_searched == 0
     assert found == ["2", "8", None, "Paris"]
+
+
+def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch, tmp_path):
+    from grpo_dist.report import answers as module
+
+    monkeypatch.setattr(module, "_SEARCHED", 0)
+    run = make_run(tmp_path / "run", steps=1, evals=(), texts=lambda s, g, i: "it is 6")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert set(found["0/rows/samples/step_000001/0"]["found"]["values"]) == {None}
+    assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
+
+
+def test_ctrl_c_ends_a_server_in_order(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    command = [sys.executable, "-m", "grpo_dist.cli", "report", str(run), "--serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            line = process.stdout.readline()
+            assert b"<!DOCTYPE html>" in ask(re.search(r"http://127\.0\.0\.1:\d+/", line)[0])[1]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and errors == ""
 
 
 def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
@@ -301,6 +329,13 @@ def test_of_a_long_file_the_newest_parts_are_kept(tmp_path):
     assert [part.payload for part in file.parts] == [None, None, None, 2, 2] and file.left_out == 3
 
 
+STATS = """
+loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
+mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight correction_weight_max
+correction_outside correction_dropped correction_weight_sq
+"""
+
+
 def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     import torch
 
@@ -309,9 +344,7 @@ def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     patterns = [re.compile(p) for s in SECTIONS for chart in s.charts for p in chart.metrics]
     names = dict.fromkeys(metrics_of(1, np.random.default_rng(0), False))
     names.pop("step"), names.pop("novel/thing")
-    stats = """loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
-        mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
-        correction_weight_max correction_outside correction_dropped correction_weight_sq""".split()
+    stats = STATS.split()
     names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
     lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
     assert lost == []

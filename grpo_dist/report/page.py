@@ -68,6 +68,7 @@ def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[
         for kind, piece in pieces.items():
             yield _embedded(f"{number}/{kind}/{part.key}", piece)
     manifest["samples"] = readable
+    manifest["about"]["notices"] += source.unread()
 
 
 def _token_values(number: int, source: Source, manifest: dict[str, Any], most: int) -> Iterator[str]:

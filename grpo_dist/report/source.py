@@ -93,6 +93,7 @@ class Source:
         if self._timeline.left_out:
             notices.append(f"timeline.jsonl: the newest {_SPANS:,} spans are shown")
         left_out = self._find_parts(notices)
+        notices += self.unread()
         self._about = about(self.run.path, notices) | {
             "ledger": series.totals(part.payload for part in self._ledger.parts),
             "tokenizer": self.tokenizer,
@@ -111,6 +112,13 @@ class Source:
             "samples": [part.entry() for part in self.parts.values()],
             "has_tokens": self._texts is not None,
         }
+
+    def unread(self) -> list[str]:
+        """What there is to say of answers that were not looked for."""
+        count = self._answers.not_searched
+        return (
+            [f"found: {count:,} completions without a box were not searched for an answer"] if count else []
+        )
 
     def piece(self, name: str) -> bytes:
         """Compressed JSON. Raises KeyError for a piece that there is not, or not any more."""

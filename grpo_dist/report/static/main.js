@@ -71,7 +71,8 @@
       byId("state").textContent = `${done ? "finished" : "live"}, looked at ${new Date().toLocaleTimeString("sv-SE")}`;
     } catch (error) {
       tag = null; // what could not be fetched is asked for again
-      byId("state").textContent = "The server does not answer; this is the last that it told.";
+      const gone = error instanceof TypeError || error instanceof DOMException;
+      byId("state").textContent = gone ? "The server does not answer; this is the last that it told." : "being written anew …";
     }
     setTimeout(follow, EVERY);
   }
