@@ -76,7 +76,7 @@
   }
 
   // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors;
-  // ``raw``: what a series says at the cursor. (uPlot copies what is in a series, so no run is.)
+  // ``raw``: what a series says at the cursor, null for one that says nothing. (uPlot copies what is in a series, so no run is.)
   function filled(spec) {
     const { axis, weight } = options();
     const lines = linesOf(spec);
@@ -84,6 +84,7 @@
     const data = [columns[0]];
     const series = [{ label: axis }];
     const errors = [null];
+    const raw = [null];
     let column = 1;
     for (const line of lines) {
       const values = columns[column++];
@@ -94,12 +95,14 @@
         data.push(values);
         series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, points: { show: false } });
         errors.push(null);
+        raw.push(null); // its smooth twin says the value
       }
       data.push(soft ? report.smooth(values.map((one) => one ?? null), weight) : values);
       series.push(look);
       errors.push(own);
+      raw.push(values);
     }
-    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors, raw: data };
+    return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors, raw };
   }
 
   // The sum of all stages is drawn first, and those below it over it.
@@ -112,10 +115,11 @@
     });
     const known = columns[0].map((_, row) => lines.some((__, i) => columns[i + 1][row] !== null && columns[i + 1][row] !== undefined));
     const order = lines.map((_, i) => i).reverse();
-    const series = order.map((i) => ({
-      label: short(lines[i].name).replace(/_s$/, ""), show: true, stroke: report.colours[i % report.colours.length],
-      fill: fills[i % fills.length], width: 1, points: { show: false },
-    }));
+    const series = order.map((i) => {
+      const place = spec.metrics.indexOf(lines[i].name);
+      const colours = { stroke: report.colours[place % report.colours.length], fill: fills[place % fills.length] };
+      return { label: short(lines[i].name).replace(/_s$/, ""), show: true, ...colours, width: 1, points: { show: false } };
+    });
     const data = order.map((i) => sums[i].map((sum, row) => (known[row] ? sum : null)));
     return { data: [columns[0], ...data], series: [{ label: axis }, ...series], errors: [], raw: [null, ...order.map((i) => columns[i + 1])] };
   }
@@ -194,7 +198,8 @@
   // Labels with as many digits as it takes to tell them apart.
   function ticks(plot, splits, axis, space, step) {
     const most = Math.max(...splits.map(Math.abs));
-    const decimals = Math.max(0, Math.ceil(-Math.log10(step) - 1e-9) + (step < 1 && !/^1/.test(step.toExponential()) ? 1 : 0));
+    const [, fraction = "", power] = Number(step.toPrecision(6)).toExponential().match(/^\d(?:\.(\d+))?e(.+)$/);
+    const decimals = Math.max(0, fraction.length - Number(power));
     if (most >= 1e6 || decimals > 6) {
       const digits = Math.max(0, Math.floor(Math.log10(most)) + decimals);
       return splits.map((at) => (at === 0 ? "0" : at.toExponential(Math.min(digits, 8)).replace(/\.?0+e/, "e").replace("e+", "e")));
@@ -223,8 +228,8 @@
     if (idx === null || idx === undefined || left < 0) return report.showTip(null);
     const lines = [`${options().axis === "hours" ? "hours" : "step"} ${number(plot.data[0][idx], 5)}`];
     plot.series.forEach((series, i) => {
-      const value = i ? raw[i][idx] : null;
-      if (!i || !series.show || value === null || value === undefined) return;
+      const value = raw[i]?.[idx];
+      if (!series.show || value === null || value === undefined) return;
       const error = errors[i]?.[idx];
       lines.push(`${series.label}: ${number(value)}${error ? ` ± ${number(1.96 * error, 2)}` : ""}`);
     });
