@@ -85,7 +85,7 @@ def test_commands_in_the_readme_exist(command):
         return
     args, rest = _parser().parse_known_args(words[1:])
     assert args.command and not [word for word in rest if "=" not in word]
-    if {"pipeline", "status", "logs", "stop", "--compare"} & set(words):
+    if {"pipeline", "status", "logs", "stop", "report", "--compare"} & set(words):
         return  # its files are the reader's own
     path = words[2] if words[2].startswith("configs/") else "configs/demo.yaml"
     load_config(ROOT / path, [w for w in words[3:] if "=" in w and not w.startswith("-")])

@@ -25,9 +25,10 @@
     const texts = await report.textsOf(part).catch(() => null);
     const [tokens, why] = await tokensOf(part, rows);
     if (mine !== turn) return;
-    open = { row, part, rows, texts, tokens, why };
+    open = { row, part, rows, texts, tokens, why, look: {} };
     header();
     choose();
+    colour();
     cards();
     if (!byId("group").open) byId("group").showModal();
     byId("group-body").scrollTop = 0;
@@ -78,14 +79,18 @@
     return [...open.rows].sort((a, b) => (Number.isNaN(column[a]) ? 1 : Number.isNaN(column[b]) ? -1 : sign * (column[a] - column[b])) || a - b);
   }
 
-  function cards() {
+  function colour() {
     const measure = byId("colour").value;
     const scale = measure ? report.scale(open.tokens, measure, samples()) : null;
     byId("scale").replaceChildren(...(scale ? scale.legend : []));
-    byId("cards").replaceChildren(...ordered().map((row) => card(row, measure, scale)));
+    Object.assign(open.look, { measure, most: scale?.most });
   }
 
-  function card(row, measure, scale) {
+  function cards() {
+    byId("cards").replaceChildren(...ordered().map(card));
+  }
+
+  function card(row) {
     const { part, texts, tokens } = open;
     const { columns, word } = index;
     const place = row - part.first;
@@ -106,7 +111,7 @@
       finish ? make("span", { classes: "hint", textContent: finish === "length" ? "cut off" : finish }) : null,
     );
     const text = make("div", { classes: "text" });
-    if (tokens) report.tokenText(text, tokens, place, measure, scale?.most);
+    if (tokens) report.tokenText(text, tokens, place, open.look);
     else text.textContent = texts ? report.visible(texts.completion[place]) : "";
     return make("div", { classes: row === open.row ? "card chosen" : "card" }, make("div", { classes: "top" }, top, list), text);
   }
@@ -121,7 +126,8 @@
     byId("group-next").addEventListener("click", () => go(1));
     byId("colour").addEventListener("change", () => {
       byId("colour").dataset.chosen = "yes";
-      cards();
+      colour();
+      report.repaint(byId("cards"), open.look);
     });
     byId("group-order").addEventListener("change", cards);
     byId("group").addEventListener("keydown", (event) => {

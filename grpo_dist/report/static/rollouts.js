@@ -3,7 +3,7 @@
 
 (() => {
   const { make, byId, index } = report;
-  const ROWS_OF_TEXT = 200_000; // characters of texts that are kept at hand, in thousands
+  const KEPT = 400_000; // characters of texts that are at hand, in thousands
   const texts = new Map(); // "run/key/version" -> texts of a part
   let kept = 0;
   let table = null;
@@ -40,7 +40,7 @@
     texts.delete(name);
     texts.set(name, found);
     for (const [old, { size }] of texts) {
-      if (kept <= ROWS_OF_TEXT || old === name) break;
+      if (kept <= KEPT || old === name) break;
       texts.delete(old);
       kept -= size;
     }
@@ -50,11 +50,13 @@
   const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
   // Marks the rows whose text has what is looked for; of parts that came since the last search only those.
-  async function find(text, mine) {
+  // ``tell`` is called now and then with what is found so far.
+  async function find(text, mine, tell) {
     const same = search.text === text && search.found;
     const found = same ? search.found : [];
     const test = new RegExp(escaped(text), "i");
     let rested = performance.now();
+    let told = rested;
     const first = same ? search.parts : 0;
     for (let number = first; number < index.parts.length; number++) {
       const part = index.parts[number];
@@ -67,6 +69,10 @@
         await report.pause();
         if (mine !== turn) return false;
         rested = performance.now();
+        if (rested - told > 500) {
+          await tell(found);
+          told = performance.now();
+        }
       }
     }
     search = { text, found, parts: index.parts.length };
@@ -87,12 +93,16 @@
     const mine = ++turn;
     const text = byId("f-text").value;
     if (text) {
-      if (!(await find(text, mine))) return;
+      if (!(await find(text, mine, (found) => show(found, keepPage)))) return;
     } else {
       search = { text: "", found: null, parts: 0 };
       byId("searching").textContent = "";
     }
-    rows = index.sort(index.filter(wanted(), search.found), order.field, order.dir === "desc");
+    await show(search.found, keepPage);
+  }
+
+  async function show(found, keepPage) {
+    rows = index.sort(index.filter(wanted(), found), order.field, order.dir === "desc");
     byId("count").textContent = `${rows.length.toLocaleString("en")} of ${index.total().toLocaleString("en")} rollouts`;
     if (!table) return;
     const page = keepPage ? Math.min(table.getPage() || 1, Math.max(1, Math.ceil(rows.length / table.getPageSize()))) : 1;
@@ -196,7 +206,7 @@
 
   // Texts are taken out while nobody waits for them, as far as they are kept.
   async function prepare() {
-    for (let i = 0; i < index.parts.length && kept < ROWS_OF_TEXT * 0.8; i++) {
+    for (let i = 0; i < index.parts.length && kept < KEPT * 0.8; i++) {
       await new Promise((idle) => (window.requestIdleCallback ? requestIdleCallback(idle, { timeout: 2000 }) : setTimeout(idle, 50)));
       if (index.alive[index.parts[i].first]) await report.textsOf(index.parts[i]).catch(() => null);
     }

@@ -3,7 +3,7 @@
 
 (() => {
   const { make } = report;
-  const AT_ONCE = 3000; // tokens of a completion that are drawn before one asks for the rest
+  const AT_ONCE = 700; // tokens of a completion that are drawn before one scrolls to them
   const RED = [214, 84, 60];
   const BLUE = [66, 128, 200];
   const GREEN = [72, 160, 98];
@@ -62,31 +62,43 @@
     return { most, legend: [show(from), bar, show(to), ...middle] };
   };
 
-  // The tokens of a sample as text in colour; ``measure`` "" for text alone.
-  report.tokenText = (box, data, sample, measure, most) => {
+  function paint(token, { measure, most }) {
+    const { data, sample, token: place } = token.about;
+    const at = measure ? value(data, measure, sample, place) : null;
+    token.style.background = at === null ? "" : colour(measure, at, most);
+  }
+
+  // The tokens of a sample, as many as one sees, and further ones as one scrolls. ``look``: {measure, most},
+  // with "" for no colour; what it says when tokens are drawn counts.
+  report.tokenText = (box, data, sample, look) => {
     const tokens = data.tokens[sample];
-    const draw = (from, to) => {
+    const more = make("button");
+    let drawn = 0;
+    const draw = () => {
       const piece = document.createDocumentFragment();
-      for (let i = from; i < Math.min(to, tokens.length); i++) {
-        const text = data.vocabulary[tokens[i]];
-        const token = make("span", { classes: "token", textContent: report.visible(text).replaceAll("\n", "↵\n") });
-        const at = measure ? value(data, measure, sample, i) : null;
-        if (at !== null) token.style.background = colour(measure, at, most);
-        token.about = { data, sample, token: i };
+      const end = Math.min(drawn + AT_ONCE, tokens.length);
+      for (; drawn < end; drawn++) {
+        const text = report.visible(data.vocabulary[tokens[drawn]]).replaceAll("\n", "↵\n");
+        const token = make("span", { classes: "token", textContent: text });
+        token.about = { data, sample, token: drawn };
+        paint(token, look);
         piece.append(token);
       }
-      if (to < tokens.length) {
-        const more = make("button", { textContent: `show all ${tokens.length.toLocaleString("en")} tokens` });
-        more.addEventListener("click", () => {
-          more.remove();
-          draw(to, tokens.length);
-        });
-        piece.append(more);
-      }
+      more.remove();
       box.append(piece);
+      more.textContent = `${(tokens.length - drawn).toLocaleString("en")} more tokens`;
+      if (drawn < tokens.length) box.append(more);
     };
-    box.replaceChildren();
-    draw(0, AT_ONCE);
+    draw();
+    more.addEventListener("click", draw);
+    box.addEventListener("scroll", () => {
+      if (drawn < tokens.length && box.scrollTop + box.clientHeight > box.scrollHeight - 300) draw();
+    });
+  };
+
+  // Tokens that are drawn, in other colours.
+  report.repaint = (box, look) => {
+    for (const token of box.querySelectorAll(".token")) paint(token, look);
   };
 
   report.explainToken = ({ data, sample, token }) => {
