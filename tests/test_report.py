@@ -331,8 +331,8 @@ def test_of_a_long_file_the_newest_parts_are_kept(tmp_path):
 
 STATS = """
 loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
-mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight correction_weight_max
-correction_outside correction_dropped correction_weight_sq
+mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
+correction_weight_max correction_outside correction_dropped correction_weight_sq
 """
 
 

@@ -84,16 +84,17 @@
         paint(token, look);
         piece.append(token);
       }
+      seen.unobserve(more);
       more.remove();
       box.append(piece);
+      if (drawn === tokens.length) return;
       more.textContent = `${(tokens.length - drawn).toLocaleString("en")} more tokens`;
-      if (drawn < tokens.length) box.append(more);
+      box.append(more);
+      seen.observe(more); // tells again, also where it is in view already
     };
-    draw();
+    const seen = new IntersectionObserver((entries) => entries.some(({ isIntersecting }) => isIntersecting) && draw());
     more.addEventListener("click", draw);
-    box.addEventListener("scroll", () => {
-      if (drawn < tokens.length && box.scrollTop + box.clientHeight > box.scrollHeight - 300) draw();
-    });
+    draw();
   };
 
   // Tokens that are drawn, in other colours.
