@@ -402,6 +402,16 @@ def test_a_server_answers_to_its_own_name_only(served):
         ask(served[1], Host="evil.example:80")
 
 
+def test_a_server_that_was_told_to_be_seen_has_any_name():
+    with ReportServer("0.0.0.0", 0, []) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        _, body = ask(f"http://127.0.0.1:{server.server_port}/manifest", Host="head-node:80")
+        server.shutdown()
+        thread.join(timeout=10)
+    assert json.loads(body) == {"live": True, "runs": []}
+
+
 def test_a_port_that_is_taken_is_refused(served, capsys):
     run, url = served
     port = url.rstrip("/").rpartition(":")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 from grpo_dist.rewards.match import final_answer
 from grpo_dist.rewards.pool import GraderPool
@@ -13,9 +14,12 @@ _SEARCHED = 2000  # completions without a box that are read as the grader would;
 
 
 class Answers:
-    """Use as a context manager: what has no box is read in a killable process, started when it is needed."""
+    """Use as a context manager: what has no box is read in a killable process, started when it is needed.
+    Several threads may ask at once.
+    """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._pool: GraderPool | None = None
         self._left = _SEARCHED
         self.not_searched = 0
@@ -33,11 +37,12 @@ class Answers:
                 answers[i] = final_answer(completion) or None
             elif outcome in ("correct", "wrong"):
                 unboxed.append(i)
-        searched = unboxed[: self._left]
-        self._left -= len(searched)
-        self.not_searched += len(unboxed) - len(searched)
-        for i, answer in zip(searched, self._read([completions[i] for i in searched]), strict=True):
-            answers[i] = answer
+        with self._lock:
+            searched = unboxed[: self._left]
+            self._left -= len(searched)
+            self.not_searched += len(unboxed) - len(searched)
+            for i, answer in zip(searched, self._read([completions[i] for i in searched]), strict=True):
+                answers[i] = answer
         return answers
 
     def __enter__(self) -> Answers:

@@ -5,8 +5,8 @@
     GET /RUN/PIECE         a piece of run number RUN, compressed JSON
 
 Whoever may open a connection may read the run: so it listens on the loopback address unless it is told
-otherwise, and answers only requests that name it as they should (a page from elsewhere whose name is made to
-point here does not).
+otherwise, and there answers only requests that call it by a name of that address (a page from elsewhere whose
+own name is made to point here does not).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, runs: Sequence[Source]) -> None:
         self.runs = runs
-        self.names = (*LOOPBACK, host)
+        self.names = LOOPBACK if host in LOOPBACK else None  # by any name, where it was told to be seen
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -73,7 +73,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SLOWEST_S
 
     def do_GET(self) -> None:
-        if (urlsplit(f"//{self.headers.get('Host', '')}").hostname or "") not in self.server.names:
+        asked = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.names is not None and asked not in self.server.names:
             self._answer(403, b"this server answers to its own name only", "text/plain")
             return
         path = unquote(urlsplit(self.path).path).lstrip("/")
