@@ -34,7 +34,7 @@
     return make(
       "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
       cell(hours < 1 ? `${(hours * 60).toFixed(1)} min` : `${hours.toFixed(2)} h`, "number"), cell(number(report.first(run, "reward/mean")), "number"),
-      cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–"), cell(String(run.events.length), "number"),
+      cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–", "nowrap"), cell(String(run.events.length), "number"),
     );
   }
 

@@ -262,7 +262,7 @@
       });
       return button;
     });
-    return make("div", { classes: "key" }, ...entries);
+    return make("div", { classes: "legends" }, ...entries);
   }
 
   function element(spec) {
