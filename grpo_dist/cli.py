@@ -1,6 +1,6 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
-``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE`` and ``grpo-dist
-status|logs|stop RUN``. Heavy imports live inside the commands.
+``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
+status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports live inside the commands.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from grpo_dist import __version__
 from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.evaluation.arguments import add_commands as add_evaluation
+from grpo_dist.report.arguments import add_report
 from grpo_dist.scoring.arguments import add_commands as add_scoring
 from grpo_dist.submit.arguments import add_commands as add_submission
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _guarded(partial(args.command, **options), args.config, [*args.overrides, *rest])
 
 
-def _guarded(command: Callable[[Any, list[str]], None], config: str | None, overrides: list[str]) -> int:
+def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: list[str]) -> int:
     try:
         command(config, overrides)
     except UserError as error:
@@ -179,6 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recipes(commands)
     add_evaluation(commands)
     add_scoring(commands)
+    add_report(commands)
     add_submission(commands)
     parser.set_defaults(command=None)
     return parser

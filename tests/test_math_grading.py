@@ -9,7 +9,7 @@ import sympy.parsing.sympy_parser
 
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
-from grpo_dist.rewards.math import Grade, gold_is_parsable, grade
+from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
 from grpo_dist.rewards.measure import graded_solutions, judge_with_ours, read_cases, summary
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
@@ -172,6 +172,23 @@ def test_without_a_box_the_whole_response_is_read() -> None:
 @pytest.mark.parametrize("completion", ["", "   ", "I do not know.", "\0", "\ud800", "🙂"])
 def test_nothing_that_reads_as_an_answer_is_no_answer(completion: str) -> None:
     assert grade(completion, "5") == Grade("no_answer", 0.0)
+
+
+FOUND = [
+    ("\\boxed{3}, no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("The final answer is $8$.", "8"),
+    ("<answer>12</answer>", "12"),
+    ("<answer>a horse</answer>", "a horse"),
+    ("I do not know.", None),
+    ("\\boxed{never closed", None),
+]
+
+
+def test_the_answer_found_is_the_text_that_is_compared() -> None:
+    completions, found = zip(*FOUND, strict=True)
+    assert [answer_found(completion) for completion in completions] == list(found)
+    with GraderPool(1) as pool:
+        assert pool.find(completions) == list(found)
 
 
 def test_unscorable_outcomes_are_not_a_number() -> None:

@@ -97,8 +97,8 @@ def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) ->
     """
     found = [boxes(text) for text in completions]
     unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
-    read = iter(pool().answers(unboxed) if unboxed else [])
-    return [inside[-1] if inside else next(read) for inside in found]
+    read = iter(pool().find(unboxed) if unboxed else [])
+    return [inside[-1] if inside else next(read) or "" for inside in found]
 
 
 def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[], GraderPool]) -> list[int]:

@@ -51,7 +51,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             load(*arguments)
             _limit_memory(memory_mb)
             return ["ok", None]
-        return ["ok", _TASKS[kind](*arguments)]
+        return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
         return [
             "memory",
@@ -70,10 +70,10 @@ def _grade(completion: str, answer: str) -> list[str]:
     return [result.outcome, result.detail]
 
 
-def _find_answer(completion: str) -> str:
-    from grpo_dist.rewards.math import find_answer
+def _find(completion: str) -> str | None:
+    from grpo_dist.rewards.math import answer_found
 
-    return find_answer(completion)
+    return answer_found(completion)
 
 
 def _call(path: str, keywords: dict[str, Any]) -> float | None:
@@ -90,7 +90,7 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
     return None if math.isnan(number) else number
 
 
-_TASKS: dict[str, Callable[..., Any]] = {"grade": _grade, "answer": _find_answer, "call": _call}
+_KINDS: dict[str, Callable[..., Any]] = {"grade": _grade, "find": _find, "call": _call}
 
 
 @lru_cache

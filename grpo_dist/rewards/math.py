@@ -65,7 +65,7 @@ def grade(completion: str, answer: str) -> Grade:
     gold = gold_text(answer)
     if found:
         return Grade.of("correct" if _box_is_right(found, gold) else "wrong")
-    tail = _where_answered(completion)
+    tail = _tagged_answer(completion) or completion[-_LONGEST_RESPONSE:]
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
         return Grade.of("correct")
     reading = read(tail)
@@ -75,13 +75,20 @@ def grade(completion: str, answer: str) -> Grade:
     return Grade.of("correct" if right else "wrong")
 
 
-def find_answer(completion: str) -> str:
-    """What `grade` takes for the answer, as text; "" for none. Raises only MemoryError."""
+def answer_found(completion: str) -> str | None:
+    """The text that `grade` compares with the gold: the last box, else what it reads as an answer; None
+    without.
+
+        "so 3 or \\boxed{7}." -> "7"      "The final answer is $8$." -> "8"      "I do not know." -> None
+
+    Raises only MemoryError.
+    """
     completion = completion[-_LONGEST_COMPLETION:]
     if found := boxes(completion):
         return found[-1]
-    reading = read(_where_answered(completion))
-    return reading.text if reading else ""
+    tagged = _tagged_answer(completion)
+    reading = read(tagged or completion[-_LONGEST_RESPONSE:])
+    return reading.text if reading is not None else tagged or None
 
 
 def gold_text(answer: str) -> str:
@@ -212,10 +219,7 @@ def _readings_of_gold(gold: str) -> tuple[Reading, ...]:
     return tuple(reading for reading in readings if reading is not None)
 
 
-def _where_answered(completion: str) -> str:
-    """Where a completion without a box may have its answer: between its last answer tags, else near its
-    end.
-    """
+def _tagged_answer(completion: str) -> str:
+    """The text between the last pair of answer tags, "" without one."""
     before, closing, _ = completion.rpartition("</answer>")
-    tagged = before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else ""
-    return tagged or completion[-_LONGEST_RESPONSE:]
+    return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else ""

@@ -89,6 +89,11 @@ class GraderPool:
         """Grades of (completion, gold answer) pairs, in order. Never raises for a pair, however malformed."""
         return list(self._threads.map(self._grade_one, pairs))
 
+    def find(self, completions: Iterable[str]) -> list[str | None]:
+        """The answers that `grade` would compare, in order; None where there is none, or none in time."""
+        results = self._threads.map(lambda text: self._run("find", (text,)), completions)
+        return [None if isinstance(result, Failure) else result for result in results]
+
     def call(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
         """Values of ``module:function`` for each set of keywords, in order; a Failure where there is none.
 
@@ -96,13 +101,6 @@ class GraderPool:
         """
         tasks = [(function, dict(k)) for k in keywords]
         return list(self._threads.map(self._call_one, tasks))
-
-    def answers(self, completions: Sequence[str]) -> list[str]:
-        """What `grade` takes for the answer of each completion, as text, in order; "" where there is none or
-        it is not found in time.
-        """
-        results = self._threads.map(lambda completion: self._run("answer", (completion,)), completions)
-        return ["" if isinstance(result, Failure) else str(result) for result in results]
 
     def check(self, function: str) -> None:
         """Raises ValueError when ``module:function`` cannot be loaded."""

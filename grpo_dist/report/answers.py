@@ -1,0 +1,60 @@
+"""The answer a completion gives, for the eye: what its grader read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+
+from grpo_dist.rewards.match import final_answer
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.text import boxes
+
+_LONGEST_COMPLETION = 200_000  # characters in which boxes are looked for, as the grader does
+_SEARCHED = 2000  # completions without a box that are read as the grader would; each costs it milliseconds
+
+
+class Answers:
+    """Use as a context manager: what has no box is read in a killable process, started when it is needed.
+    Several threads may ask at once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pool: GraderPool | None = None
+        self._left = _SEARCHED
+        self.not_searched = 0
+
+    def found(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
+        """For each completion the last box; where there is none, what the math grader reads of it, or, where
+        no math grader ran, the final answer that plain comparisons take. None: no answer, or not looked for.
+        """
+        answers: list[str | None] = [None] * len(completions)
+        unboxed = []
+        for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
+            if found := boxes(completion[-_LONGEST_COMPLETION:]):
+                answers[i] = found[-1]
+            elif not outcome:
+                answers[i] = final_answer(completion) or None
+            elif outcome in ("correct", "wrong"):
+                unboxed.append(i)
+        with self._lock:
+            searched = unboxed[: self._left]
+            self._left -= len(searched)
+            self.not_searched += len(unboxed) - len(searched)
+            for i, answer in zip(searched, self._read([completions[i] for i in searched]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def __enter__(self) -> Answers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def _read(self, completions: list[str]) -> list[str | None]:
+        if not completions:
+            return []
+        if self._pool is None:
+            self._pool = GraderPool(1)
+        return self._pool.find(completions)

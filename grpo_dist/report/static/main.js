@@ -1,0 +1,103 @@
+// Puts the page together, and, where it is served, keeps it up to date.
+"use strict";
+
+(async () => {
+  const { make, byId } = report;
+  const EVERY = 2000; // milliseconds between two looks at the server
+  const TABS = ["curves", "timeline", "rollouts", "events", "settings"];
+  let tag = null;
+
+  function show(tab) {
+    for (const name of TABS) byId(name).hidden = name !== tab;
+    for (const button of document.querySelectorAll("nav button")) button.setAttribute("aria-selected", String(button.dataset.tab === tab));
+    if (tab === "rollouts") report.openRollouts();
+    if (tab === "timeline") report.updateTimeline();
+  }
+
+  function chips() {
+    byId("runs").replaceChildren(
+      ...report.runs.map((run) => {
+        const mark = make("span", { classes: "dot" });
+        mark.style.background = run.colour;
+        const chip = make("button", { classes: "run", title: `${run.manifest.path}: show or hide` }, mark, run.label);
+        chip.setAttribute("aria-pressed", String(run.shown));
+        chip.addEventListener("click", () => {
+          run.shown = !run.shown;
+          chip.setAttribute("aria-pressed", String(run.shown));
+          report.showRuns();
+          report.updateEvents();
+          report.refilter();
+        });
+        return chip;
+      }),
+    );
+  }
+
+  function take(manifest) {
+    manifest.runs.forEach((own, number) => {
+      const run = (report.runs[number] ||= { number, colour: report.colours[number % report.colours.length], shown: true, pieces: {} });
+      run.manifest = own;
+      run.label = own.label;
+    });
+  }
+
+  async function update() {
+    await Promise.all(report.runs.map(report.loadSeries));
+    report.updateAbout();
+    report.updateCurves();
+    await report.updateTimeline();
+    await report.updateRollouts();
+  }
+
+  // The manifest of the server where it is another one than last time, else null.
+  async function asked() {
+    const answer = await fetch("manifest", { cache: "no-cache", signal: AbortSignal.timeout(30_000) });
+    if (!answer.ok) throw new Error(String(answer.status));
+    const found = answer.headers.get("ETag");
+    if (found === tag) return null;
+    const manifest = await answer.json();
+    tag = found;
+    return manifest;
+  }
+
+  async function follow() {
+    try {
+      const manifest = await asked();
+      if (manifest) {
+        take(manifest);
+        await update();
+      }
+      const done = report.runs.every(({ manifest: { about } }) => about.done);
+      byId("state").textContent = `${done ? "finished" : "live"}, looked at ${new Date().toLocaleTimeString("sv-SE")}`;
+    } catch (error) {
+      tag = null; // what could not be fetched is asked for again
+      const gone = error instanceof TypeError || error instanceof DOMException;
+      byId("state").textContent = gone ? "The server does not answer; this is the last that it told." : "being written anew …";
+    }
+    setTimeout(follow, EVERY);
+  }
+
+  byId("state").textContent = "loading …";
+  let manifest = report.begin.manifest;
+  if (report.live) manifest = await asked();
+  take(manifest);
+  byId("what").textContent = report.runs.length === 1 ? report.runs[0].label : `${report.runs.length} runs`;
+  chips();
+  for (const start of [report.startCurves, report.startTimeline, report.startRollouts, report.startGroup, report.startAbout]) start();
+  for (const button of document.querySelectorAll("nav button")) {
+    button.addEventListener("click", () => {
+      history.replaceState(null, "", `#${button.dataset.tab}`);
+      show(button.dataset.tab);
+    });
+  }
+  show(TABS.includes(location.hash.slice(1)) ? location.hash.slice(1) : "curves");
+  try {
+    await update();
+    byId("state").textContent = "";
+  } catch (error) {
+    byId("state").textContent = `This page cannot be shown: ${error.message}`;
+    throw error;
+  }
+  document.body.dataset.ready = "yes";
+  if (report.live) setTimeout(follow, EVERY);
+})();

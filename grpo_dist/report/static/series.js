@@ -1,0 +1,84 @@
+// Metrics of each run as columns over its steps, and when each step ended.
+"use strict";
+
+(() => {
+  // ``run.pieces[kind]``: [{version, data}], in step with the manifest. True where anything is new.
+  async function fetchParts(run, kind, versions) {
+    const known = run.pieces[kind] || [];
+    let changed = known.length !== versions.length;
+    const parts = await Promise.all(
+      versions.map(async (version, i) => {
+        if (known[i] && known[i].version === version) return known[i];
+        changed = true;
+        return { version, data: await report.piece(run.number, `${kind}/${i}`, version) };
+      }),
+    );
+    run.pieces[kind] = parts;
+    return changed;
+  }
+
+  function merged(run) {
+    const rows = new Map(); // step -> [part, row]: a later line of a step takes the place of an earlier one
+    run.pieces.metrics.forEach(({ data }) => data.step.forEach((step, i) => rows.set(step, [data, i])));
+    const steps = [...rows.keys()].sort((a, b) => a - b);
+    const names = new Set(run.pieces.metrics.flatMap(({ data }) => Object.keys(data.columns)));
+    const columns = new Map();
+    for (const name of names) {
+      const values = steps.map((step) => {
+        const [data, i] = rows.get(step);
+        return data.columns[name]?.[i] ?? null;
+      });
+      columns.set(name, values);
+    }
+    run.steps = steps;
+    run.columns = columns;
+    run.hours = hours(run);
+  }
+
+  // Hours since the run began, at the end of each step: by the clock, or, without a timeline, of steps alone.
+  function hours(run) {
+    const ends = new Map();
+    let start = Infinity;
+    for (const { data } of run.pieces.clock) {
+      data.step.forEach((step, i) => {
+        ends.set(step, data.end[i]);
+        start = Math.min(start, data.begin[i]);
+      });
+    }
+    run.clocked = ends.size > 0;
+    const seconds = run.columns.get("time/step_s") || [];
+    let last = 0;
+    return run.steps.map((step, i) => {
+      last = ends.has(step) ? Math.max(last, (ends.get(step) - start) / 3600) : last + (seconds[i] || 0) / 3600;
+      return last;
+    });
+  }
+
+  report.loadSeries = async (run) => {
+    const kinds = ["metrics", "clock", "events"];
+    const changed = await Promise.all(kinds.map((kind) => fetchParts(run, kind, run.manifest[kind])));
+    if (changed[0] || changed[1] || !run.columns) merged(run);
+    run.events = run.pieces.events.flatMap(({ data }) => data);
+    return changed.some(Boolean);
+  };
+
+  // Without the first values counting too much: sum of w^(n-i) v_i over the sum of weights.
+  report.smooth = (values, weight) => {
+    let sum = 0;
+    let total = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      sum = sum * weight + value;
+      total = total * weight + 1;
+      return sum / total;
+    });
+  };
+
+  report.last = (run, name) => {
+    const values = run.columns.get(name) || [];
+    for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i];
+    return null;
+  };
+
+  report.first = (run, name) => (run.columns.get(name) || []).find((value) => value !== null) ?? null;
+})();
