@@ -68,6 +68,16 @@ def test_every_row_comes_back_with_what_the_math_grader_says(here, capsys):
     assert "graders:" not in out  # there is one
 
 
+def test_scores_of_before_are_replaced_and_no_directory_is(here, capsys):
+    for _ in range(2):
+        assert main(["score", "c.jsonl"]) == 0
+    assert len(lines("c.scored.jsonl")) == len(ROWS)
+    Path("sub").mkdir()
+    assert "--output sub: is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
+    message = refusal(capsys, "c.jsonl", "--output", "c.jsonl/x.jsonl")
+    assert "--output c.jsonl/x.jsonl: cannot be written there" in message
+
+
 def test_lists_of_completions_have_lists_of_scores(here):
     texts = ["\\boxed{2}", "\\boxed{3}", "\\boxed{2.0}"]
     write("c.jsonl", [{"answer": "2", "completions": texts, "finish_reason": ["stop", "length", "stop"]}])

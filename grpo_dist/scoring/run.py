@@ -47,7 +47,7 @@ def score(
     _check_without_models(config.rewards)
     rows = read_rows(path, columns)
     with refusals():
-        check_writable(target)
+        _check_output(target)
         check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
         tokenizer = _tokenizer(config, say)
     if config.rewards.models:
@@ -80,6 +80,16 @@ def configuration(
     for override in overrides:
         tree = overridden(tree, override, path)
     return validated(tree, "score", Config)
+
+
+def _check_output(target: Path) -> None:
+    """A file that is there is replaced."""
+    try:
+        check_writable(target.absolute().parent)
+    except ValueError as error:
+        raise UserError(f"--output {target}: cannot be written there; name another file") from error
+    if target.is_dir():
+        raise UserError(f"--output {target}: is a directory; name a file")
 
 
 def _check_without_models(rewards: Rewards) -> None:
