@@ -97,29 +97,59 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
     near = nearest(config, nodes, training="policy" in asked)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
-    else:
+    elif near is None:
         lines.append("There is no room for a smaller one either; wait for other jobs, or add nodes")
+    else:
+        lines.append("By now there is room for it: start it again")
     return UserError("\n".join(lines))
 
 
-def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any]:
-    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: fewer
-    policy ranks or engines, or engines on fewer GPUs. Empty where none does.
+def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any] | None:
+    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: engines on
+    the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads where there are
+    no GPUs. None where none does.
     """
+    # A run counts what the cluster has in all, whoever has it now.
     has = Resources(
-        int(sum(node.free_cpus for node in nodes)),
-        int(sum(node.free_gpus for node in nodes)),
-        int(max((node.free_cpus for node in nodes), default=0)),
+        int(sum(node.cpus for node in nodes)),
+        int(sum(node.gpus for node in nodes)),
+        int(max((node.cpus for node in nodes), default=0)),
         shared=True,
     )
+    free = sum(node.free_gpus for node in nodes)
     for changes in _smaller(config):
-        try:
-            demands = placement(changed(config, changes), has, training=training)
-        except ValueError:
-            continue  # it would be refused for another reason
-        if fits(bundles(demands), nodes):
-            return changes
-    return {}
+        if has.gpus and _least_gpus(config, changes) > free:
+            continue  # there are hundreds of thousands of large ones
+        for own in _likewise(config, changes, has, nodes):
+            try:
+                wanted = bundles(placement(changed(config, own), has, training=training))
+            except ValueError:
+                continue  # it would be refused for another reason
+            if wanted and fits(wanted, nodes):  # more threads than there are CPUs would reserve none
+                return own
+    return None
+
+
+def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
+    """Of the engines of ``config`` with ``changes``: whatever else there is comes beside them, or on them."""
+    engines = changes.get("rollout.num_workers", config.rollout.num_workers)
+    width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    return int(engines * width)
+
+
+def _likewise(
+    config: Config, changes: dict[str, Any], has: Resources, nodes: Sequence[Node]
+) -> Iterator[dict[str, Any]]:
+    """``changes``, and with what helps beside numbers of workers."""
+    yield changes
+    width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    if has.gpus:
+        if config.cluster.placement == "auto" and width == 1:  # ranks of a wider one must be on one node
+            yield changes | {"cluster.placement": "colocated"}
+        return
+    most = int(max((node.free_cpus for node in nodes), default=0))
+    for threads in (n for n in (16, 8, 4, 2, 1) if n <= most):
+        yield changes | {"rollout.threads": threads, "policy.threads": threads}
 
 
 def _smaller(config: Config) -> Iterator[dict[str, Any]]:

@@ -81,13 +81,42 @@ def test_what_no_node_is_large_enough_for_is_said_at_once():
         ((1, 1, 8), [4, 4], {"rollout.tensor_parallel_size": 4}),
         ((2, 2, 4), [6], {"rollout.num_workers": 1}),
         ((8, 8, 1), [1, 1], {"policy.num_workers": 1, "rollout.num_workers": 1}),
-        ((4, 4, 1), [1], {}),
+        ((4, 4, 1), [1], None),
+        ((2, 2, 2), [0, 0], None),  # which is no cluster without GPUs
     ],
 )
 def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
     """Of ranks, engines, and GPUs of an engine, the product of the shares that are kept is the greatest."""
     nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
     assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
+
+
+def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
+    """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
+    nodes = [node("a", 8, 4)]
+    assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}
+    assert nearest(shape(4, 4), [node("a", 8, 8)], training=True) == {}
+    ahead = shape(4, 4, max_staleness=1)
+    assert nearest(ahead, nodes, training=True) == {"policy.num_workers": 2, "rollout.num_workers": 2}
+
+
+def test_without_gpus_fewer_threads_are_near():
+    """By default a run takes all CPUs that the cluster has; the driver of a job has one of them."""
+    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=15)]
+    wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
+    assert not fits(wanted, nodes)
+    told = str(no_room(asked, wanted, nodes, 1.0))
+    assert told.endswith("There is room for rollout.threads=4 policy.threads=4")
+    uneven = [node("a", 0, 0, cpus=16), node("b", 0, 0, cpus=4)]  # 16 threads of each would reserve nothing
+    assert nearest(asked, uneven, training=True) == {"rollout.threads": 8, "policy.threads": 8}
+    taken = [node("a", 0, 0, cpus=16, free_cpus=1)]
+    assert nearest(asked, taken, training=True) is None
+
+
+def test_room_that_came_too_late_is_said():
+    asked = shape(1, 1, where="separate")
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
+    assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")
 
 
 def test_an_evaluation_has_engines_alone():
