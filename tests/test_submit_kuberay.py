@@ -125,6 +125,8 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
     run = "/data/runs/tiny"
     _, rayjob = yaml.safe_load_all((kube / "created.yaml").read_text())
     name = rayjob["metadata"]["name"]
+    # Also where only its RayJob was deleted by hand.
+    assert calls(kube)[-2].startswith(f"kubectl --namespace=research delete configmap {name} ")
     assert calls(kube)[-1] == "kubectl --namespace=research create -f -"
 
     has(
