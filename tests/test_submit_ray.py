@@ -12,6 +12,7 @@ from submitted import command, config_in, health, ray_head, until
 
 from grpo_dist import __version__
 from grpo_dist.config_files import load_config
+from grpo_dist.errors import UserError
 from grpo_dist.submit import code, ray_jobs
 from grpo_dist.submit.job import Job
 
@@ -142,6 +143,23 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert shown["metadata"]["run"] == str(project / "runs/tiny")
     assert yaml.safe_load(config)["steps"] == 5
     assert not (project / "runs/tiny").exists()
+
+
+def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
+    def address(*arguments):
+        said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
+        return yaml.safe_load(said.partition("\n# config.yaml\n")[0])["address"]
+
+    assert address() == "(none given)"
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert address() == "http://head:8265" and address("--address", "http://other:8265") == "http://other:8265"
+
+
+def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
+    from aiohttp import ClientError
+
+    with pytest.raises(UserError, match="http://head:8265"), ray_jobs._answers("http://head:8265"):
+        raise ClientError("404")
 
 
 def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
