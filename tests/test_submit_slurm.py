@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slurm_stand_in import PROGRAMS, PYTHON, RAY, Running
 from submitted import BIN, command, config_in, until
+
+from grpo_dist.submit.job import Record
+from grpo_dist.submit.slurm import print_logs
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "launch/slurm.sbatch"
@@ -187,6 +191,34 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
     (slurm / "no-accounting").touch()
     assert "over; squeue and sacct know no more" in command(capsys, "status", run)[1]
+
+
+def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_path, capsys):
+    Record("slurm", "4711", str(tmp_path / "runs/tiny")).write()
+    error = slurm / "squeue-fails"
+    error.write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    for what in ("status", "stop"):
+        status, said = command(capsys, what, tmp_path / "runs/tiny")
+        assert status == 2 and "Unable to contact slurm controller" in said
+    error.write_text("slurm_load_jobs error: Invalid job id specified")
+    assert "COMPLETED, exit code 0" in command(capsys, "status", tmp_path / "runs/tiny")[1]
+
+
+def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monkeypatch, capsys):
+    (slurm / "queue").write_text("RUNNING|1:00|node1")
+    (tmp_path / "log").write_text("step 1\n")
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 20:
+            (slurm / "queue").unlink()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("grpo_dist.submit.slurm.time", clock)
+    print_logs(Record("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
+    assert capsys.readouterr().out == "step 1\n"
+    assert 20 <= len(slept) <= 25 and len(calls(slurm)) <= 6
 
 
 @pytest.mark.parametrize(
