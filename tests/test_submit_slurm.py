@@ -254,6 +254,10 @@ def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
     assert "#SBATCH --gpus-per-node=8\n" in said and "#SBATCH --cpus-per-task=64\n" in said
     status, said = command(capsys, "submit", path, *gpus, "--nodes", "2")
     assert status == 2 and "20 GPUs are needed" in said
+    # 10 engines of 4 take a node of 6 each; 12 ranks have what is left.
+    others = ("--to", "slurm", "--gpus-per-node", "6", *gpus[4:], "rollout.num_workers=10")
+    status, said = command(capsys, "submit", path, *others)
+    assert status == 0 and "#SBATCH --nodes=10\n" in said, said
     # 8 GPUs in all, but an engine of 3 lies on one node.
     wide = (*gpus[:2], "--gpus-per-node", "2", "rollout.tensor_parallel_size=3", "max_staleness=1")
     status, said = command(capsys, "submit", path, *wide, "--nodes", "4")
