@@ -34,11 +34,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Of one worker, on one node."""
+    """Of one worker, on one node, or of ``workers`` that share it out."""
 
     role: str
     gpus: int
     cpus: int
+    workers: int = 1
 
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
@@ -49,13 +50,22 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
     """Of all workers that something is reserved for. Policy ranks come first, and one after the other: they
     talk to each other most, and whoever places bundles in order packs them on as few nodes as can be.
     """
-    order = ["policy", *(role for role in demands if role != "policy")]
-    return [
-        Bundle(role, 0 if demands[role].shared else demands[role].gpus, demands[role].cpus)
-        for role in order
-        if role in demands and (demands[role].cpus or (demands[role].gpus and not demands[role].shared))
-        for _ in range(demands[role].workers)
-    ]
+    found = []
+    for role in ["policy", *(role for role in demands if role != "policy")]:
+        if role not in demands:
+            continue
+        demand, together = demands[role], _ranks_together(role, demands)
+        gpus = 0 if demand.shared else demand.gpus
+        if demand.cpus or gpus:
+            bundle = Bundle(role, together * gpus, together * demand.cpus, together)
+            found += [bundle] * (demand.workers // together)
+    return found
+
+
+def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
+    """Workers of a bundle: an engine on the GPUs of several policy ranks has these on one node."""
+    rollout = demands.get("rollout")
+    return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
 
 
 def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
@@ -75,8 +85,11 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
     """Why no waiting helps: a worker that no node of the cluster is large enough for."""
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
+            who = f"a worker of `{bundle.role}` takes"
+            if bundle.workers > 1:
+                who = f"{bundle.workers} workers of `{bundle.role}`, on whose GPUs one engine samples, take"
             return (
-                f"a worker of `{bundle.role}` takes {bundle} of one node, and none has as much:\n"
+                f"{who} {bundle} of one node, and none has as much:\n"
                 + "\n".join(f"  {node}" for node in nodes)
             )
     return None
@@ -142,9 +155,8 @@ def _likewise(
 ) -> Iterator[dict[str, Any]]:
     """``changes``, and with what helps beside numbers of workers."""
     yield changes
-    width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
     if has.gpus:
-        if config.cluster.placement == "auto" and width == 1:  # ranks of a wider one must be on one node
+        if config.cluster.placement == "auto":
             yield changes | {"cluster.placement": "colocated"}
         return
     most = int(max((node.free_cpus for node in nodes), default=0))

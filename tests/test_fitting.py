@@ -5,6 +5,7 @@ from test_placement import config, shape
 
 from actors.fitting import Bundle, Node, bundles, fits, nearest, no_room, too_large
 from actors.placement import Resources, placement
+from actors.room import Room
 
 GPU = Bundle("policy", gpus=1, cpus=1)
 
@@ -24,6 +25,22 @@ def test_ranks_come_first_and_engines_are_whole():
 def test_engines_on_the_ranks_gpus_take_none():
     demands = placement(shape(8, 4, 2), Resources(64, 8, shared=True), training=True)
     assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
+
+
+def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
+    """Of nodes with 6 GPUs, 8 ranks would otherwise take 6 and 2, where no two engines of 4 fit."""
+    demands = placement(shape(8, 2, 4, where="colocated"), Resources(64, 12, shared=True), training=True)
+    wanted = [bundle for bundle in bundles(demands) if bundle.role == "policy"]
+    assert wanted == [Bundle("policy", 4, 4, workers=4)] * 2
+    assert fits(wanted, [node("a", 6, 6), node("b", 6, 6)])
+    assert not fits(wanted, [node("a", 6, 6), node("b", 2, 2)])
+    places = Room(wanted, "group").of("policy")
+    assert [(p["num_gpus"], p["num_cpus"]) for p in places] == [(1, 1)] * 8
+    assert too_large(wanted, [node("a", 2, 2)]).startswith(
+        "4 workers of `policy`, on whose GPUs one engine samples, take 4 GPU(s) and 4 CPU(s) of one node"
+    )
+    indices = [p["scheduling_strategy"].placement_group_bundle_index for p in places]
+    assert indices == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
