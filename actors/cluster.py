@@ -9,8 +9,10 @@ and ends with the block. No actor is created before the whole placement is known
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +48,8 @@ from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
+
+_LOOK_S = 1.0  # between two looks for a node that joins
 
 # An engine on the policy's GPUs finds room for its start only in its turn, which may not come again before
 # its samples are there.
@@ -373,9 +377,28 @@ class Cluster:
         return handle
 
     async def _take_room(self, *, training: bool) -> None:
-        has = _resources(shared=not self._owns_ray)
-        self._demands = placement(self._config, has, training=training)
+        self._demands = await self._placed(training)
         self._room = await Room.take(self._config, self._demands)
+
+    async def _placed(self, training: bool) -> dict[str, Demand]:
+        """What the cluster is too small for is refused at once, but for a run that was there before: in the
+        place of a node that it lost another may be on its way.
+        """
+        again = self._generation > 0
+        end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
+        while True:
+            try:
+                demands = placement(self._config, _resources(shared=not self._owns_ray), training=training)
+                if problem := too_large(bundles(demands), nodes()):
+                    raise UserError(f"cluster: {problem}")
+                return demands
+            except UserError as error:
+                if time.monotonic() >= end:
+                    raise
+                if again:
+                    logger.warning("waiting for a node in the place of one that is lost: %s", error)
+                    again = False
+            await asyncio.sleep(_LOOK_S)
 
     def _options(self, role: str) -> dict[str, Any]:
         """Ray options of an actor that has no place of its own. CPUs are divided by thread counts, not by

@@ -88,9 +88,8 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
             who = f"a worker of `{bundle.role}` takes"
             if bundle.workers > 1:
                 who = f"{bundle.workers} workers of `{bundle.role}`, on whose GPUs one engine samples, take"
-            return (
-                f"{who} {bundle} of one node, and none has as much:\n"
-                + "\n".join(f"  {node}" for node in nodes)
+            return f"{who} {bundle} of one node, and none has as much:\n" + "\n".join(
+                f"  {node}" for node in nodes
             )
     return None
 

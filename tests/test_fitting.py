@@ -1,11 +1,15 @@
 """What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
 
+import asyncio
+
 import pytest
 from test_placement import config, shape
 
+from actors import cluster
 from actors.fitting import Bundle, Node, bundles, fits, nearest, no_room, too_large
 from actors.placement import Resources, placement
 from actors.room import Room
+from grpo_dist.errors import UserError
 
 GPU = Bundle("policy", gpus=1, cpus=1)
 
@@ -142,6 +146,18 @@ def test_an_evaluation_has_engines_alone():
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
     told = str(no_room(asked, wanted, [node("a", 8, 2)], 1.0))
     assert told.endswith("There is room for rollout.num_workers=2")
+
+
+def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
+    gpus = iter([8, 8, 16])
+    monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "_resources", lambda shared: Resources(64, next(gpus), 64, shared))
+    monkeypatch.setattr(cluster, "nodes", lambda: [node("a", 8, 8)])
+    ours = cluster.Cluster(shape(8, 8, where="separate"))
+    with pytest.raises(UserError, match="16 GPUs are needed"):
+        asyncio.run(ours._placed(training=True))
+    ours._generation = 1
+    assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
 def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
