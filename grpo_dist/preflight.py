@@ -240,7 +240,7 @@ def _this_machine() -> Any:
     from dataclasses import replace
 
     from grpo_dist.hardware import device_type
-    from grpo_dist.plan.accelerators import ACCELERATORS, ClusterShape
+    from grpo_dist.plan.accelerators import ClusterShape, card_called
 
     if device_type() == "cpu":
         return ClusterShape(1, 0, None)
@@ -253,12 +253,12 @@ def _this_machine() -> Any:
         count = pynvml.nvmlDeviceGetCount()
     finally:
         pynvml.nvmlShutdown()
-    known = [card for card in ACCELERATORS.values() if card.name.partition("-")[0] in name.replace(" ", "")]
-    if not known:
+    known = card_called(name)
+    if known is None:
         raise _Mend(
             f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
         )
-    return ClusterShape(1, count, replace(known[0], name=name, memory=memory))
+    return ClusterShape(1, count, replace(known, name=name, memory=memory))
 
 
 def _disk(sight: _Sight) -> str:
