@@ -83,7 +83,7 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     """The placement in words. Raises UserError when a training run, or an evaluation, takes more than the
     cluster has, before anything is started.
     """
-    if _address(config) == "local" and not ray.is_initialized():
+    if address_of(config) == "local" and not ray.is_initialized():
         here, has, found = True, _local_resources(config), None
     else:
         owns = _connect(config)
@@ -421,7 +421,8 @@ def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
     }
 
 
-def _address(config: Config) -> str:
+def address_of(config: Config) -> str:
+    """Of the Ray cluster that is joined; `local`: a private one on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
@@ -446,7 +447,7 @@ def _connect(config: Config) -> bool:
     """Join the cluster, or start a private local one; whether the connection is ours to close."""
     if ray.is_initialized():
         return False
-    address = _address(config)
+    address = address_of(config)
     # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
     # They are the job. Read when a cluster starts, so one that is joined keeps its own.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -461,7 +462,7 @@ def _connect(config: Config) -> bool:
         local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
     try:
         ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:  # the latter: an address of another kind, as Ray says
         raise UserError(
             f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"

@@ -192,6 +192,8 @@ def _memory(sight: _Sight) -> str:
     from grpo_dist.plan.options import footprints, memory_problems
     from grpo_dist.plan.workload import workload_of
 
+    if sight.cluster is None and _goes_elsewhere(sight.config):
+        return "not looked at: this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100"
     config, model = sight.config, model_of(sight.config)
     cluster = parse_cluster(sight.cluster) if sight.cluster else _this_machine()
     card: Any = cluster.card
@@ -224,6 +226,14 @@ def _memory(sight: _Sight) -> str:
                 "`batch.micro_batch_tokens`"
             )
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
+
+
+def _goes_elsewhere(config: Config) -> bool:
+    """Whether a Ray cluster is named, of which this machine says nothing: a login node, say."""
+    from actors.cluster import address_of
+    from grpo_dist.hardware import device_type
+
+    return address_of(config) != "local" and device_type() == "cpu"
 
 
 def _is_colocated(config: Config, gpus: int) -> bool:

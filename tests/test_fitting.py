@@ -160,6 +160,13 @@ def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(m
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
+def test_the_address_of_a_job_server_is_refused_in_words(monkeypatch):
+    """As it is set to submit; Ray itself raises ValueError."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1: no Ray cluster answers there"):
+        cluster.check_fits(shape(1, 1))
+
+
 def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
     asked = shape(4, 2, 2, where="separate")
     nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]

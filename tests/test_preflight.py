@@ -73,6 +73,15 @@ def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):
     assert "5 GPUs are needed" in missing["placement"].said
 
 
+def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
+    monkeypatch.setattr("actors.cluster.check_fits", lambda config: "as the cluster says")
+    large = "model.path=Qwen/Qwen2.5-72B-Instruct"
+    found = findings(large, "cluster.address=head:6379")["memory"]
+    assert not found.problem and found.said.startswith("not looked at: ") and "--cluster" in found.said
+    assert "policy: " in findings("cluster.address=head:6379", cluster="1x8xH100")["memory"].said
+    assert findings(large)["memory"].problem
+
+
 def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = findings(
