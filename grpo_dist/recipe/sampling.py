@@ -95,7 +95,7 @@ async def _sample_missing(
         return
     timeouts = config.cluster.timeouts
     async with Cluster(config) as cluster:
-        async with deadline(timeouts.start_s, "start: engine and graders up"):
+        async with deadline(timeouts.up_s, "start: engine and graders up"):
             workers = await cluster.start_evaluation(model_dir)
         for number in missing:
             stage = f"rejection sampling: chunk {number + 1} of {len(chunks)}"
