@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -280,6 +282,23 @@ def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monke
     Record("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
     record = read_record(Path("/nowhere/runs/far"))
     assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
+
+
+def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkeypatch):
+    from grpo_dist.submit import job
+
+    run, real = project / "runs/tiny", job.write_text
+
+    def refused(path, text):
+        if path.is_relative_to(run):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, text)
+
+    job.Record("ray", "tiny-1", str(run)).write()
+    monkeypatch.setattr(job, "datetime", SimpleNamespace(now=lambda zone: datetime(2100, 1, 1, tzinfo=zone)))
+    monkeypatch.setattr(job, "write_text", refused)
+    job.Record("ray", "tiny-2", str(run)).write()
+    assert job.read_record(run).job == "tiny-2"  # the later one
 
 
 @pytest.mark.evidence
