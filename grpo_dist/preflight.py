@@ -255,14 +255,15 @@ def _this_machine() -> Any:
     if device_type() == "cpu":
         return ClusterShape(1, 0, None)
     import pynvml
+    import torch
 
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
         name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
-        count = pynvml.nvmlDeviceGetCount()
     finally:
         pynvml.nvmlShutdown()
+    count = torch.cuda.device_count()  # that this process may use, of those the driver knows
     known = card_called(name)
     if known is None:
         raise _Mend(
