@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -82,7 +82,9 @@ def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
 
 
 def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
-    """Why no waiting helps: a worker that no node of the cluster is large enough for."""
+    """Why no waiting helps: a worker that no node of the cluster is large enough for, or GPUs that are
+    enough in all and not on nodes.
+    """
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
             who = f"a worker of `{bundle.role}` takes"
@@ -91,6 +93,15 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
             return f"{who} {bundle} of one node, and none has as much:\n" + "\n".join(
                 f"  {node}" for node in nodes
             )
+    empty = [replace(node, free_gpus=node.gpus) for node in nodes]
+    if not fits([replace(bundle, cpus=0) for bundle in wanted if bundle.gpus], empty):
+        wide = max(wanted, key=lambda bundle: bundle.gpus)
+        count = sum(bundle.role == wide.role for bundle in wanted)
+        return (
+            f"its nodes have no room for {count} times {wide.gpus} GPUs of one node each (`{wide.role}`) "
+            "beside the others, even with nobody else there; use more nodes, or another "
+            "`rollout.tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
+        )
     return None
 
 

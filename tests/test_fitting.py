@@ -134,6 +134,14 @@ def test_without_gpus_fewer_threads_are_near():
     assert nearest(asked, taken, training=True) is None
 
 
+def test_gpus_that_are_enough_in_all_but_not_on_nodes_are_told_of_at_once():
+    """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
+    wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
+    problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
+    assert problem.startswith("its nodes have no room for 4 times 4 GPUs of one node each (`rollout`)")
+    assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # when others have gone
+
+
 def test_room_that_came_too_late_is_said():
     asked = shape(1, 1, where="separate")
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
@@ -152,7 +160,7 @@ def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(m
     gpus = iter([8, 8, 16])
     monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
     monkeypatch.setattr(cluster, "_resources", lambda shared: Resources(64, next(gpus), 64, shared))
-    monkeypatch.setattr(cluster, "nodes", lambda: [node("a", 8, 8)])
+    monkeypatch.setattr(cluster, "nodes", lambda: [node("a", 8, 8), node("b", 8, 8)])
     ours = cluster.Cluster(shape(8, 8, where="separate"))
     with pytest.raises(UserError, match="16 GPUs are needed"):
         asyncio.run(ours._placed(training=True))

@@ -201,6 +201,19 @@ def test_what_a_cluster_cannot_hold_is_refused(changes, words):
         option_of(c, setting(c))
 
 
+def test_engines_that_nodes_cannot_hold_are_refused():
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B"},
+        policy={"num_workers": 2},
+        rollout={"num_workers": 4, "tensor_parallel_size": 4},
+        cluster={"placement": "separate"},
+        batch={"prompts_per_step": 4},
+    )
+    with pytest.raises(UserError, match="3x6xH100: its nodes have no room for 4 times 4 GPUs"):
+        option_of(c, setting(c, "3x6xH100"))
+    assert option_of(c, setting(c, "4x6xH100")).roles.gpus == 18
+
+
 def wide(**changes):
     return config(
         **{

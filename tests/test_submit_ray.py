@@ -154,7 +154,8 @@ def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkey
 
     assert address() == "(none given)"
     monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
-    assert address() == "http://head:8265" and address("--address", "http://other:8265") == "http://other:8265"
+    assert address() == "http://head:8265"
+    assert address("--address", "http://other:8265") == "http://other:8265"
 
 
 def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
