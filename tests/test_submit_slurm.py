@@ -141,6 +141,12 @@ def test_a_head_that_does_not_start_is_tried_again(slurm, without_ray, tmp_path,
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
 
 
+def test_what_prepares_a_job_may_read_variables_that_are_not_set(slurm, without_ray, tmp_path, start):
+    text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
+    job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0, job.said()
+
+
 def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
