@@ -233,6 +233,24 @@ def test_too_much_is_noticed_before_it_travels(project, capsys):
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
 
 
+def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
+    copied, real = [], code.shutil.copy2
+    monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
+    for name in "abc":
+        (project / f"rewards/{name}.txt").touch()
+        os.truncate(project / f"rewards/{name}.txt", 60 * 2**20)
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and said.count("(60.0 MiB)") == 3
+    assert len([file for file in copied if file.endswith(".txt")]) == 1
+
+
+def test_links_that_lead_nowhere_do_not_travel(project, capsys):
+    (project / "rewards/old.py").symlink_to("nowhere.py")
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
