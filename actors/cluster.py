@@ -9,8 +9,10 @@ and ends with the block. No actor is created before the whole placement is known
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -47,6 +49,8 @@ from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
 
+_LOOK_S = 1.0  # between two looks for a node that joins
+
 # An engine on the policy's GPUs finds room for its start only in its turn, which may not come again before
 # its samples are there.
 _SHARES = "it shares GPUs with the policy, and all start anew together"
@@ -79,7 +83,7 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     """The placement in words. Raises UserError when a training run, or an evaluation, takes more than the
     cluster has, before anything is started.
     """
-    if _address(config) == "local" and not ray.is_initialized():
+    if address_of(config) == "local" and not ray.is_initialized():
         here, has, found = True, _local_resources(config), None
     else:
         owns = _connect(config)
@@ -105,21 +109,22 @@ class Cluster:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._handles: list[Any] = []
-        self._owns_ray = False
+        self._connected = self._shared = False
         self._demands: dict[str, Demand] = {}
         self._room = Room([], None)
         self._generation = 0  # of policy groups
         self._parts: Parts | None = None
 
     async def __aenter__(self) -> Cluster:
-        self._owns_ray = _connect(self._config)
+        self._connected = _connect(self._config)
+        self._shared = not self._connected or address_of(self._config) != "local"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
             await self.stop_workers()
         finally:
-            if self._owns_ray:
+            if self._connected:
                 ray.shutdown()
 
     async def start_training(self, model_dir: Path) -> Workers:
@@ -373,9 +378,28 @@ class Cluster:
         return handle
 
     async def _take_room(self, *, training: bool) -> None:
-        has = _resources(shared=not self._owns_ray)
-        self._demands = placement(self._config, has, training=training)
+        self._demands = await self._placed(training)
         self._room = await Room.take(self._config, self._demands)
+
+    async def _placed(self, training: bool) -> dict[str, Demand]:
+        """What the cluster is too small for is refused at once, but for a run that was there before: in the
+        place of a node that it lost another may be on its way.
+        """
+        again = self._generation > 0
+        end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
+        while True:
+            try:
+                demands = placement(self._config, _resources(shared=self._shared), training=training)
+                if problem := too_large(bundles(demands), nodes()):
+                    raise UserError(f"cluster: {problem}")
+                return demands
+            except UserError as error:
+                if time.monotonic() >= end:
+                    raise
+                if again:
+                    logger.warning("waiting for a node in the place of one that is lost: %s", error)
+                    again = False
+            await asyncio.sleep(_LOOK_S)
 
     def _options(self, role: str) -> dict[str, Any]:
         """Ray options of an actor that has no place of its own. CPUs are divided by thread counts, not by
@@ -398,7 +422,8 @@ def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
     }
 
 
-def _address(config: Config) -> str:
+def address_of(config: Config) -> str:
+    """Of the Ray cluster that is joined; `local`: a private one on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
@@ -423,7 +448,7 @@ def _connect(config: Config) -> bool:
     """Join the cluster, or start a private local one; whether the connection is ours to close."""
     if ray.is_initialized():
         return False
-    address = _address(config)
+    address = address_of(config)
     # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
     # They are the job. Read when a cluster starts, so one that is joined keeps its own.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -438,7 +463,7 @@ def _connect(config: Config) -> bool:
         local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
     try:
         ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
-    except ConnectionError as error:
+    except (ConnectionError, ValueError) as error:  # the latter: an address of another kind, as Ray says
         raise UserError(
             f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -34,11 +34,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Of one worker, on one node."""
+    """Of one worker, on one node, or of ``workers`` that share it out."""
 
     role: str
     gpus: int
     cpus: int
+    workers: int = 1
 
     def __str__(self) -> str:
         parts = [f"{n} {what}(s)" for n, what in ((self.gpus, "GPU"), (self.cpus, "CPU")) if n]
@@ -49,13 +50,22 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
     """Of all workers that something is reserved for. Policy ranks come first, and one after the other: they
     talk to each other most, and whoever places bundles in order packs them on as few nodes as can be.
     """
-    order = ["policy", *(role for role in demands if role != "policy")]
-    return [
-        Bundle(role, 0 if demands[role].shared else demands[role].gpus, demands[role].cpus)
-        for role in order
-        if role in demands and (demands[role].cpus or (demands[role].gpus and not demands[role].shared))
-        for _ in range(demands[role].workers)
-    ]
+    found = []
+    for role in ["policy", *(role for role in demands if role != "policy")]:
+        if role not in demands:
+            continue
+        demand, together = demands[role], _ranks_together(role, demands)
+        gpus = 0 if demand.shared else demand.gpus
+        if demand.cpus or gpus:
+            bundle = Bundle(role, together * gpus, together * demand.cpus, together)
+            found += [bundle] * (demand.workers // together)
+    return found
+
+
+def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
+    """Workers of a bundle: an engine on the GPUs of several policy ranks has these on one node."""
+    rollout = demands.get("rollout")
+    return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
 
 
 def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
@@ -72,13 +82,26 @@ def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
 
 
 def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
-    """Why no waiting helps: a worker that no node of the cluster is large enough for."""
+    """Why no waiting helps: a worker that no node of the cluster is large enough for, or GPUs that are
+    enough in all and not on nodes.
+    """
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
-            return (
-                f"a worker of `{bundle.role}` takes {bundle} of one node, and none has as much:\n"
-                + "\n".join(f"  {node}" for node in nodes)
+            who = f"a worker of `{bundle.role}` takes"
+            if bundle.workers > 1:
+                who = f"{bundle.workers} workers of `{bundle.role}`, on whose GPUs one engine samples, take"
+            return f"{who} {bundle} of one node, and none has as much:\n" + "\n".join(
+                f"  {node}" for node in nodes
             )
+    empty = [replace(node, free_gpus=node.gpus) for node in nodes]
+    if not fits([replace(bundle, cpus=0) for bundle in wanted if bundle.gpus], empty):
+        wide = max(wanted, key=lambda bundle: bundle.gpus)
+        count = sum(bundle.role == wide.role for bundle in wanted)
+        return (
+            f"its nodes have no room for {count} times {wide.gpus} GPUs of one node each (`{wide.role}`) "
+            "beside the others, even with nobody else there; use more nodes, or another "
+            "`rollout.tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
+        )
     return None
 
 
@@ -97,29 +120,58 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
     near = nearest(config, nodes, training="policy" in asked)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))
-    else:
+    elif near is None:
         lines.append("There is no room for a smaller one either; wait for other jobs, or add nodes")
+    else:
+        lines.append("By now there is room for it: start it again")
     return UserError("\n".join(lines))
 
 
-def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any]:
-    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: fewer
-    policy ranks or engines, or engines on fewer GPUs. Empty where none does.
+def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any] | None:
+    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: engines on
+    the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads where there are
+    no GPUs. None where none does.
     """
+    # A run counts what the cluster has in all, whoever has it now.
     has = Resources(
-        int(sum(node.free_cpus for node in nodes)),
-        int(sum(node.free_gpus for node in nodes)),
-        int(max((node.free_cpus for node in nodes), default=0)),
+        int(sum(node.cpus for node in nodes)),
+        int(sum(node.gpus for node in nodes)),
+        int(max((node.cpus for node in nodes), default=0)),
         shared=True,
     )
+    free = sum(node.free_gpus for node in nodes)
     for changes in _smaller(config):
-        try:
-            demands = placement(changed(config, changes), has, training=training)
-        except ValueError:
-            continue  # it would be refused for another reason
-        if fits(bundles(demands), nodes):
-            return changes
-    return {}
+        if has.gpus and _least_gpus(config, changes) > free:
+            continue  # there are hundreds of thousands of large ones
+        for own in _likewise(config, changes, has, nodes):
+            try:
+                wanted = bundles(placement(changed(config, own), has, training=training))
+            except ValueError:
+                continue  # it would be refused for another reason
+            if wanted and fits(wanted, nodes):  # more threads than there are CPUs would reserve none
+                return own
+    return None
+
+
+def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
+    """Of the engines of ``config`` with ``changes``: whatever else there is comes beside them, or on them."""
+    engines = changes.get("rollout.num_workers", config.rollout.num_workers)
+    width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
+    return int(engines * width)
+
+
+def _likewise(
+    config: Config, changes: dict[str, Any], has: Resources, nodes: Sequence[Node]
+) -> Iterator[dict[str, Any]]:
+    """``changes``, and with what helps beside numbers of workers."""
+    yield changes
+    if has.gpus:
+        if config.cluster.placement == "auto":
+            yield changes | {"cluster.placement": "colocated"}
+        return
+    most = int(max((node.free_cpus for node in nodes), default=0))
+    for threads in (n for n in (16, 8, 4, 2, 1) if n <= most):
+        yield changes | {"rollout.threads": threads, "policy.threads": threads}
 
 
 def _smaller(config: Config) -> Iterator[dict[str, Any]]:

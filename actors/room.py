@@ -1,6 +1,6 @@
 """Room in a cluster that is a run's own while it lasts: one placement group, taken whole or not at all.
 
-    policy ranks   one bundle each, next to each other
+    policy ranks   one bundle each, next to each other; those on whose GPUs one engine takes turns, together
     engines        one bundle each, so that one that is spread over GPUs has them on one node
     all others     one bundle each
 
@@ -69,12 +69,13 @@ class Room:
             return None
         places = [
             {
-                "num_gpus": bundle.gpus,
-                "num_cpus": bundle.cpus,
+                "num_gpus": bundle.gpus // bundle.workers,
+                "num_cpus": bundle.cpus // bundle.workers,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
             }
             for index, bundle in enumerate(self._wanted)
             if bundle.role == role
+            for _ in range(bundle.workers)
         ]
         return places or None
 

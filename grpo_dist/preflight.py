@@ -193,6 +193,8 @@ def _memory(sight: _Sight) -> str:
     from grpo_dist.plan.options import footprints, memory_problems
     from grpo_dist.plan.workload import workload_of
 
+    if sight.cluster is None and _goes_elsewhere(sight.config):
+        return "not looked at: this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100"
     config, model = sight.config, model_of(sight.config)
     cluster = parse_cluster(sight.cluster) if sight.cluster else _this_machine()
     card: Any = cluster.card
@@ -227,6 +229,14 @@ def _memory(sight: _Sight) -> str:
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
 
+def _goes_elsewhere(config: Config) -> bool:
+    """Whether a Ray cluster is named, of which this machine says nothing: a login node, say."""
+    from actors.cluster import address_of
+    from grpo_dist.hardware import device_type
+
+    return address_of(config) != "local" and device_type() == "cpu"
+
+
 def _is_colocated(config: Config, gpus: int) -> bool:
     from actors.placement import Resources, is_colocated
 
@@ -241,25 +251,26 @@ def _this_machine() -> Any:
     from dataclasses import replace
 
     from grpo_dist.hardware import device_type
-    from grpo_dist.plan.accelerators import ACCELERATORS, ClusterShape
+    from grpo_dist.plan.accelerators import ClusterShape, card_called
 
     if device_type() == "cpu":
         return ClusterShape(1, 0, None)
     import pynvml
+    import torch
 
     pynvml.nvmlInit()
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(0)
         name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
-        count = pynvml.nvmlDeviceGetCount()
     finally:
         pynvml.nvmlShutdown()
-    known = [card for card in ACCELERATORS.values() if card.name.partition("-")[0] in name.replace(" ", "")]
-    if not known:
+    count = torch.cuda.device_count()  # that this process may use, of those the driver knows
+    known = card_called(name)
+    if known is None:
         raise _Mend(
             f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
         )
-    return ClusterShape(1, count, replace(known[0], name=name, memory=memory))
+    return ClusterShape(1, count, replace(known, name=name, memory=memory))
 
 
 def _disk(sight: _Sight) -> str:

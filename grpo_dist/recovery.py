@@ -91,7 +91,7 @@ class Recovery:
         health = place.progress.health
         avoid = tuple(sorted(self._avoid | set(health.avoid)))
         place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
-        limit_s, stage = self._config.cluster.timeouts.start_s, "recovery: workers ready to go on"
+        limit_s, stage = self._config.cluster.timeouts.up_s, "recovery: workers ready to go on"
         async with deadline(limit_s, stage, explain=self._cluster.where_stuck):
             if isinstance(why, StateLost) or place.checkpoint is None:
                 return place, await self._cluster.start_again(self._model_dir)

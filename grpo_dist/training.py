@@ -142,7 +142,7 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
     async with interruption, Cluster(config) as cluster:
         interruption.listen()  # Ray has put a handler of its own in place
         async with deadline(
-            config.cluster.timeouts.start_s, "start: actors up and models loaded", explain=cluster.where_stuck
+            config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=cluster.where_stuck
         ):
             workers = await cluster.start_training(model_dir)
         if place.checkpoint is not None:
@@ -158,7 +158,7 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
         await cluster.stop_workers()
         # A fresh engine on the exported files: the reported number is that of the model a user gets.
         async with deadline(
-            config.cluster.timeouts.start_s,
+            config.cluster.timeouts.up_s,
             "start: engine on the exported model",
             explain=cluster.where_stuck,
         ):

@@ -35,6 +35,7 @@ echo "scontrol $*" >> "$SLURM_STAND_IN/calls"
 """
 SQUEUE = """#!/usr/bin/env bash
 echo "squeue $*" >> "$SLURM_STAND_IN/calls"
+[[ ! -e $SLURM_STAND_IN/squeue-fails ]] || { cat "$SLURM_STAND_IN/squeue-fails" >&2; exit 1; }
 cat "$SLURM_STAND_IN/queue" 2>/dev/null || true
 """
 SACCT = """#!/usr/bin/env bash

@@ -1,10 +1,15 @@
 """What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
 
+import asyncio
+
 import pytest
 from test_placement import config, shape
 
+from actors import cluster
 from actors.fitting import Bundle, Node, bundles, fits, nearest, no_room, too_large
 from actors.placement import Resources, placement
+from actors.room import Room
+from grpo_dist.errors import UserError
 
 GPU = Bundle("policy", gpus=1, cpus=1)
 
@@ -24,6 +29,22 @@ def test_ranks_come_first_and_engines_are_whole():
 def test_engines_on_the_ranks_gpus_take_none():
     demands = placement(shape(8, 4, 2), Resources(64, 8, shared=True), training=True)
     assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
+
+
+def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
+    """Of nodes with 6 GPUs, 8 ranks would otherwise take 6 and 2, where no two engines of 4 fit."""
+    demands = placement(shape(8, 2, 4, where="colocated"), Resources(64, 12, shared=True), training=True)
+    wanted = [bundle for bundle in bundles(demands) if bundle.role == "policy"]
+    assert wanted == [Bundle("policy", 4, 4, workers=4)] * 2
+    assert fits(wanted, [node("a", 6, 6), node("b", 6, 6)])
+    assert not fits(wanted, [node("a", 6, 6), node("b", 2, 2)])
+    places = Room(wanted, "group").of("policy")
+    assert [(p["num_gpus"], p["num_cpus"]) for p in places] == [(1, 1)] * 8
+    assert too_large(wanted, [node("a", 2, 2)]).startswith(
+        "4 workers of `policy`, on whose GPUs one engine samples, take 4 GPU(s) and 4 CPU(s) of one node"
+    )
+    indices = [p["scheduling_strategy"].placement_group_bundle_index for p in places]
+    assert indices == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
@@ -81,7 +102,8 @@ def test_what_no_node_is_large_enough_for_is_said_at_once():
         ((1, 1, 8), [4, 4], {"rollout.tensor_parallel_size": 4}),
         ((2, 2, 4), [6], {"rollout.num_workers": 1}),
         ((8, 8, 1), [1, 1], {"policy.num_workers": 1, "rollout.num_workers": 1}),
-        ((4, 4, 1), [1], {}),
+        ((4, 4, 1), [1], None),
+        ((2, 2, 2), [0, 0], None),  # which is no cluster without GPUs
     ],
 )
 def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
@@ -90,12 +112,67 @@ def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
     assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
 
 
+def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
+    """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
+    nodes = [node("a", 8, 4)]
+    assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}
+    assert nearest(shape(4, 4), [node("a", 8, 8)], training=True) == {}
+    ahead = shape(4, 4, max_staleness=1)
+    assert nearest(ahead, nodes, training=True) == {"policy.num_workers": 2, "rollout.num_workers": 2}
+
+
+def test_without_gpus_fewer_threads_are_near():
+    """By default a run takes all CPUs that the cluster has; the driver of a job has one of them."""
+    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=15)]
+    wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
+    assert not fits(wanted, nodes)
+    told = str(no_room(asked, wanted, nodes, 1.0))
+    assert told.endswith("There is room for rollout.threads=4 policy.threads=4")
+    uneven = [node("a", 0, 0, cpus=16), node("b", 0, 0, cpus=4)]  # 16 threads of each would reserve nothing
+    assert nearest(asked, uneven, training=True) == {"rollout.threads": 8, "policy.threads": 8}
+    taken = [node("a", 0, 0, cpus=16, free_cpus=1)]
+    assert nearest(asked, taken, training=True) is None
+
+
+def test_gpus_that_are_enough_in_all_but_not_on_nodes_are_told_of_at_once():
+    """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
+    wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
+    problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
+    assert problem.startswith("its nodes have no room for 4 times 4 GPUs of one node each (`rollout`)")
+    assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # when others have gone
+
+
+def test_room_that_came_too_late_is_said():
+    asked = shape(1, 1, where="separate")
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
+    assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")
+
+
 def test_an_evaluation_has_engines_alone():
     asked = shape(4, 4, where="separate")
     assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
     told = str(no_room(asked, wanted, [node("a", 8, 2)], 1.0))
     assert told.endswith("There is room for rollout.num_workers=2")
+
+
+def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
+    gpus = iter([8, 8, 16])
+    monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "_resources", lambda shared: Resources(64, next(gpus), 64, shared))
+    monkeypatch.setattr(cluster, "nodes", lambda: [node("a", 8, 8), node("b", 8, 8)])
+    ours = cluster.Cluster(shape(8, 8, where="separate"))
+    with pytest.raises(UserError, match="16 GPUs are needed"):
+        asyncio.run(ours._placed(training=True))
+    ours._generation = 1
+    assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
+
+
+def test_the_address_of_a_job_server_is_refused_in_words(monkeypatch):
+    """As it is set to submit; Ray itself raises ValueError."""
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1: no Ray cluster answers there"):
+        cluster.check_fits(shape(1, 1))
 
 
 def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():

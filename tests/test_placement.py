@@ -1,7 +1,11 @@
 """Who gets which devices, on clusters that need not be there."""
 
+import asyncio
+
 import pytest
 
+from actors import cluster
+from actors.fitting import Node
 from actors.placement import (
     Demand,
     Devices,
@@ -152,3 +156,24 @@ def test_an_engine_that_would_span_nodes_is_refused():
     held = [Devices("a", ("0",)), Devices("a", ("1",)), Devices("a", ("2",)), Devices("b", ("0",))]
     with pytest.raises(UserError, match=r"node a has 3 policy rank\(s\), and an engine cannot span nodes"):
         share_out(held, 2)
+
+
+@pytest.mark.parametrize(
+    ("connects", "address", "shared"),
+    [(True, None, False), (True, "10.0.0.1:6379", True), (False, None, True), (False, "10.0.0.1:6379", True)],
+)
+def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_own(
+    monkeypatch, connects, address, shared
+):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster, "_connect", lambda config: connects)
+    monkeypatch.setattr(cluster, "nodes", lambda: [Node("a", 4, 0, 4, 0)])
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+
+    async def demanded():
+        async with cluster.Cluster(config(cluster={"placement": "separate", "address": address})) as own:
+            return await own._placed(training=True)
+
+    reserved = {role: demand.cpus for role, demand in asyncio.run(demanded()).items()}
+    assert (reserved["rollout"] > 0, reserved["policy"] > 0, reserved["rewards"]) == (shared, shared, 0)

@@ -14,7 +14,7 @@ from grpo_dist.bench.result import DecodeStep, Result
 from grpo_dist.cli import main
 from grpo_dist.config_files import load_config
 from grpo_dist.errors import UserError
-from grpo_dist.plan.accelerators import ACCELERATORS, parse_cluster
+from grpo_dist.plan.accelerators import ACCELERATORS, card_called, parse_cluster
 from grpo_dist.plan.calibration import calibrate
 from grpo_dist.plan.command import make_plan
 from grpo_dist.plan.memory import Sizes
@@ -43,6 +43,24 @@ def test_a_cluster_is_nodes_of_cards():
 def test_cards_have_what_a_plan_needs():
     for card in ACCELERATORS.values():
         assert 20e9 < card.memory < 300e9 and card.network <= card.link < card.hbm < card.flops
+
+
+@pytest.mark.parametrize(
+    "name, card",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("", None),
+    ],
+)
+def test_a_card_is_found_by_what_its_driver_calls_it(name, card):
+    found = card_called(name)
+    assert (found and found.name) == card
 
 
 @pytest.mark.parametrize(
@@ -183,6 +201,19 @@ def test_what_a_cluster_cannot_hold_is_refused(changes, words):
         option_of(c, setting(c))
 
 
+def test_engines_that_nodes_cannot_hold_are_refused():
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B"},
+        policy={"num_workers": 2},
+        rollout={"num_workers": 4, "tensor_parallel_size": 4},
+        cluster={"placement": "separate"},
+        batch={"prompts_per_step": 4},
+    )
+    with pytest.raises(UserError, match="3x6xH100: its nodes have no room for 4 times 4 GPUs"):
+        option_of(c, setting(c, "3x6xH100"))
+    assert option_of(c, setting(c, "4x6xH100")).roles.gpus == 18
+
+
 def wide(**changes):
     return config(
         **{
@@ -297,6 +328,9 @@ def test_other_work_takes_other_times():
         ({}, "1x8xH100", "measured on a machine without GPUs, and --cluster is 1x8xH100"),
         ({"machine": {"gpu": "NVIDIA A100-SXM4-80GB", "gpus": 1}}, "1x8xH100", "measured on NVIDIA A100"),
         ({"machine": {"gpu": "NVIDIA L4", "gpus": 1}}, "1x0xCPU", "measured on NVIDIA L4"),
+        ({"machine": {"gpu": "NVIDIA L40S", "gpus": 1}}, "1x8xL4", "measured on NVIDIA L40S"),
+        ({"machine": {"gpu": "NVIDIA H200", "gpus": 1}}, "1x8xH20", "measured on NVIDIA H200"),
+        ({"machine": {"gpu": "some card", "gpus": 1}}, "1x0xCPU", "measured on some card"),
         ({"lengths": []}, "1x0xCPU", "does not say how long its completions were"),
     ],
 )

@@ -1,9 +1,11 @@
 """What `check` finds before a run is started: all of it at once, each with what to do."""
 
 import json
+import sys
 from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 from good_inputs import write
 
@@ -71,6 +73,30 @@ def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):
     assert "rollout 8 x 1 GPU(s)" in roomy["placement"].said
     missing = findings(*large, "cluster.placement=separate", "policy.num_workers=4", cluster="1x2xH100")
     assert "5 GPUs are needed" in missing["placement"].said
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch):
+    """On a machine shared with others the driver names all."""
+    driver = {
+        "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 8,
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda card: "NVIDIA L40S",
+        "nvmlDeviceGetMemoryInfo": lambda card: SimpleNamespace(total=46 * 2**30),
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**driver))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    here = grpo_dist.preflight._this_machine()
+    assert (str(here), here.card.memory) == ("1x2xNVIDIA L40S", 46 * 2**30)
+
+
+def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
+    monkeypatch.setattr("actors.cluster.check_fits", lambda config: "as the cluster says")
+    large = "model.path=Qwen/Qwen2.5-72B-Instruct"
+    found = findings(large, "cluster.address=head:6379")["memory"]
+    assert not found.problem and found.said.startswith("not looked at: ") and "--cluster" in found.said
+    assert "policy: " in findings("cluster.address=head:6379", cluster="1x8xH100")["memory"].said
+    assert findings(large)["memory"].problem
 
 
 def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):

@@ -104,6 +104,21 @@ def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(sta
     ]
 
 
+def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch):
+    job = Job()
+    timeouts = {"room_s": 60.0, "start_s": 0.05}
+    job.config = fakes.config(checkpoint={"every": 2}, cluster={"timeouts": timeouts})
+    job.die_at = {3: 1}
+    start_again = job.start_again
+
+    async def after_a_wait(model_dir):
+        await asyncio.sleep(0.5)
+        return await start_again(model_dir)
+
+    monkeypatch.setattr(job, "start_again", after_a_wait)
+    assert list(job.carry_through().accounts) == [1, 2, 3, 4, 5, 6]
+
+
 def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
     job, lost = Job(), iter([True, False])
     job.die_at = {3: 1}

@@ -10,6 +10,8 @@ import yaml
 from rayjob_schema import RAYJOB
 from submitted import TINY, command, config_in
 
+from actors.fitting import Node, bundles, fits
+from actors.placement import Resources, placement
 from grpo_dist.config_files import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +81,7 @@ def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys
     assert spec["ttlSecondsAfterFinished"] > 0 and spec["activeDeadlineSeconds"] > 0
     assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "130"}}
     assert json.loads(spec["entrypointResources"]) == {"node:__internal_head__": 0.001}
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": str(spec["entrypointNumCpus"])}
     (group,) = cluster["workerGroupSpecs"]
     assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
     worker, head = group["template"]["spec"], cluster["headGroupSpec"]["template"]["spec"]
@@ -114,6 +117,20 @@ def test_the_configuration_is_the_one_that_was_given(kube, tmp_path, capsys):
     assert rayjob["spec"]["entrypoint"] == "grpo-dist train /etc/grpo-dist/config.yaml"
 
 
+def test_a_run_without_gpus_has_room_on_its_nodes(kube, tmp_path, capsys):
+    """As Ray counts them: with the head, whose CPUs are no room for what takes half of all."""
+    own = ("--gpus-per-node", "0", "max_staleness=1")
+    _, rayjob = manifest(capsys, tmp_path, *own)
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    head = int(cluster["headGroupSpec"]["rayStartParams"]["num-cpus"])
+    (group,) = cluster["workerGroupSpecs"]
+    cpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+    has = Resources(head + group["replicas"] * cpus, 0, cpus, shared=True)
+    config = load_config(tmp_path / "tiny.yaml", ["max_staleness=1"])
+    nodes = [Node("head", head, 0, 0, 0), *[Node("node", cpus, 0, cpus, 0)] * group["replicas"]]
+    assert fits(bundles(placement(config, has, training=True)), nodes)
+
+
 def test_names_are_what_kubernetes_allows(kube, tmp_path, capsys):
     for name in ("A.Strange_Name--", "7b", "x" * 90):
         _, rayjob = manifest(capsys, tmp_path, f"name={name}")
@@ -125,6 +142,8 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
     run = "/data/runs/tiny"
     _, rayjob = yaml.safe_load_all((kube / "created.yaml").read_text())
     name = rayjob["metadata"]["name"]
+    # Also where only its RayJob was deleted by hand.
+    assert calls(kube)[-2].startswith(f"kubectl --namespace=research delete configmap {name} ")
     assert calls(kube)[-1] == "kubectl --namespace=research create -f -"
 
     has(

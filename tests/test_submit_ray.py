@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from submitted import command, config_in, health, ray_head, until
 
 from grpo_dist import __version__
 from grpo_dist.config_files import load_config
+from grpo_dist.errors import UserError
 from grpo_dist.submit import code, ray_jobs
 from grpo_dist.submit.job import Job
 
@@ -144,6 +147,24 @@ def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch)
     assert not (project / "runs/tiny").exists()
 
 
+def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
+    def address(*arguments):
+        said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
+        return yaml.safe_load(said.partition("\n# config.yaml\n")[0])["address"]
+
+    assert address() == "(none given)"
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert address() == "http://head:8265"
+    assert address("--address", "http://other:8265") == "http://other:8265"
+
+
+def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
+    from aiohttp import ClientError
+
+    with pytest.raises(UserError, match="http://head:8265"), ray_jobs._answers("http://head:8265"):
+        raise ClientError("404")
+
+
 def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
     path = config_in(project)
     config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
@@ -212,6 +233,24 @@ def test_too_much_is_noticed_before_it_travels(project, capsys):
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
 
 
+def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
+    copied, real = [], code.shutil.copy2
+    monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
+    for name in "abc":
+        (project / f"rewards/{name}.txt").touch()
+        os.truncate(project / f"rewards/{name}.txt", 60 * 2**20)
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and said.count("(60.0 MiB)") == 3
+    assert len([file for file in copied if file.endswith(".txt")]) == 1
+
+
+def test_links_that_lead_nowhere_do_not_travel(project, capsys):
+    (project / "rewards/old.py").symlink_to("nowhere.py")
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -262,6 +301,23 @@ def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monke
     Record("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
     record = read_record(Path("/nowhere/runs/far"))
     assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
+
+
+def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkeypatch):
+    from grpo_dist.submit import job
+
+    run, real = project / "runs/tiny", job.write_text
+
+    def refused(path, text):
+        if path.is_relative_to(run):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, text)
+
+    job.Record("ray", "tiny-1", str(run)).write()
+    monkeypatch.setattr(job, "datetime", SimpleNamespace(now=lambda zone: datetime(2100, 1, 1, tzinfo=zone)))
+    monkeypatch.setattr(job, "write_text", refused)
+    job.Record("ray", "tiny-2", str(run)).write()
+    assert job.read_record(run).job == "tiny-2"  # the later one
 
 
 @pytest.mark.evidence

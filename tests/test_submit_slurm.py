@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from slurm_stand_in import PROGRAMS, PYTHON, RAY, Running
 from submitted import BIN, command, config_in, until
+
+from grpo_dist.submit.job import Record
+from grpo_dist.submit.slurm import print_logs
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "launch/slurm.sbatch"
@@ -137,6 +141,12 @@ def test_a_head_that_does_not_start_is_tried_again(slurm, without_ray, tmp_path,
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
 
 
+def test_what_prepares_a_job_may_read_variables_that_are_not_set(slurm, without_ray, tmp_path, start):
+    text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
+    job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0, job.said()
+
+
 def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
@@ -189,6 +199,34 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     assert "over; squeue and sacct know no more" in command(capsys, "status", run)[1]
 
 
+def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_path, capsys):
+    Record("slurm", "4711", str(tmp_path / "runs/tiny")).write()
+    error = slurm / "squeue-fails"
+    error.write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    for what in ("status", "stop"):
+        status, said = command(capsys, what, tmp_path / "runs/tiny")
+        assert status == 2 and "Unable to contact slurm controller" in said
+    error.write_text("slurm_load_jobs error: Invalid job id specified")
+    assert "COMPLETED, exit code 0" in command(capsys, "status", tmp_path / "runs/tiny")[1]
+
+
+def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monkeypatch, capsys):
+    (slurm / "queue").write_text("RUNNING|1:00|node1")
+    (tmp_path / "log").write_text("step 1\n")
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 20:
+            (slurm / "queue").unlink()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("grpo_dist.submit.slurm.time", clock)
+    print_logs(Record("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
+    assert capsys.readouterr().out == "step 1\n"
+    assert 20 <= len(slept) <= 25 and len(calls(slurm)) <= 6
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -222,6 +260,10 @@ def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
     assert "#SBATCH --gpus-per-node=8\n" in said and "#SBATCH --cpus-per-task=64\n" in said
     status, said = command(capsys, "submit", path, *gpus, "--nodes", "2")
     assert status == 2 and "20 GPUs are needed" in said
+    # 10 engines of 4 take a node of 6 each; 12 ranks have what is left.
+    others = ("--to", "slurm", "--gpus-per-node", "6", *gpus[4:], "rollout.num_workers=10")
+    status, said = command(capsys, "submit", path, *others)
+    assert status == 0 and "#SBATCH --nodes=10\n" in said, said
     # 8 GPUs in all, but an engine of 3 lies on one node.
     wide = (*gpus[:2], "--gpus-per-node", "2", "rollout.tensor_parallel_size=3", "max_staleness=1")
     status, said = command(capsys, "submit", path, *wide, "--nodes", "4")

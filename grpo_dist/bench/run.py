@@ -77,7 +77,7 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
     from actors.cluster import Cluster
 
     async with Cluster(config) as cluster:
-        async with deadline(config.cluster.timeouts.start_s, "start: actors up and models loaded"):
+        async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
         recorder = BenchRecorder(config, directory, lambda step, m: _say(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))

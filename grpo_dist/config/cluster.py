@@ -19,6 +19,11 @@ class Timeouts(Section):
     sync_s: PositiveFloat = Field(300.0, description="one weight sync")
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
 
+    @property
+    def up_s(self) -> float:
+        """Until all actors are up: first there is room for them."""
+        return self.room_s + self.start_s
+
 
 class Restarts(Section):
     """Of actors, each alone, or, where it held what only a checkpoint has, with all policy ranks."""

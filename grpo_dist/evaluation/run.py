@@ -158,7 +158,7 @@ async def _sample(
 
         async with Cluster(config) as cluster:
             async with deadline(
-                config.cluster.timeouts.start_s, "start: engine and graders up", explain=cluster.where_stuck
+                config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
             ):
                 samplers = await cluster.start_evaluation(model_dir)
             await sample_chunks(

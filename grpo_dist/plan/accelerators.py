@@ -29,6 +29,11 @@ class Accelerator:
     network: float
     price: float
 
+    @property
+    def kind(self) -> str:
+        """Without memory and bus, which drivers write in other ways: a100"""
+        return self.name.lower().partition("-")[0]
+
 
 def _card(
     name: str, mib: int, hbm_gb: float, link_gb: float, network_gb: float, price: float, sheet: str = ""
@@ -59,6 +64,14 @@ _KNOWN = (
 )
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN} | {"a100": _KNOWN[5]}
 _EXAMPLE = "NODESxGPUSxKIND, e.g. 8x8xH100, 1x4xA100-40GB or 1x0xCPU"
+
+
+def card_called(name: str) -> Accelerator | None:
+    """The card that a driver calls so, by the words of ``name``; of those that differ in memory or bus, the
+    first. `NVIDIA A100-SXM4-40GB` -> A100-80GB; `NVIDIA L40` is none.
+    """
+    words = re.split(r"[^a-z0-9]+", re.sub(r"(rtx) (\d)", r"\1\2", name.lower()))
+    return next((card for card in _KNOWN if card.kind in words), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from grpo_dist.bench.result import Result
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.plan.accelerators import ClusterShape
+from grpo_dist.plan.accelerators import ClusterShape, card_called
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.engines import Engine
 from grpo_dist.plan.memory import Sizes
@@ -106,10 +106,9 @@ def generation_s(
 
 
 def _check_hardware(result: Result, cluster: ClusterShape) -> None:
-    measured = str(result.machine.get("gpu", "")).replace(" ", "").lower()
-    wanted = cluster.card.name.lower() if cluster.card else ""
-    plain = wanted.split("-")[0]  # 80GB and PCIe are written in other ways by drivers
-    if bool(measured) != bool(wanted) or plain not in measured:
+    measured, wanted = str(result.machine.get("gpu", "")), cluster.card
+    card = card_called(measured)
+    if (card and card.kind) != (wanted and wanted.kind) or bool(measured) != bool(wanted):
         raise UserError(
             f"--bench: measured on {result.machine.get('gpu', 'a machine without GPUs')}, and --cluster is "
             f"{cluster}; expected a benchmark of the same hardware"

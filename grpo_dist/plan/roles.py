@@ -25,12 +25,17 @@ class Roles:
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
     """``cpus``: of a machine without GPUs. Raises UserError for what the cluster cannot hold."""
+    from actors.fitting import Node, bundles, too_large
     from actors.placement import Resources, describe, is_colocated, placement
 
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
     demands = placement(config, has, training=True)
     if cluster.gpus:
         _check_shapes(config, model, cluster)
+        gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
+        nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
+        if problem := too_large(bundles(demands), nodes):
+            raise UserError(f"{cluster}: {problem.partition(':')[0]}")
     used = sum(d.workers * d.gpus for d in demands.values() if not d.shared)
     rollout, policy = demands["rollout"], demands["policy"]
     colocated = is_colocated(config, has)

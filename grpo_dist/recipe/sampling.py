@@ -101,7 +101,7 @@ async def _sample_missing(
         say(f"rejection sampling: {of}: {samples} samples of {len(groups)} prompts")
 
     async with Cluster(config) as cluster:
-        async with deadline(config.cluster.timeouts.start_s, "start: engine and graders up"):
+        async with deadline(config.cluster.timeouts.up_s, "start: engine and graders up"):
             workers = await cluster.start_evaluation(model_dir)
         await sample_chunks(
             config,

@@ -96,7 +96,20 @@ def _copy(source: Path, target: Path, excludes: Sequence[str]) -> None:
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
         return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
 
-    shutil.copytree(source, target, ignore=excluded, dirs_exist_ok=True)
+    left = LIMIT_MIB * 2**20
+
+    def copy(file: str, to: str) -> str:
+        nonlocal left
+        left -= (size := os.path.getsize(file))
+        if left >= 0:
+            return shutil.copy2(file, to)
+        with open(to, "wb") as hole:  # it all is too much, and will be refused by its size alone
+            hole.truncate(size)
+        return to
+
+    shutil.copytree(
+        source, target, ignore=excluded, copy_function=copy, ignore_dangling_symlinks=True, dirs_exist_ok=True
+    )
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -47,7 +47,6 @@ class Job:
         plain = re.sub(r"[^a-z0-9]+", "-", self.config.name.lower())[:_LONGEST_NAME].strip("-")
         return f"{plain if plain[:1].isalpha() else 'run-' + plain}"[:_LONGEST_NAME].strip("-") + f"-{digest}"
 
-
     @property
     def stop_patience(self) -> dict[str, str]:
         """The variable by which Ray waits long enough before it kills a job that is to stop."""
@@ -68,9 +67,13 @@ class Record:
 
     def write(self) -> None:
         stamped = asdict(self) | {"submitted_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        run_dir = Path(self.run_dir)
-        there = run_dir.is_dir() or run_dir.parent.is_dir()
-        write_text(run_dir / RECORD if there else _elsewhere(run_dir), json.dumps(stamped, indent=2) + "\n")
+        run_dir, text = Path(self.run_dir), json.dumps(stamped, indent=2) + "\n"
+        if run_dir.is_dir() or run_dir.parent.is_dir():
+            try:
+                return write_text(run_dir / RECORD, text)
+            except OSError:  # only the cluster may write there; the job is submitted all the same
+                pass
+        write_text(_elsewhere(run_dir), text)
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,11 @@ def run_directory(config: Config) -> Path:
 def read_record(run_dir: Path) -> Record | None:
     """Of the last submission of this run; None where there was none. Raises UserError for a broken one."""
     run_dir = Path(os.path.abspath(run_dir))
-    path = next((p for p in (run_dir / RECORD, _elsewhere(run_dir)) if p.is_file()), None)
-    if path is None:
-        return None
+    found = [_read(path) for path in (run_dir / RECORD, _elsewhere(run_dir)) if path.is_file()]
+    return max(found, key=lambda record: record.submitted_at, default=None)
+
+
+def _read(path: Path) -> Record:
     try:
         return Record(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:

@@ -88,8 +88,10 @@ class KubeRayTarget(NodeSizes):
                 f"{job.run_dir}: its RayJob {job.name} is there ({_words(found)}); end it with "
                 f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
             )
-        if found is not None:  # over, and this project's own
-            ask([*kubectl, "delete", "rayjob,configmap", job.name, "--ignore-not-found", "--timeout=90s"])
+        # This project's own: a run that is over, or what is left where only its RayJob was deleted. kubectl
+        # would create the other one all the same, with the configuration of before.
+        left = "configmap" if found is None else "rayjob,configmap"
+        ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
         ask([*kubectl, "create", "-f", "-"], given=self.render(job))
         return Record("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
 

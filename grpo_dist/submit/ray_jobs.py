@@ -51,7 +51,7 @@ class RayTarget:
             request = self._request(job, _next_number(job))
             request["runtime_env"]["working_dir"] = carried.summary()
             request["runtime_env"]["env_vars"] |= {v.name: HIDDEN for v in job.environment if v.hidden}
-            shown = {"address": self.address or os.environ.get(_ADDRESS, "(none given)"), **request}
+            shown = {"address": _named(self.address) or "(none given)", **request}
             text = yaml.safe_dump(shown, sort_keys=False, width=110)
             return f"{text}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
 
@@ -109,6 +109,8 @@ def print_logs(record: Record, follow: bool) -> None:
             return
         import asyncio
 
+        client.get_job_info(record.job)  # says in words where there is no such job
+
         async def tail() -> None:
             async for text in client.tail_job_logs(record.job):
                 print(text, end="", flush=True)
@@ -145,8 +147,12 @@ def _number(submission_id: str | None, job: Job) -> int:
     return int(number) if name == job.name and number.isdigit() else 0
 
 
+def _named(address: str | None) -> str | None:
+    return address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS")
+
+
 def _server(address: str | None) -> str:
-    found = address or os.environ.get(_ADDRESS) or os.environ.get("RAY_ADDRESS")
+    found = _named(address)
     if not found:
         raise UserError("--to ray: no cluster; give --address http://HEAD:8265, or set RAY_ADDRESS to that")
     if not found.startswith(("http://", "https://")):
@@ -183,6 +189,7 @@ def _client(address: str) -> Any:
 @contextmanager
 def _answers(address: str) -> Iterator[None]:
     """Within, what the server refuses, and a server that is not there, is the user's to mend."""
+    from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
     from requests.exceptions import RequestException
 
@@ -190,7 +197,7 @@ def _answers(address: str) -> Iterator[None]:
         yield
     except AuthenticationError as error:
         raise UserError(f"{address}: {error}") from error
-    except (ConnectionError, RequestException) as error:
+    except (ConnectionError, RequestException, ClientError) as error:  # the last where logs are followed
         raise UserError(
             f"{address}: no Ray job server answers there ({type(error).__name__}); check the address, and "
             "that the head was started with its dashboard"

@@ -34,7 +34,7 @@ class NodeSizes:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
         gpus, cpus = self.gpus_per_node, self.cpus
         refused: UserError | None = None
-        for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config, gpus)):
+        for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config)):
             has = Resources(count * cpus, count * gpus, node_cpus=cpus, shared=True)
             try:
                 demands = placement(config, has, training=True)
@@ -54,9 +54,7 @@ class NodeSizes:
         raise refused
 
 
-def _most_nodes(config: Config, gpus: int) -> int:
-    """Beyond so many further ones cannot help: no worker takes less than one GPU or CPU."""
-    rollout = config.rollout.num_workers * config.rollout.tensor_parallel_size
+def _most_nodes(config: Config) -> int:
+    """Beyond so many further ones cannot help: each worker that computes has a node of its own then."""
     models = sum(model.num_workers for model in config.rewards.models)
-    workers = rollout + config.policy.num_workers + config.reference.num_workers + models
-    return -(-workers // max(1, gpus))
+    return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

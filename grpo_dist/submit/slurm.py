@@ -23,7 +23,8 @@ _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
 _SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
-_EVERY_S = 2.0
+_EVERY_S = 2.0  # the log is read
+_ASKED_EVERY_S = 10.0  # is the controller, which answers all users of the cluster
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,9 @@ class SlurmTarget(NodeSizes):
 def state(record: Record) -> State:
     try:
         found = ask(["squeue", "--noheader", "--jobs", record.job, "--format", "%T|%M|%R"]).strip()
-    except Refused:  # no longer known there
+    except Refused as error:
+        if "invalid job id" not in str(error).lower():
+            raise  # it does not answer: nobody knows whether the job is over
         found = ""
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
@@ -115,9 +118,10 @@ def state(record: Record) -> State:
 
 def print_logs(record: Record, follow: bool) -> None:
     """The file that Slurm writes, and while the job waits or runs what is added to it."""
-    path, read, over = Path(record.log), 0, False
+    path, read, over, asked_at = Path(record.log), 0, not follow, -_ASKED_EVERY_S
     while True:
-        over = over or not follow or not state(record).live
+        if not over and time.monotonic() - asked_at >= _ASKED_EVERY_S:
+            over, asked_at = not state(record).live, time.monotonic()
         if path.is_file():
             with path.open(encoding="utf-8", errors="replace") as file:
                 file.seek(read)
