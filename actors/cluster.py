@@ -109,22 +109,22 @@ class Cluster:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._handles: list[Any] = []
-        self._connected = self._shared = False
+        self._own_connection = self._shared = False
         self._demands: dict[str, Demand] = {}
         self._room = Room([], None)
         self._generation = 0  # of policy groups
         self._parts: Parts | None = None
 
     async def __aenter__(self) -> Cluster:
-        self._connected = _connect(self._config)
-        self._shared = not self._connected or address_of(self._config) != "local"
+        self._own_connection = _connect(self._config)
+        self._shared = not self._own_connection or address_of(self._config) != "local"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         try:
             await self.stop_workers()
         finally:
-            if self._connected:
+            if self._own_connection:
                 ray.shutdown()
 
     async def start_training(self, model_dir: Path) -> Workers:

@@ -121,17 +121,15 @@ def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
         wait(lambda: len(steps_of(run_dir)) >= 3 or run.poll() is not None, "the first steps")
         assert run.poll() is None, said.read_text()[-3000:]
         homes = lan.homes()
-        assert homes["RolloutWorker"] != homes["PolicyWorker"], homes
-        # Without GPUs actors may be on any host, on the head's, too, which the cluster cannot lose.
-        lost = "policy" if homes["RolloutWorker"] == lan.head else "rollout"
-        made.cut(homes[f"{lost.title()}Worker"])
+        assert len({homes["RolloutWorker"], homes["PolicyWorker"], lan.head}) == 3, homes
+        made.cut(homes["RolloutWorker"])
         lan.join()
         assert run.wait(LIMIT_S) == 0, said.read_text()[-3000:]
     lines = steps_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert sum(line[f"restarts/{lost}"] for line in lines) >= 1
+    assert sum(line["restarts/rollout"] for line in lines) >= 1
     # What came over the network is what was sent: later steps train on samples that are a step old.
     assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
     assert all(line["sync/bytes"] > 0 for line in lines)
     assert imbalance(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None
-    print(f"{homes}: the one of {lost} cut off, all steps done")
+    print(f"engine at {homes['RolloutWorker']} cut off, policy at {homes['PolicyWorker']}: all steps done")
