@@ -209,24 +209,32 @@ def _memory(sight: _Sight) -> str:
     lines = []
     for role, need in found.items():
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
-        lines.append(f"{role}: {need.total / GIB:.1f} GiB each ({parts})")
+        host = f"; {sum(need.host.values()) / GIB:.1f} GiB each in host memory" if need.host else ""
+        lines.append(f"{role}: {need.total / GIB:.1f} GiB each ({parts}){host}")
     if wrong := memory_problems(config, found, cluster):
         raise _Mend("; ".join(wrong))
+    counts = {
+        "policy": config.policy.num_workers,
+        "rollout": config.rollout.num_workers,
+        "reference": config.reference.num_workers,
+    }
     if card is None:
-        counts = {
-            "policy": config.policy.num_workers,
-            "rollout": config.rollout.num_workers,
-            "reference": config.reference.num_workers,
-        }
         total = sum(need.total * counts[role] for role, need in found.items())
-        has = psutil.virtual_memory().total
-        lines.append(f"all together {total / GIB:.1f} of this machine's {has / GIB:.1f} GiB")
-        if total > has:
-            raise _Mend(
-                f"{lines[-1]}; lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
-                "`batch.micro_batch_tokens`"
-            )
+        remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
+        lines.append(_of_this_machine("all together", total, f"{remedy}`batch.micro_batch_tokens`"))
+    elif sight.cluster is None:
+        total = sum(sum(need.host.values()) * counts[role] for role, need in found.items())
+        if total:
+            lines.append(_of_this_machine("in host memory", total, "take back some of `policy.offload`"))
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
+
+
+def _of_this_machine(what: str, needed: int, remedy: str) -> str:
+    has = psutil.virtual_memory().total
+    said = f"{what} {needed / GIB:.1f} of this machine's {has / GIB:.1f} GiB"
+    if needed > has:
+        raise _Mend(f"{said}; {remedy}")
+    return said
 
 
 def _goes_elsewhere(config: Config) -> bool:

@@ -12,6 +12,7 @@ from good_inputs import write
 import grpo_dist.preflight
 from grpo_dist.cli import main
 from grpo_dist.config_files import load_config
+from grpo_dist.plan.accelerators import parse_cluster
 from grpo_dist.preflight import Finding, preflight, problems
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
@@ -134,6 +135,21 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
     monkeypatch.setattr(grpo_dist.preflight.metadata, "version", version)
     said = wrong(findings())["versions"]
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
+
+
+def test_what_is_offloaded_must_fit_into_host_memory(here, monkeypatch):
+    gib = 2**30
+    monkeypatch.setattr(grpo_dist.preflight, "_this_machine", lambda: parse_cluster("1x2xH100"))
+    own = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
+           "model.dtype=bfloat16", "model.gradient_checkpointing=true"]  # fmt: skip
+    needed = 16 * 7_615_616_512 / gib
+    for has, fits in ((256, True), (64, False)):
+        memory = namedtuple("Memory", ["total"])(has * gib)
+        monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda memory=memory: memory)
+        found = findings(*own)["memory"]
+        assert f"in host memory {needed:.1f} of this machine's {has}.0" in found.said
+        assert found.problem is not fits
+        assert ("`policy.offload`" in found.said) is not fits
 
 
 def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 from grpo_dist.submit.job import Variable, run_directory
 
@@ -39,10 +39,13 @@ def check_rewards_known(config: Config) -> None:
     """
     from grpo_dist.rewards.registry import REWARDS, module_and_name
 
-    for reward in config.rewards.functions:
+    for i, reward in enumerate(config.rewards.functions):
         if reward.function not in REWARDS:
-            with refusals():
+            try:
                 module_and_name(reward.function)
+            except ValueError as error:
+                said = str(error).removeprefix(f"reward function {reward.function!r}: ")
+                raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {said}") from error
 
 
 def check_secrets(shown: Any, what: str) -> None:
