@@ -188,7 +188,7 @@ class Cluster:
             except (RayError, WorkerLost, TimeoutError) as error:  # another was lost meanwhile
                 logger.warning("%s: all workers start anew", reason(error))
         self._parts = None
-        await self.stop_workers()
+        await self._end_workers()
         return await self.start_training(model_dir)
 
     async def _with_new_policy(self, old: Parts, model_dir: Path) -> Workers:
@@ -272,11 +272,15 @@ class Cluster:
 
     async def stop_workers(self) -> None:
         """End every actor this cluster started, and give their room back; safe to call twice."""
-        handles, self._handles = self._handles, []
         try:
-            await gather(handle.shutdown() for handle in reversed(handles))
+            await self._end_workers()
         finally:
             self._room.give_back()
+
+    async def _end_workers(self) -> None:
+        """Their room stays: others wait for it, too."""
+        handles, self._handles = self._handles, []
+        await gather(handle.shutdown() for handle in reversed(handles))
 
     async def _ready(self, turns: Turns | None, *in_turns: Any) -> None:
         """All actors load at once, but for those that take turns; what they refuse (a model they cannot
@@ -378,6 +382,9 @@ class Cluster:
         return handle
 
     async def _take_room(self, *, training: bool) -> None:
+        if self._room.is_held:  # of workers that were all lost or ended
+            await self._room.whole(self._config)
+            return
         self._demands = await self._placed(training)
         self._room = await Room.take(self._config, self._demands)
 

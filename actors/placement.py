@@ -114,8 +114,10 @@ def _not_colocated(config: Config) -> str | None:
 
 def _demands(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
     on_gpu = 1 if has.gpus else 0
-    # Who takes turns has all CPUs in its turn; otherwise sampling and training get half of them each.
-    share = has.cpus if colocated or not training else max(1, has.cpus // 2)
+    # Who takes turns has all CPUs in its turn; otherwise sampling and training get half of them each. Where
+    # they are reserved, one is left to the driver, which may be a job of the cluster itself.
+    free = has.cpus - 1 if has.shared and not has.gpus else has.cpus
+    share = has.cpus if colocated or not training else max(1, free // 2)
     most = has.node_cpus or has.cpus  # of one worker
     rollout, policy, reference = config.rollout, config.policy, config.reference
     demands = {

@@ -63,6 +63,17 @@ class Room:
             raise
         return room
 
+    @property
+    def is_held(self) -> bool:
+        """Whether anything is reserved."""
+        return self._group is not None
+
+    async def whole(self, config: Config) -> None:
+        """Waits until there is all of it: Ray places anew what was on a node that is lost. Raises as
+        `take`.
+        """
+        await self._given(config)
+
     def of(self, role: str) -> list[dict[str, Any]] | None:
         """Ray options of each worker of ``role``; None: nothing is reserved for them."""
         if self._group is None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from submitted import BIN, free_port, health, until
@@ -101,6 +102,23 @@ def test_compose_has_a_head_and_workers_that_wait_for_it():
         assert node["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
         assert node["shm_size"] and node["init"]
         assert set(node["volumes"]) == {"runs:/runs", "cache:/home/grpo/.cache"}
+
+
+def test_health_behind_an_init_is_that_of_its_program(tmp_path):
+    """What `docker run --init` starts goes by the name of its file."""
+    init = tmp_path / "tini"
+    init.write_bytes(Path(shutil.which("bash")).read_bytes())
+    init.chmod(0o755)
+    with subprocess.Popen([init, "-c", "sleep 60; true"]) as first:
+        try:
+            until(psutil.Process(first.pid).children, 10, "its program does not start")
+            (program,) = psutil.Process(first.pid).children()
+            assert health(first.pid) == 0
+            program.suspend()
+            until(lambda: health(first.pid) != 0, 10, "a stopped program passes for a healthy one")
+            program.kill()
+        finally:
+            first.kill()
 
 
 def test_health_is_that_of_the_cluster_or_of_the_program():

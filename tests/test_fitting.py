@@ -50,7 +50,7 @@ def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
 def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
     wanted = shape(1, 1, where="separate")
     assert bundles(placement(wanted, Resources(4, 0), training=True)) == []
-    two_nodes = Resources(4, 0, node_cpus=2, shared=True)
+    two_nodes = Resources(5, 0, node_cpus=3, shared=True)  # one CPU is the driver's
     assert bundles(placement(wanted, two_nodes, training=True)) == [
         Bundle("policy", 0, 2), Bundle("rollout", 0, 2)
     ]  # fmt: skip
@@ -122,9 +122,10 @@ def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
 
 
 def test_without_gpus_fewer_threads_are_near():
-    """By default a run takes all CPUs that the cluster has; the driver of a job has one of them."""
-    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=15)]
+    """By default a run takes all CPUs that the cluster has but one, which the driver of a job has."""
+    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=9)]
     wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
+    assert fits(wanted, [node("a", 0, 0, cpus=16, free_cpus=15)])
     assert not fits(wanted, nodes)
     told = str(no_room(asked, wanted, nodes, 1.0))
     assert told.endswith("There is room for rollout.threads=4 policy.threads=4")

@@ -177,3 +177,30 @@ def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_o
 
     reserved = {role: demand.cpus for role, demand in asyncio.run(demanded()).items()}
     assert (reserved["rollout"] > 0, reserved["policy"] > 0, reserved["rewards"]) == (shared, shared, 0)
+
+
+class Held:
+    """A room that is there."""
+
+    is_held, given_back = True, False
+
+    async def whole(self, config):
+        self.waited_for = config
+
+    def give_back(self):
+        self.given_back = True
+
+
+def test_all_workers_start_anew_in_the_room_that_they_have(monkeypatch):
+    own = cluster.Cluster(config())
+    room = own._room = Held()
+
+    async def start_training(model_dir):
+        await own._take_room(training=True)
+        return room.given_back
+
+    monkeypatch.setattr(own, "start_training", start_training)
+    assert asyncio.run(own.start_again("model")) is False
+    assert room.waited_for is own._config
+    asyncio.run(own.stop_workers())
+    assert room.given_back
