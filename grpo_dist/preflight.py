@@ -61,9 +61,11 @@ def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:
     machine, or the Ray cluster that the configuration names.
     """
     sight = _Sight(config, cluster)
+    elsewhere = cluster is not None or _goes_elsewhere(config)
     for name, look in _LOOKS.items():
+        where = "here, which may be no node of the run: " if elsewhere and name in _OF_A_NODE else ""
         try:
-            yield Finding(name, look(sight))
+            yield Finding(name, where + look(sight))
         except (UserError, ValueError, OSError, _Mend) as error:
             yield Finding(name, str(error), problem=True)
 
@@ -350,3 +352,4 @@ _LOOKS: dict[str, Callable[[_Sight], str]] = {
     "ports": _ports,
     "trackers": _trackers,
 }
+_OF_A_NODE = ("disk", "shared memory", "ports")

@@ -254,6 +254,19 @@ def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
     assert small.cache < engine.cache / 4
 
 
+def test_who_sleeps_on_a_gpu_leaves_something_there():
+    c = gpu(rollout={"gpu_memory_utilization": 1.0})
+    model, sizes, memory = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card.memory
+    apart, beside = (policy_rank(c, model, sizes, LENGTHS, colocated=both) for both in (False, True))
+    assert beside.total - apart.total == beside.parts["sleeping engine"] == 2 * GIB
+    states = sum(apart.parts[name] for name in ("weights", "gradients", "optimiser"))
+    assert sum(beside.host.values()) - sum(apart.host.values()) == states
+    alone, sharing = (
+        rollout_engine(c, model, sizes, LENGTHS, memory=memory, colocated=both) for both in (False, True)
+    )
+    assert alone.cache - sharing.cache == 2 * GIB
+
+
 def test_a_reference_keeps_nothing_for_a_backward_pass():
     c = gpu(algorithm={"kl": {"coef": 0.1}})
     found = reference_worker(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts

@@ -156,3 +156,10 @@ def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
     monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda: memory)
     assert "all together" in wrong(findings())["memory"]
+
+
+def test_what_is_of_a_node_is_said_to_be_of_this_one_where_the_run_goes_elsewhere(here):
+    own, other = findings(), findings(cluster="1x1xH100")
+    for name in ("disk", "shared memory", "ports"):
+        assert other[name].said.startswith("here, which may be no node of the run: ")
+        assert not own[name].said.startswith("here")

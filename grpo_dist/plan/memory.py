@@ -23,6 +23,9 @@ from grpo_dist.units import GIB
 
 # A CUDA context with the kernels of torch, NCCL's channels, and what the allocator cannot use.
 _GPU_RUNTIME = 2 * GIB
+# What is left on a GPU of a worker that has given its memory to the other one: its context, NCCL's channels,
+# an engine's CUDA graphs.
+_ASLEEP = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 _CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
@@ -100,12 +103,19 @@ def lora_parameters(config: Config, model: ModelShape) -> int:
     return s.layers * lora.rank * sum(sides[name] for name in names)
 
 
-def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
-    """At its fullest: in the backward pass of a full micro-batch."""
+def policy_rank(
+    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, colocated: bool = False
+) -> Footprint:
+    """At its fullest: in the backward pass of a full micro-batch. ``colocated``: with an engine that sleeps
+    on its GPU, and in whose turns its own states wait in host memory.
+    """
     policy, b = config.policy, sizes.itemsize
     trained = lora_parameters(config, model)
     held = model.parameters + (trained if policy.lora else 0)
     parts, host = _states(config, trained=trained, held=held, itemsize=b)
+    if colocated and sizes.gpu:
+        host["states, in the engine's turns"] = sum(parts.values())
+        parts["sleeping engine"] = _ASLEEP
     tokens = _stream(config, sizes.micro_batch)
     parts["activations"] = activation_bytes(
         model,
@@ -160,7 +170,8 @@ def rollout_engine(
         from actors.engine import GPU_MEMORY
 
         share = rollout.gpu_memory_utilization or GPU_MEMORY[colocated]
-        cache = int(memory * share) - sum(parts.values())
+        most = memory - _ASLEEP if colocated else memory
+        cache = min(int(memory * share), most) - sum(parts.values())
     elif rollout.kv_cache_gib:
         cache = int(rollout.kv_cache_gib * GIB)
     else:

@@ -104,7 +104,7 @@ def footprints(
 ) -> dict[str, Footprint]:
     """Of one worker of every role. ``memory``: bytes of a GPU; 0: there are none."""
     found: dict[str, Footprint] = {
-        "policy": policy_rank(config, model, sizes, workload),
+        "policy": policy_rank(config, model, sizes, workload, colocated=colocated),
         "rollout": rollout_engine(config, model, sizes, workload, memory=memory, colocated=colocated),
     }
     if config.needs_reference:
