@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -31,7 +32,7 @@ _COLOURS = {"sample": "cyan", "update": "green", "sync": "magenta", "evaluate": 
 
 
 class LiveView:
-    """Rendered anew as often as the terminal likes. ``clock``: seconds, of any origin."""
+    """Rendered anew as often as the terminal likes, in its own thread. ``clock``: seconds, of any origin."""
 
     def __init__(
         self, name: str, steps: int, start: int, *, clock: Callable[[], float] = time.monotonic
@@ -45,10 +46,12 @@ class LiveView:
         self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, most bytes
         self._replaced: dict[str, int] = {}
         self._states: Callable[[], Mapping[str, bool]] = dict
+        self._lock = Lock()  # what is drawn does not change meanwhile
 
     def phase(self, name: str) -> None:
         """What the loop begins now."""
-        self._phase, self._since = name, self._clock()
+        with self._lock:
+            self._phase, self._since = name, self._clock()
 
     def follow(self, states: Callable[[], Mapping[str, bool]]) -> None:
         """``states``: of every actor by name, whether it serves."""
@@ -59,20 +62,23 @@ class LiveView:
         phases: dict[str, float] = {}
         for span in own:
             phases[span.stage] = phases.get(span.stage, 0.0) + span.end - span.begin
-        self._phases.append(phases)
-        seconds = sum(phases.values()) or math.inf
+        seconds, used = sum(phases.values()) or math.inf, dict[str, tuple[float, int]]()
         for role in dict.fromkeys(map(_role, workers)):
-            used = [usage for name, usage in workers.items() if _role(name) == role]
-            busy = sum(sum(usage.busy_s.values()) for usage in used) / len(used)
-            self._used[role] = (min(1.0, busy / seconds), max(usage.peak_bytes for usage in used))
+            own_usage = [usage for name, usage in workers.items() if _role(name) == role]
+            busy = sum(sum(usage.busy_s.values()) for usage in own_usage) / len(own_usage)
+            used[role] = (min(1.0, busy / seconds), max(usage.peak_bytes for usage in own_usage))
+        with self._lock:
+            self._phases.append(phases)
+            self._used |= used
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """``step`` is done."""
-        self._done = step
-        self._ends.append(self._clock())
-        self._rewards.append(metrics.get("reward/mean", math.nan))
-        for role in self._used:
-            self._replaced[role] = self._replaced.get(role, 0) + int(metrics.get(f"restarts/{role}", 0))
+        with self._lock:
+            self._done = step
+            self._ends.append(self._clock())
+            self._rewards.append(metrics.get("reward/mean", math.nan))
+            for role in self._used:
+                self._replaced[role] = self._replaced.get(role, 0) + int(metrics.get(f"restarts/{role}", 0))
 
     def left_s(self) -> float | None:
         """Seconds until the last step is done, at the pace of the latest and what came between them (saving,
@@ -84,13 +90,20 @@ class LiveView:
         return max(0.0, pace * (self._steps - self._done) - (self._clock() - self._ends[-1]))
 
     def __rich__(self) -> RenderableType:
-        lines = [self._head(), _labelled("now", f"{self._phase}, {clock_text(self._clock() - self._since)}")]
-        if self._phases:
-            lines += [_labelled("step", self._stage_bars()), _labelled("reward", self._reward_line())]
-        for i, actors in enumerate(self._actors()):
-            lines.append(_labelled("" if i else "actors", actors))
+        with self._lock:
+            lines = self._lines()
         # In a group: a text that is printed as it is loses that it is not to be wrapped.
         return Group(*(Text("", no_wrap=True, overflow="ellipsis").append(line) for line in lines))
+
+    def _lines(self) -> list[Text]:
+        lines = [self._head(), _labelled("now", f"{self._phase}, {clock_text(self._clock() - self._since)}")]
+        if self._phases:
+            lines.append(_labelled("step", self._stage_bars()))
+        if self._rewards:
+            lines.append(_labelled("reward", self._reward_line()))
+        for i, actors in enumerate(self._actors()):
+            lines.append(_labelled("" if i else "actors", actors))
+        return lines
 
     def _head(self) -> Text:
         done, left = self._done / self._steps, self.left_s()

@@ -2,6 +2,8 @@
 
 import io
 import math
+import sys
+import threading
 
 import pytest
 from rich.console import Console as RichConsole
@@ -52,6 +54,36 @@ def test_before_the_first_step_it_says_what_it_waits_for(view, clock):
     text = shown(view)
     assert "demo" in text and "10/50 steps" in text and "sample, 3.5 s" in text
     assert "left" not in text and "reward" not in text
+
+
+def test_it_is_drawn_also_between_what_a_step_took_and_what_came_of_it(view):
+    view.took([Span("sample", 0, 1)], {})
+    assert "sample 1.0 s" in shown(view) and "reward" not in shown(view)
+
+
+def test_it_is_drawn_while_the_run_goes_on(view, clock):
+    """By the terminal's thread; what changes while it is drawn would end that thread."""
+    failures = []
+
+    def draw():
+        try:
+            for _ in range(2000):
+                view.__rich__()
+        except Exception as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=draw)
+        thread.start()
+        number = 10
+        while thread.is_alive():
+            number += 1
+            step(view, number, clock)
+    finally:
+        sys.setswitchinterval(before)
+    assert failures == []
 
 
 def test_progress_and_time_left_follow_the_pace_of_the_latest_steps(view, clock):
