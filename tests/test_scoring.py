@@ -113,6 +113,16 @@ def test_what_is_no_verdict_is_not_compared(here, capsys):
     assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
 
+def test_own_rewards_get_the_answer_that_is_graded_against_as_the_text_that_a_run_gives_them(here):
+    Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
+    own = ["--reward", "mine:same", "rewards.code_paths=[.]"]
+    assert main(["score", "c.jsonl", *own]) == 0  # 2 and 4.0, not "2" and "4"
+    assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1, 0, 0, 0, 1]
+    write("d.jsonl", [{"gold": "7", "answer": "8", "completion": "it is 7"}])  # `answer`: somebody's guess
+    assert main(["score", "d.jsonl", "--answer-column", "gold", *own]) == 0
+    assert [row["score"]["reward"] for row in lines("d.scored.jsonl")] == [1]
+
+
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
     Path("config.yaml").write_text(

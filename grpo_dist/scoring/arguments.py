@@ -11,7 +11,7 @@ from grpo_dist.errors import UserError
 def add_commands(commands: Any) -> None:
     text = (
         "grade a file of completions with any rewards, in processes as those of a run: how the rewards are "
-        " distributed, what cannot be scored and why, how long it takes, and where graders disagree"
+        "distributed, what cannot be scored and why, how long it takes, and where graders disagree"
     )
     sub = commands.add_parser("score", help=text, description=text)
     sub.add_argument(

@@ -38,8 +38,10 @@ class Row:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a reward may ask for besides completion and answer."""
-        return {**self.record, "problem": self.problem}
+        """What a reward may ask for. Problem and answer are as a run has them, whatever columns they are from:
+        the answer is text.
+        """
+        return {**self.record, "problem": self.problem, "answer": self.answer}
 
 
 def read_rows(path: Path, columns: Columns) -> list[Row]:
