@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.config import Profile
 from grpo_dist.durable import publish
+from grpo_dist.step_lines import kept_lines
 from grpo_dist.trace import write_trace
 from grpo_dist.usage import Span
 
@@ -52,8 +53,10 @@ def trace_path(run_dir: Path, step: int, rank: int) -> Path:
 
 
 def write_timeline(run_dir: Path, steps: Collection[int]) -> None:
-    """What `timeline.jsonl` tells of ``steps``, as a trace whose clock begins with the first of them."""
-    lines = [json.loads(line) for line in (run_dir / TIMELINE).read_text().splitlines()]
+    """What `timeline.jsonl` tells of ``steps``, as a trace whose clock begins with the first of them. A line
+    may be on its way into the file meanwhile.
+    """
+    lines = map(json.loads, kept_lines(run_dir / TIMELINE, max(steps)))
     chosen = [line for line in lines if line["step"] in steps]
     origin = min(begin for line in chosen for _, _, begin, _ in line["spans"])
     tracks: dict[str, list[Span]] = {}

@@ -90,6 +90,14 @@ def test_a_step_that_never_was_leaves_the_others(tmp_path):
     assert [e["name"] for e in events if e["ph"] == "X"] == ["sync"]
 
 
+def test_a_line_that_the_loop_is_writing_meanwhile_does_no_harm(tmp_path):
+    whole = '{"step": 5, "spans": [["driver", "sync", 1.0, 2.0]]}\n'
+    (tmp_path / "timeline.jsonl").write_text(whole + '{"step": 6, "spans": [["driver", "sy')
+    write_timeline(tmp_path, [5])
+    events = json.loads((tmp_path / "profile" / "timeline.json").read_text())["traceEvents"]
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["sync"]
+
+
 def test_steps_behind_the_end_are_refused():
     with pytest.raises(ValueError, match=r"`profile.steps` has 9, and the run ends after `steps` = 4"):
         fakes.config(steps=4, profile={"steps": [2, 9]})
