@@ -147,6 +147,21 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
 
 
+def test_a_view_that_fails_is_done_without(tmp_path, monkeypatch, capsys):
+    def broken(*arguments):
+        raise ArithmeticError("odd numbers")
+
+    on = {"console": True, "tensorboard": False}
+    for method in ("took", "step", "phase"):
+        with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+            monkeypatch.setattr(tracker._console.view, method, broken)
+            tracker.phase("sample")
+            tracker.spans(1, [], {})
+            tracker.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0})
+    told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert told == ["the terminal takes no more lines: odd numbers"] * 3
+
+
 def test_what_cannot_be_written_to_the_record_ends_the_run(tmp_path):
     tracker = Tracker(fakes.config(tracking=OFF), tmp_path)
     (tmp_path / "metrics.jsonl").unlink()

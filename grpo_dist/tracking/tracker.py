@@ -136,8 +136,7 @@ class Tracker:
             for span in spans
         ]
         self._timeline.add(step, {"spans": rows})
-        if self._console is not None:
-            self._console.view.took(own, workers)
+        self._show(lambda console: console.view.took(own, workers))
         if step in self._config.profile.steps:
             steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
             self._writer.submit(lambda: write_timeline(self.directory, steps))
