@@ -38,8 +38,8 @@ class Row:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a reward may ask for. Problem and answer are as a run has them, whatever columns they are from:
-        the answer is text.
+        """What a reward may ask for. Problem and answer are as a run has them, texts, whatever columns they
+        are from.
         """
         return {**self.record, "problem": self.problem, "answer": self.answer}
 
