@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from rich.console import Console as RichConsole
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from grpo_dist.live_view import LiveView
@@ -32,7 +33,8 @@ class Console:
         self._console = RichConsole(highlight=False, soft_wrap=True)
         self.view = LiveView(name, steps, start)
         self._live: Live | None = None
-        if self._console.is_terminal:
+        # Of the file itself: FORCE_COLOR makes a log of CI a terminal to rich, and it would fill with views.
+        if self._console.is_interactive and self._console.file.isatty():
             self._live = Live(
                 get_renderable=lambda: self.view,
                 console=self._console,
@@ -47,7 +49,7 @@ class Console:
             self._console.print(step_line(step, metrics))
         if any(key.startswith("eval/") for key in metrics):
             for line in eval_lines(step, metrics):
-                self._console.print(line, style="bold")
+                self._console.print(line, style="bold", markup=False)
 
     def warn(self, message: str) -> None:
         self._console.print(message, style="bold yellow", markup=False)
@@ -99,10 +101,10 @@ def print_before_after(before: dict[str, float], after: dict[str, float], run_di
         _, name, measure = key.split("/")
         first = before.get(key)
         table.add_row(
-            name, measure,
+            escape(name), measure,
             "–" if first is None else f"{first:.1%} ± {before[key + '_stderr']:.1%}",
             f"{value:.1%} ± {after[key + '_stderr']:.1%}",
             "–" if first is None else f"{value - first:+.1%}",
         )  # fmt: skip
     console.print(table)
-    console.print(f"run directory: {run_dir}", soft_wrap=True)
+    console.print(f"run directory: {run_dir}", soft_wrap=True, markup=False)

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from grpo_dist import console as console_module
-from grpo_dist.console import Console
+from grpo_dist.console import Console, print_before_after
 from grpo_dist.live_view import LiveView, clock_text, sparkline
 from grpo_dist.usage import Span, Usage
 
@@ -163,9 +163,29 @@ def test_what_is_no_terminal_gets_lines_alone(monkeypatch, capsys):
     assert "\x1b" not in text
 
 
+def test_a_log_that_is_told_to_have_colours_is_no_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    own = Console("demo", 3, 0)
+    own.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0})
+    own.close(failed=False)
+    assert "step    1" in out.getvalue() and "1/3 steps" not in out.getvalue()
+
+
+def test_names_in_brackets_are_names_and_no_style(capsys):
+    scores = {"eval/[bold]x/pass@1": 0.5, "eval/[bold]x/pass@1_stderr": 0.1}
+    Console("demo", 3, 0).log(1, scores)
+    print_before_after({}, scores, "runs/a[red]")
+    out = capsys.readouterr().out
+    assert "eval after step 1  [bold]x: pass@1 0.500 ± 0.100" in out
+    assert "│ [bold]x │" in out and "run directory: runs/a[red]\n" in out
+
+
 def test_a_terminal_gets_the_view_below_its_lines_and_is_left_as_it_was(monkeypatch):
     out = io.StringIO()
-    terminal = RichConsole(file=out, force_terminal=True, width=100, soft_wrap=True, highlight=False)
+    out.isatty = lambda: True
+    terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
     monkeypatch.setattr(console_module, "RichConsole", lambda **_: terminal)
     own = Console("demo", 3, 0)
     own.view.phase("sample")

@@ -26,7 +26,7 @@ def print_result(result: Result, directory: str) -> None:
         table.add_row(*row(measured, list(names)))
     console = console_for_tables()
     console.print(table)
-    console.print(f"results: {directory}", soft_wrap=True)
+    console.print(f"results: {directory}", soft_wrap=True, markup=False)
 
 
 def headings(names: Sequence[str]) -> dict[str, str]:
