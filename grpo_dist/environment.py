@@ -64,6 +64,13 @@ def _gpus() -> list[str]:
     """Asks the driver: asking CUDA would put a context of hundreds of megabytes onto each."""
     if not torch.cuda.is_available():
         return []
+    try:
+        return _asked_of_the_driver()
+    except Exception as error:  # no NVML in a container, no leave to ask a MIG slice: no reason not to run
+        return [f"unknown: {error}"]
+
+
+def _asked_of_the_driver() -> list[str]:
     import pynvml
 
     pynvml.nvmlInit()
@@ -78,10 +85,19 @@ def _gpus() -> list[str]:
 
 
 def _commit(directory: Path) -> str | None:
-    """Of the checkout that this is installed from; None where it is none."""
+    """Of the checkout that this is installed from; None where it is none: the repository of somebody's
+    project around a virtual environment does not have these files.
+    """
+    if not _git(directory, "ls-files"):
+        return None
+    return _git(directory, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """What it prints; None for nothing."""
     try:
         asked = subprocess.run(
-            ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            ["git", "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
             timeout=_GIT_S,

@@ -1,10 +1,13 @@
 """What a run directory says of where and with what it was started."""
 
 import json
+import subprocess
 import sys
 
+import torch
+
 from grpo_dist import __version__
-from grpo_dist.environment import ENVIRONMENT, installed, write_environment
+from grpo_dist.environment import ENVIRONMENT, _commit, environment, installed, write_environment
 
 
 def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
@@ -17,6 +20,32 @@ def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
     assert found["python"] == sys.version.split()[0] and found["cpus"] >= 1 and found["memory_gib"] > 0
     assert found["command"] == ["grpo-dist", "train", "a.yaml", "steps=3", "judge.api_key=***"]
     assert "sesame" not in text
+
+
+def test_the_commit_is_that_of_these_files_and_not_of_a_project_around_them(tmp_path):
+    def git(*arguments):
+        somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
+        subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
+
+    installed_at = tmp_path / ".venv" / "grpo_dist"
+    installed_at.mkdir(parents=True)
+    (installed_at / "__init__.py").touch()
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "somebody's project")
+    assert _commit(installed_at) is None
+    git("add", ".venv")
+    git("commit", "-q", "-m", "now it is of it")
+    head = subprocess.run(["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert _commit(installed_at) == head[:12]
+
+
+def test_gpus_that_nobody_can_be_asked_about_keep_no_run_from_starting(monkeypatch):
+    def no_nvml():
+        raise OSError("NVML Shared Library Not Found")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("grpo_dist.environment._asked_of_the_driver", no_nvml)
+    assert environment()["gpus"] == ["unknown: NVML Shared Library Not Found"]
 
 
 def test_a_package_that_is_not_there_has_no_version():
