@@ -14,17 +14,28 @@ from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.evaluation.result import Measured, Result
 
 _WIDE = 200  # columns of a file, which has no edge
+_ANY_WIDTH = 10_000
 
 
 def print_result(result: Result, directory: str) -> None:
-    table = Table(title=f"{escape(result.identity.model)}: value [95 % interval], %", title_justify="left")
+    """A row for each set; where the terminal is too narrow for that, one for each number."""
+    title = f"{escape(result.identity.model)}: value [95 % interval], %"
     names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
+    columns = ("problems", *names.values(), "tokens", "cut off", "unscored")
+    rows = [row(measured, list(names)) for measured in result.measured]
+    table = Table(title=title, title_justify="left")
     table.add_column("set", no_wrap=True)
-    for heading in ("problems", *names.values(), "tokens", "cut off", "unscored"):
+    for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for measured in result.measured:
-        table.add_row(*row(measured, list(names)))
+    for cells in rows:
+        table.add_row(*cells)
     console = console_for_tables()
+    if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
+        table = Table("set", "measure", "value", title=title, title_justify="left")
+        for name, *cells in rows:
+            for i, (heading, cell) in enumerate(zip(columns, cells, strict=True)):
+                last = i == len(columns) - 1
+                table.add_row("" if i else name, heading.replace("\n", " "), cell, end_section=last)
     console.print(table)
     console.print(f"results: {directory}", soft_wrap=True, markup=False)
 
@@ -67,10 +78,10 @@ def print_comparison(comparison: Comparison) -> None:
         title_justify="left",
     )
     for heading in ("set", "measure"):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold")
     for heading in ("problems", "A", "B", "B - A", "p"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("test")
+    table.add_column("test", overflow="fold")
     shown = headings([found.measure for found in comparison.rows])
     for found in comparison.rows:
         if found.measure not in shown:

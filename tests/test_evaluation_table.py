@@ -1,0 +1,47 @@
+"""What an evaluation prints: every number whole, however wide the terminal is."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from grpo_dist.evaluation import table
+from grpo_dist.evaluation.compare import Comparison, Difference, Paired
+from grpo_dist.evaluation.estimates import Estimate
+from grpo_dist.evaluation.result import Measured, Result
+from grpo_dist.evaluation.store import Identity
+
+MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
+
+
+@pytest.fixture(params=[80, 120, 200])
+def terminal(request, monkeypatch):
+    """What is printed goes there."""
+    out = io.StringIO()
+    console = Console(file=out, width=request.param, highlight=False)
+    monkeypatch.setattr(table, "console_for_tables", lambda: console)
+    return out
+
+
+def test_no_number_of_a_result_is_cut_off(terminal):
+    found = {name: Estimate(0.5 + i / 100, 0.05, 0.41, 0.62, 50) for i, name in enumerate(MEASURES)}
+    sets = [
+        Measured("math500", None, None, 500, 8000, 3, 0.02, 1234.0, found),
+        Measured("math500", "subject", "Counting & Probability", 50, 800, 0, 0.07, 4321.0, found),
+    ]
+    table.print_result(Result(Identity("m", "f", {}, "d"), [], sets), "runs/[a]")
+    text = terminal.getvalue()
+    assert "…" not in text and "results: runs/[a]\n" in text
+    for share in (51, 52, 53, 54, 55, 56):  # pass@1 is avg@16, and is shown once
+        assert text.count(f"{share}.0 [41.0, 62.0]") == 2
+    for cell in ("math500", "  subject Counting & Probability", "1,234", "4,321", "2%", "7%"):
+        assert cell in text
+
+
+def test_no_number_of_a_comparison_is_cut_off(terminal):
+    gain = Difference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
+    rows = [Paired("all problems", name, 1000, 0.5, 0.6, gain) for name in MEASURES]
+    table.print_comparison(Comparison("A", "B", rows, ["careful"]))
+    text = terminal.getvalue()
+    assert "…" not in text and "warning: careful" in text
+    assert text.count("+12.3 [-5.0, +20.0] │ 0.000123") == 6
