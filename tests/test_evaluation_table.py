@@ -10,6 +10,8 @@ from grpo_dist.evaluation.compare import Comparison, Difference, Paired
 from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.evaluation.result import Measured, Result
 from grpo_dist.evaluation.store import Identity
+from grpo_dist.scoring.agreement import Agreement
+from grpo_dist.scoring.report import print_agreements
 
 MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
 
@@ -35,6 +37,17 @@ def test_no_number_of_a_result_is_cut_off(terminal):
     for share in (51, 52, 53, 54, 55, 56):  # pass@1 is avg@16, and is shown once
         assert text.count(f"{share}.0 [41.0, 62.0]") == 2
     for cell in ("math500", "  subject Counting & Probability", "1,234", "4,321", "2%", "7%"):
+        assert cell in text
+
+
+def test_no_number_of_scores_is_cut_off(terminal):
+    console = table.console_for_tables()
+    print_agreements(console, [Agreement("my_rewards:same", "numeric", 12000, 30, 50, 400, 0)])
+    columns = ("reward", "scored", "mean", "distribution")
+    table.print_rows(console, "rewards", columns, [["a" * 45, "3000", "-10.125", "▄        █"]])
+    text = terminal.getvalue()
+    assert "…" not in text
+    for cell in ("my_rewards:same", "numeric", "12000", "99.36%", "0.906", "-10.125", "▄        █"):
         assert cell in text
 
 

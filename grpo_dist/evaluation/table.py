@@ -18,25 +18,12 @@ _ANY_WIDTH = 10_000
 
 
 def print_result(result: Result, directory: str) -> None:
-    """A row for each set; where the terminal is too narrow for that, one for each number."""
     title = f"{escape(result.identity.model)}: value [95 % interval], %"
     names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
     columns = ("problems", *names.values(), "tokens", "cut off", "unscored")
     rows = [row(measured, list(names)) for measured in result.measured]
-    table = Table(title=title, title_justify="left")
-    table.add_column("set", no_wrap=True)
-    for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for cells in rows:
-        table.add_row(*cells)
     console = console_for_tables()
-    if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
-        table = Table("set", "measure", "value", title=title, title_justify="left")
-        for name, *cells in rows:
-            for i, (heading, cell) in enumerate(zip(columns, cells, strict=True)):
-                last = i == len(columns) - 1
-                table.add_row("" if i else name, heading.replace("\n", " "), cell, end_section=last)
-    console.print(table)
+    print_rows(console, title, ("set", *columns), rows)
     console.print(f"results: {directory}", soft_wrap=True, markup=False)
 
 
@@ -101,6 +88,26 @@ def print_comparison(comparison: Comparison) -> None:
     console.print(table)
     for warning in comparison.warnings:
         console.print(f"warning: {warning}", style="bold yellow", markup=False, soft_wrap=True)
+
+
+def print_rows(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """A table of ``rows``; where the terminal is too narrow for it, a line for each cell: none is cut off."""
+    first, *others = columns
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cells in rows:
+        table.add_row(*cells)
+    if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
+        table = Table(first, "", "", title=title, title_justify="left")
+        for name, *own in rows:
+            for i, (heading, cell) in enumerate(zip(others, own, strict=True)):
+                last = i == len(others) - 1
+                table.add_row("" if i else name, heading.replace("\n", " "), cell, end_section=last)
+    console.print(table)
 
 
 def console_for_tables() -> Console:

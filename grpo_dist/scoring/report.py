@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from grpo_dist.durable import write_text
+from grpo_dist.evaluation.table import print_rows
 from grpo_dist.scoring.agreement import Agreement
 from grpo_dist.scoring.scorer import Outcome, Scored
 
@@ -73,14 +73,9 @@ def print_scores(
     console: Console, outcome: Outcome, rewards: np.ndarray, parts: dict[str, np.ndarray]
 ) -> None:
     """Distribution, outcomes, reasons of what could not be scored, and time."""
-    table = Table(title="rewards", title_justify="left")
-    table.add_column("reward", no_wrap=True)
-    for heading in ("scored", "unscored", "mean", "std", "min", "p50", "max", "distribution"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_row("total", *_distribution(rewards))
-    for name, part in parts.items():
-        table.add_row(escape(name), *_distribution(part))
-    console.print(table)
+    columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max", "distribution")
+    rows = [[escape(name), *_distribution(own)] for name, own in (("total", rewards), *parts.items())]
+    print_rows(console, "rewards", columns, rows)
     outcomes = Counter(o for s in outcome.scored for o in s.scores.outcomes if o)
     if outcomes:
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
@@ -135,18 +130,16 @@ def _print_time(console: Console, outcome: Outcome) -> None:
 
 
 def print_agreements(console: Console, found: Sequence[Agreement]) -> None:
-    table = Table(title="graders: completions that A and B call right", title_justify="left")
-    for heading in ("A", "B"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("both", "only A", "only B", "neither", "unscored", "agreement", "Cohen's kappa"):
-        table.add_column(heading, justify="right")
-    for pair in found:
-        table.add_row(
+    columns = ("A", "B", "both", "only A", "only B", "neither", "unscored", "agreement", "Cohen's kappa")
+    rows = [
+        [
             escape(pair.first), escape(pair.second), str(pair.both), str(pair.only_first),
             str(pair.only_second), str(pair.neither), str(pair.unscored or "–"), _number(pair.rate, "{:.2%}"),
             _number(pair.kappa, "{:.3f}"),
-        )  # fmt: skip
-    console.print(table)
+        ]
+        for pair in found
+    ]  # fmt: skip
+    print_rows(console, "graders: completions that A and B call right", columns, rows)
 
 
 def _number(value: float, form: str) -> str:
