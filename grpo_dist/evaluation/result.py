@@ -27,7 +27,7 @@ RESULT, PROBLEMS = "result.json", "problems.jsonl"
 ALL, MEAN = "all problems", "mean of sets"
 _METHOD = (
     "estimates are means over problems; stderr: deviation over problems / sqrt(problems); low, high: 95 % "
-    "Wilson interval for the effective number of problems"
+    "Wilson interval for the effective number of problems; of the mean of sets added up from theirs"
 )
 
 
