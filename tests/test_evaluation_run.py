@@ -5,6 +5,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import fakes
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from grpo_dist.cli import main
 from grpo_dist.concurrency import progressing
 from grpo_dist.config_files import load_config
 from grpo_dist.durable import alone
+from grpo_dist.evaluation import store
 from grpo_dist.recipe import stages
 from grpo_dist.types import Group
 
@@ -318,3 +320,10 @@ def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
     assert set(found["estimates"]) == {"pass@1", "pass@4", "avg@32"}
     assert found["estimates"]["avg@32"]["value"] == pytest.approx(0.5) and found["unscored"] == 100
     assert json.loads(problems.splitlines()[0])["numbers"] is None
+
+
+def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeypatch):
+    before = store._settings(fakes.config())
+    monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
+    after = store._settings(fakes.config())
+    assert before["versions"]["math-verify"] != "99.0" and after == before | {"versions": {"math-verify": "99.0"}}

@@ -261,3 +261,4 @@ def test_a_disagreement_takes_one_who_calls_it_right_and_one_who_calls_it_wrong(
 def test_bars_are_the_counts_from_the_least_to_the_greatest_value():
     assert bars(np.array([0.0, 0.0, 1.0])) == "█        ▄"
     assert bars(np.array([2.0, 2.0])) == "█"
+    assert bars(np.array([0.0, 0.0, 1.0, np.inf])) == "█        ▄" and bars(np.array([np.inf])) == "█"

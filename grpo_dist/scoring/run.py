@@ -123,8 +123,8 @@ def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     console = console_for_tables()
     scored = [s.scores for s in outcome.scored]
     parts = {name: np.concatenate([s.parts[name] for s in scored]).astype(float) for name in scored[0].parts}
-    report.print_scores(console, outcome, np.concatenate([s.rewards for s in scored]).astype(float), parts)
     report.write_scores(target, outcome)
+    report.print_scores(console, outcome, np.concatenate([s.rewards for s in scored]).astype(float), parts)
     console.print(f"scores: {target}", soft_wrap=True, markup=False)
     graders = {name: part for name, part in parts.items() if is_grader(part)}
     if columns.label is not None:
