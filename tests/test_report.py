@@ -6,6 +6,7 @@ import html
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -395,6 +396,46 @@ def test_a_server_tells_only_what_is_new(served):
 def test_a_server_gives_nothing_but_its_pieces(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(served[1] + path)
+
+
+def test_a_run_that_cannot_be_read_is_told_of_by_a_server(served):
+    run, url = served
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert b"<!DOCTYPE html>" in ask(url)[1]
+    with pytest.raises(urllib.error.HTTPError, match="500") as refused:
+        ask(url + "manifest")
+    assert refused.value.read().decode() == f"{run}/metrics.jsonl: Is a directory"
+
+
+def test_a_defect_of_a_server_is_told_and_a_client_that_went_away_is_not(served, monkeypatch, capsys):
+    def raising(error):
+        def answer(self, *_):
+            raise error
+
+        return answer
+
+    for error, told in ((BrokenPipeError("gone"), False), (RuntimeError("a defect"), True)):
+        monkeypatch.setattr("grpo_dist.report.server._Handler._answer", raising(error))
+        with pytest.raises(ConnectionError):
+            ask(served[1])
+        assert (str(error) in capsys.readouterr().err) is told
+
+
+def test_a_server_listens_on_ipv6_too():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with ReportServer("::1", 0, []) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert server.url.startswith("http://[::1]:")
+        assert json.loads(ask(server.url + "manifest")[1]) == {"live": True, "runs": []}
+        server.shutdown()
+        thread.join(timeout=10)
 
 
 def test_a_server_answers_to_its_own_name_only(served):

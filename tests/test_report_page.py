@@ -316,6 +316,20 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
     assert page.text("#count").startswith("32 of 64")
 
 
+def test_a_served_page_waits_for_a_run_that_cannot_be_read_and_says_so(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    metrics = run / "metrics.jsonl"
+    metrics.rename(run / "kept")
+    metrics.mkdir()
+    with served(run) as url:
+        browser.browser.get(url)
+        browser.until("document.getElementById('state').textContent.includes('metrics.jsonl: Is a directory')")
+        metrics.rmdir()
+        (run / "kept").rename(metrics)
+        browser.until("document.getElementById('summary').textContent.includes('3 of 3')")
+    browser.console()
+
+
 def write_many(path, step, rng):
     """2,000 rollouts of about 300 characters."""
     groups, samples = MANY, 8
