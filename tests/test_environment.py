@@ -4,7 +4,7 @@ import json
 import sys
 
 from grpo_dist import __version__
-from grpo_dist.environment import ENVIRONMENT, installed, write_environment
+from grpo_dist.environment import ENVIRONMENT, _without_secret, installed, write_environment
 
 
 def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
@@ -17,6 +17,16 @@ def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
     assert found["python"] == sys.version.split()[0] and found["cpus"] >= 1 and found["memory_gib"] > 0
     assert found["command"] == ["grpo-dist", "train", "a.yaml", "steps=3", "judge.api_key=***"]
     assert "sesame" not in text
+
+
+def test_a_command_line_is_recorded_without_the_secrets_in_its_settings():
+    assert _without_secret("a={function: judge, kwargs: {api_key: sesame}}") == (
+        "a={function: judge, kwargs: {api_key: '***'}}"
+    )
+    assert _without_secret("a.kwargs.api_key={sesame: 1") == "a.kwargs.api_key=***"
+    assert _without_secret("http://me:sesame@host/data") == "http://***@host/data"
+    for plain in ("steps=3", "a=[1, 2]", "a={b: [1,2]}", "--verbose", "+algorithm=dapo", "a=b=c"):
+        assert _without_secret(plain) == plain
 
 
 def test_a_package_that_is_not_there_has_no_version():

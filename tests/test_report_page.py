@@ -323,7 +323,8 @@ def test_a_served_page_waits_for_a_run_that_cannot_be_read_and_says_so(browser, 
     metrics.mkdir()
     with served(run) as url:
         browser.browser.get(url)
-        browser.until("document.getElementById('state').textContent.includes('metrics.jsonl: Is a directory')")
+        said = "metrics.jsonl: Is a directory"
+        browser.until("document.getElementById('state').textContent.includes(arguments[0])", said)
         metrics.rmdir()
         (run / "kept").rename(metrics)
         browser.until("document.getElementById('summary').textContent.includes('3 of 3')")
