@@ -19,6 +19,7 @@ import pytest
 from made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
 
 from grpo_dist.cli import main
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.report import rollouts
 from grpo_dist.report.answers import Answers
@@ -199,6 +200,41 @@ def test_another_tokenizer_is_found_out(tmp_path):
     manifest, found, _, _ = page_of([run], tmp_path)
     assert not [name for name in found if "/tokens/" in name]
     assert "are not those of" in "\n".join(manifest["runs"][0]["about"]["notices"])
+
+
+def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(), answers)
+        assert not source.manifest()["has_tokens"]
+        character_tokenizer().save_pretrained(run / "model")
+        assert source.manifest()["has_tokens"]
+        assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
+
+
+def test_rows_of_a_table_that_is_shown_no_more_are_let_go(tmp_path):
+    run = make_run(tmp_path / "run", steps=2, evals=())
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(rollouts=16), answers)
+        for step in (2, 3, 4):
+            source.manifest()
+            source.piece(f"rows/samples/step_{step:06d}/0")
+            write_samples(run / f"samples/step_{step + 1:06d}.parquet", 1, 4, 4, np.random.default_rng(0))
+        source.manifest()
+        assert len(source._rows) == 0 and list(source.parts) == ["samples/step_000005/0"]
+
+
+def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=1)
+
+    def interrupted(*_):
+        yield "<!DOCTYPE html>"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_dist.report.command.whole_page", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report([str(run)], None, Limits(), print)
+    assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
 
 
 def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
