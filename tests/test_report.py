@@ -328,6 +328,11 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.partial"))
 
 
+def test_a_report_does_without_torch():
+    code = "import sys, grpo_dist.report.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
 def test_ranges_of_steps():
     assert steps_of("1,10,50-52") == (1, 10, 50, 51, 52)
     assert steps_of("") == ()

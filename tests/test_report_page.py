@@ -66,6 +66,14 @@ def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
     page.until("document.querySelectorAll('#charts canvas').length > 3")
     titles = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.title)")
     assert {"add3/pass@1", "reward", "entropy", "stages of a step", "novel/thing"} <= set(titles)
+    units = dict(zip(titles, page.texts(".chart h4 small"), strict=True))
+    about = dict(
+        zip(titles, page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)"), strict=True)
+    )
+    assert units["entropy"] == "nats · policy/entropy" and units["reward"] == "reward/mean"
+    assert units["add3/pass@1"] == "share · bars: 95% · eval/add3/pass@1" and units["stages of a step"] == "s"
+    assert "uncertainty of the policy about a token\nLook for: falls" in about["entropy"]
+    assert about["novel/thing"] == "novel/thing"
     for tab in ("timeline", "rollouts", "events", "settings"):
         page.click(f"nav [data-tab={tab}]")
         page.until(f"!document.getElementById('{tab}').hidden")

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from grpo_dist import __version__
-from grpo_dist.report.layout import layout
+from grpo_dist.report.layout import catalogue, layout
 from grpo_dist.report.source import Limits, Source
 
 _STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
@@ -104,7 +104,7 @@ def _head(sources: Sequence[Source]) -> str:
 
 
 def _tail(manifest: dict[str, Any]) -> str:
-    begin = {"manifest": manifest, "layout": layout()}
+    begin = {"manifest": manifest, "layout": layout(), "catalogue": catalogue()}
     # Only "<" could end the script; JSON may write it as an escape.
     data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
     scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)
