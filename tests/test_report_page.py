@@ -10,6 +10,7 @@ import pytest
 from browser import chromium
 from made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
 
+from grpo_dist.evaluation.estimates import wilson
 from grpo_dist.report.answers import Answers
 from grpo_dist.report.command import write_report
 from grpo_dist.report.run_dir import open_runs
@@ -205,6 +206,16 @@ def test_a_page_without_token_values_says_why(browser, runs, tmp_path):
         "document.getElementById('colour').disabled"
     )
     assert "because" in page.text(".card .text")
+
+
+def test_error_bars_are_those_of_an_evaluation(browser, runs, tmp_path):
+    page = opened(browser, runs[:1], tmp_path)
+    for share, problems in ((0.05, 20), (0.5, 30), (0.9, 500)):
+        error = (share * (1 - share) / problems) ** 0.5
+        assert page.get("report.interval(...arguments)", share, error) == pytest.approx(
+            wilson(share, problems), abs=1e-6
+        )
+    assert page.get("report.interval(1, 0)") == [1, 1] and page.get("report.interval(0.5, null)") is None
 
 
 def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp_path):

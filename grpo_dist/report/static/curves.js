@@ -148,12 +148,11 @@
       context.lineWidth = 1.2 * devicePixelRatio;
       context.beginPath();
       own.forEach((error, row) => {
-        const value = plot.data[i][row];
-        if (error === null || error === undefined || value === null || value === undefined) return;
+        const bar = report.interval(plot.data[i][row], error);
+        if (!bar) return;
         const x = plot.valToPos(plot.data[0][row], "x", true);
         if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) return;
-        const low = plot.valToPos(value - 1.96 * error, "y", true);
-        const high = plot.valToPos(value + 1.96 * error, "y", true);
+        const [low, high] = bar.map((at) => plot.valToPos(at, "y", true));
         const half = 3 * devicePixelRatio;
         context.moveTo(x, low);
         context.lineTo(x, high);
@@ -173,10 +172,10 @@
       item.errors.forEach((own, i) => {
         if (!own || !plot.series[i].show) return;
         own.forEach((error, row) => {
-          const value = plot.data[i][row];
-          if (error === null || error === undefined || value === null || value === undefined) return;
-          low = Math.min(low, value - 1.96 * error);
-          high = Math.max(high, value + 1.96 * error);
+          const bar = report.interval(plot.data[i][row], error);
+          if (!bar) return;
+          low = Math.min(low, bar[0]);
+          high = Math.max(high, bar[1]);
         });
       });
       if (item.spec.kind === "stack" || (item.spec.kind === "lines" && item.spec.unit === "share")) low = Math.min(0, low);
@@ -246,7 +245,7 @@
       const value = raw[i]?.[idx];
       if (!series.show || value === null || value === undefined) return;
       const error = errors[i]?.[idx];
-      lines.push(`${series.label}: ${number(value)}${error ? ` ± ${number(1.96 * error, 2)}` : ""}`);
+      lines.push(`${series.label}: ${number(value)}${error ? `, 95%: ${report.interval(value, error).map((at) => number(at, 3)).join(" to ")}` : ""}`);
     });
     const box = plot.over.getBoundingClientRect();
     report.showTip(lines.join("\n"), box.left + left, box.top + top);
