@@ -138,6 +138,27 @@ def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
     assert "samples/step_000002/0" in [e["key"] for e in manifest["runs"][0]["samples"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ledger.jsonl", '{"step": 1, "trained": 3, "no_signal": null, "unscored": ["p"]}'),
+        ("events.jsonl", "[" * 100_000),
+        ("events.jsonl", '{"message": {"a": 1}, "step": {"b": NaN}, "time": "x"}'),
+        ("timeline.jsonl", f'{{"step": 1, "spans": [["a", "b", 1{"0" * 400}, 2]]}}'),
+        ("metrics.jsonl", f'{{"step": 1, "reward/mean": "x", "loss/total": 1{"0" * 400}}}'),
+        ("config.yaml", "model: foo\nsft: 3"),
+        ("environment.json", "[1"),
+    ],
+)
+def test_nothing_that_stands_in_a_file_stops_a_report(tmp_path, name, text):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_text(text + "\n")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert found["0/rows/samples/step_000001/0"]
+    if name == "ledger.jsonl":
+        assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
+
+
 def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
