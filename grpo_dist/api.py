@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import load_config, overridden, validated
+from grpo_dist.config_files import ConfigError, load_config, overridden, validated
 from grpo_dist.errors import UserError
 
 Source = Config | str | Path | Mapping[str, Any]
@@ -65,7 +66,10 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
                 "load_config"
             )
         return config
-    tree = OmegaConf.create(dict(config))
+    try:
+        tree = OmegaConf.create(dict(config))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"configuration: {error}".replace("\n", " ")) from error
     for override in overrides:
         tree = overridden(tree, override, Path("configuration.yaml"))
     assert isinstance(tree, DictConfig)

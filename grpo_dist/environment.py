@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+import yaml
 
 from grpo_dist.durable import write_text
 from grpo_dist.secrets import masked
@@ -56,8 +57,17 @@ def installed(package: str) -> str | None:
 
 
 def _without_secret(argument: str) -> str:
+    """judge.api_key=k -> judge.api_key=***, judge={api_key: k} -> judge={api_key: '***'}"""
     key, sign, value = argument.partition("=")
-    return f"{key}{sign}{masked({key: value})[key]}" if sign else argument
+    if not sign:
+        return str(masked(argument))
+    try:
+        read = yaml.safe_load(value)
+    except yaml.YAMLError:  # refused as a setting, too
+        read = None
+    if isinstance(read, dict | list) and masked(read) != read:
+        return f"{key}={yaml.safe_dump(masked(read), default_flow_style=True, width=float('inf')).strip()}"
+    return f"{key}={masked({key: value})[key]}"
 
 
 def _gpus() -> list[str]:

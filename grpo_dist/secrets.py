@@ -11,7 +11,9 @@ from typing import Any
 
 HIDDEN = "***"
 _SECRET = re.compile(
-    r"(?:^|[_\-.])(?:api[_-]?key|apikey|token|secret|password|authorization)$", re.IGNORECASE
+    r"(?:^|[_\-.])(?:(?:api|access|secret|private)[_-]?key|token|secret|password|passwd|credentials"
+    r"|authorization)$",
+    re.IGNORECASE,
 )
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # of https://user:password@host/
 

@@ -57,6 +57,11 @@ def test_no_module_of_the_package_stands_in_the_way_of_a_public_name():
         _ = grpo_dist.trian
 
 
+def test_a_value_that_no_configuration_can_have_is_refused():
+    with pytest.raises(ConfigError, match=r"'object' is not a supported primitive type.*steps"):
+        resolved(SMALL | {"steps": object()})
+
+
 def test_a_file_a_mapping_and_a_config_come_to_the_same(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text('model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n')

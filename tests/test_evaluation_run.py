@@ -326,4 +326,5 @@ def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeyp
     before = store._settings(fakes.config())
     monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
     after = store._settings(fakes.config())
-    assert before["versions"]["math-verify"] != "99.0" and after == before | {"versions": {"math-verify": "99.0"}}
+    assert before["versions"]["math-verify"] != "99.0"
+    assert after == before | {"versions": {"math-verify": "99.0"}}

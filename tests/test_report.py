@@ -6,6 +6,7 @@ import html
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import pytest
 from made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
 
 from grpo_dist.cli import main
+from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.report import rollouts
 from grpo_dist.report.answers import Answers
@@ -136,6 +138,27 @@ def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
     assert "samples/step_000002/0" in [e["key"] for e in manifest["runs"][0]["samples"]]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ledger.jsonl", '{"step": 1, "trained": 3, "no_signal": null, "unscored": ["p"]}'),
+        ("events.jsonl", "[" * 100_000),
+        ("events.jsonl", '{"message": {"a": 1}, "step": {"b": NaN}, "time": "x"}'),
+        ("timeline.jsonl", f'{{"step": 1, "spans": [["a", "b", 1{"0" * 400}, 2]]}}'),
+        ("metrics.jsonl", f'{{"step": 1, "reward/mean": "x", "loss/total": 1{"0" * 400}}}'),
+        ("config.yaml", "model: foo\nsft: 3"),
+        ("environment.json", "[1"),
+    ],
+)
+def test_nothing_that_stands_in_a_file_stops_a_report(tmp_path, name, text):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_text(text + "\n")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert found["0/rows/samples/step_000001/0"]
+    if name == "ledger.jsonl":
+        assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
+
+
 def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -198,6 +221,41 @@ def test_another_tokenizer_is_found_out(tmp_path):
     manifest, found, _, _ = page_of([run], tmp_path)
     assert not [name for name in found if "/tokens/" in name]
     assert "are not those of" in "\n".join(manifest["runs"][0]["about"]["notices"])
+
+
+def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(), answers)
+        assert not source.manifest()["has_tokens"]
+        character_tokenizer().save_pretrained(run / "model")
+        assert source.manifest()["has_tokens"]
+        assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
+
+
+def test_rows_of_a_table_that_is_shown_no_more_are_let_go(tmp_path):
+    run = make_run(tmp_path / "run", steps=2, evals=())
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(rollouts=16), answers)
+        for step in (2, 3, 4):
+            source.manifest()
+            source.piece(f"rows/samples/step_{step:06d}/0")
+            write_samples(run / f"samples/step_{step + 1:06d}.parquet", 1, 4, 4, np.random.default_rng(0))
+        source.manifest()
+        assert len(source._rows) == 0 and list(source.parts) == ["samples/step_000005/0"]
+
+
+def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=1)
+
+    def interrupted(*_):
+        yield "<!DOCTYPE html>"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_dist.report.command.whole_page", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report([str(run)], None, Limits(), print)
+    assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
 
 
 def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
@@ -289,6 +347,11 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
     assert main(["report", str(run), str(other)]) == 0
     assert len(pieces(tmp_path / "report.html")[0]["runs"]) == 2
     assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_report_does_without_torch():
+    code = "import sys, grpo_dist.report.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def test_ranges_of_steps():
@@ -395,6 +458,46 @@ def test_a_server_tells_only_what_is_new(served):
 def test_a_server_gives_nothing_but_its_pieces(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(served[1] + path)
+
+
+def test_a_run_that_cannot_be_read_is_told_of_by_a_server(served):
+    run, url = served
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert b"<!DOCTYPE html>" in ask(url)[1]
+    with pytest.raises(urllib.error.HTTPError, match="500") as refused:
+        ask(url + "manifest")
+    assert refused.value.read().decode() == f"{run}/metrics.jsonl: Is a directory"
+
+
+def test_a_defect_of_a_server_is_told_and_a_client_that_went_away_is_not(served, monkeypatch, capsys):
+    def raising(error):
+        def answer(self, *_):
+            raise error
+
+        return answer
+
+    for error, told in ((BrokenPipeError("gone"), False), (RuntimeError("a defect"), True)):
+        monkeypatch.setattr("grpo_dist.report.server._Handler._answer", raising(error))
+        with pytest.raises(ConnectionError):
+            ask(served[1])
+        assert (str(error) in capsys.readouterr().err) is told
+
+
+def test_a_server_listens_on_ipv6_too():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with ReportServer("::1", 0, []) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert server.url.startswith("http://[::1]:")
+        assert json.loads(ask(server.url + "manifest")[1]) == {"live": True, "runs": []}
+        server.shutdown()
+        thread.join(timeout=10)
 
 
 def test_a_server_answers_to_its_own_name_only(served):

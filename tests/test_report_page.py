@@ -10,6 +10,7 @@ import pytest
 from browser import chromium
 from made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
 
+from grpo_dist.evaluation.estimates import wilson
 from grpo_dist.report.answers import Answers
 from grpo_dist.report.command import write_report
 from grpo_dist.report.run_dir import open_runs
@@ -66,6 +67,14 @@ def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
     page.until("document.querySelectorAll('#charts canvas').length > 3")
     titles = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.title)")
     assert {"add3/pass@1", "reward", "entropy", "stages of a step", "novel/thing"} <= set(titles)
+    units = dict(zip(titles, page.texts(".chart h4 small"), strict=True))
+    about = dict(
+        zip(titles, page.get("[...document.querySelectorAll('.chart h4')].map((h) => h.title)"), strict=True)
+    )
+    assert units["entropy"] == "nats · policy/entropy" and units["reward"] == "reward/mean"
+    assert units["add3/pass@1"] == "share · bars: 95% · eval/add3/pass@1" and units["stages of a step"] == "s"
+    assert "uncertainty of the policy about a token\nLook for: falls" in about["entropy"]
+    assert about["novel/thing"] == "novel/thing"
     for tab in ("timeline", "rollouts", "events", "settings"):
         page.click(f"nav [data-tab={tab}]")
         page.until(f"!document.getElementById('{tab}').hidden")
@@ -199,6 +208,16 @@ def test_a_page_without_token_values_says_why(browser, runs, tmp_path):
     assert "because" in page.text(".card .text")
 
 
+def test_error_bars_are_those_of_an_evaluation(browser, runs, tmp_path):
+    page = opened(browser, runs[:1], tmp_path)
+    for share, problems in ((0.05, 20), (0.5, 30), (0.9, 500)):
+        error = (share * (1 - share) / problems) ** 0.5
+        assert page.get("report.interval(...arguments)", share, error) == pytest.approx(
+            wilson(share, problems), abs=1e-6
+        )
+    assert page.get("report.interval(1, 0)") == [1, 1] and page.get("report.interval(0.5, null)") is None
+
+
 def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp_path):
     page = opened(browser, runs, tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
@@ -314,6 +333,21 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
         assert page.console() == []
     page.until("document.getElementById('state').textContent.includes('does not answer')")
     assert page.text("#count").startswith("32 of 64")
+
+
+def test_a_served_page_waits_for_a_run_that_cannot_be_read_and_says_so(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=3)
+    metrics = run / "metrics.jsonl"
+    metrics.rename(run / "kept")
+    metrics.mkdir()
+    with served(run) as url:
+        browser.browser.get(url)
+        said = "metrics.jsonl: Is a directory"
+        browser.until("document.getElementById('state').textContent.includes(arguments[0])", said)
+        metrics.rmdir()
+        (run / "kept").rename(metrics)
+        browser.until("document.getElementById('summary').textContent.includes('3 of 3')")
+    browser.console()
 
 
 def write_many(path, step, rng):

@@ -31,6 +31,10 @@ def config(key: str) -> Config:
         "token",
         "client_secret",
         "password",
+        "passwd",
+        "aws_secret_access_key",
+        "private_key",
+        "credentials",
         "Authorization",
     ],
 )

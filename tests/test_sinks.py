@@ -210,6 +210,14 @@ def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monk
     assert told == [f"no key is set; the run is kept in {tmp_path / 'wandb'}, for `wandb sync`"]
 
 
+@pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])
+def test_wandb_with_a_key_stays_off_line_where_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert _mode("auto", tmp_path, print) == mode
+    assert _mode("online", tmp_path, print) == "online"
+
+
 def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

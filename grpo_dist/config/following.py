@@ -99,7 +99,7 @@ class Wandb(Section):
     project: str = Field("grpo-dist", description="project of the run")
     entity: str | None = Field(None, description="user or team; null: the key's own")
     mode: Literal["auto", "online", "offline"] = Field(
-        "auto", description="auto: offline where no key is set"
+        "auto", description="auto: offline where no key is set, or as WANDB_MODE says"
     )
 
 

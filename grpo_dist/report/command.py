@@ -30,7 +30,6 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
                 file.write(text)
         publish(partial, target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         if error.filename not in (None, str(partial), str(target)):  # a file of a run cannot be read
             raise UserError(
                 f"{error.filename}: {error.strerror}; make it readable, or leave out the run"
@@ -38,6 +37,8 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
         raise UserError(
             f"--output {target}: cannot be written ({error.strerror}); name another file"
         ) from error
+    finally:
+        partial.unlink(missing_ok=True)  # is gone where it was published
     say(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s); open it in a browser")
     return target
 

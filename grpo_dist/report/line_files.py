@@ -92,6 +92,6 @@ def packed(value: Any) -> bytes:
 def _parsed(raw: bytes) -> Line | None:
     try:
         line = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return line if isinstance(line, dict) else None

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from grpo_dist import __version__
-from grpo_dist.report.layout import layout
+from grpo_dist.report.layout import catalogue, layout
 from grpo_dist.report.source import Limits, Source
 
 _STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
@@ -38,7 +38,7 @@ _SCRIPTS = (
 def whole_page(sources: Sequence[Source], limits: Limits) -> Iterator[str]:
     """Bit by bit, with the data: never more of them in memory than a part of a table."""
     manifests = [source.manifest() for source in sources]
-    yield _head(manifests)
+    yield _head(sources)
     for number, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
         for kind in ("metrics", "clock", "spans", "events"):
             for i, version in enumerate(manifest[kind]):
@@ -51,8 +51,7 @@ def whole_page(sources: Sequence[Source], limits: Limits) -> Iterator[str]:
 
 def live_page(sources: Sequence[Source]) -> str:
     """Without data, which it asks for."""
-    manifests = [source.manifest() for source in sources]
-    return _head(manifests) + _tail({"live": True, "runs": []})
+    return _head(sources) + _tail({"live": True, "runs": []})
 
 
 def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[str]:
@@ -92,8 +91,8 @@ def _embedded(name: str, piece: bytes) -> str:
     return f'<script type="application/octet-stream" data-piece="{html.escape(name)}">{text}</script>\n'
 
 
-def _head(manifests: list[dict[str, Any]]) -> str:
-    title = "grpo-dist: " + ", ".join(manifest["label"] for manifest in manifests)
+def _head(sources: Sequence[Source]) -> str:
+    title = "grpo-dist: " + ", ".join(source.run.label for source in sources)
     styles = "\n".join(_static(name) for name in _STYLES)
     body = _static("page.html").replace("VERSION", html.escape(__version__))
     return (
@@ -105,7 +104,7 @@ def _head(manifests: list[dict[str, Any]]) -> str:
 
 
 def _tail(manifest: dict[str, Any]) -> str:
-    begin = {"manifest": manifest, "layout": layout()}
+    begin = {"manifest": manifest, "layout": layout(), "catalogue": catalogue()}
     # Only "<" could end the script; JSON may write it as an escape.
     data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
     scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)

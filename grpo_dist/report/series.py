@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 from grpo_dist.ledger import REASONS, TRAINED
 from grpo_dist.report.line_files import Encoded, Line, packed
+
+_LARGEST = 1e300  # whole numbers beyond have no float
 
 
 def metrics(lines: list[Line]) -> Encoded:
@@ -55,7 +56,7 @@ def timeline(lines: list[Line]) -> Encoded:
 def events(lines: list[Line]) -> Encoded:
     """[[time or null, step or null, message], ...]"""
     known = [
-        [_number(line.get("time")), line.get("step"), str(line["message"])]
+        [_number(line.get("time")), _number(line.get("step")), str(line["message"])]
         for line in lines
         if "message" in line
     ]
@@ -64,7 +65,8 @@ def events(lines: list[Line]) -> Encoded:
 
 def ledger(lines: list[Line]) -> Encoded:
     """Prompts by what became of them: {"trained": 100, "no_signal": 3}"""
-    return Encoded({name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)})
+    lists = {name: [line[name] for line in lines if name in line] for name in (TRAINED, *REASONS)}
+    return Encoded({name: sum(len(own) for own in of if isinstance(own, list)) for name, of in lists.items()})
 
 
 def totals(parts: Iterable[dict[str, int]]) -> dict[str, int]:
@@ -80,10 +82,10 @@ def _is_span(span: Any) -> bool:
     """[worker, stage, begin, end]"""
     if not (isinstance(span, list) and len(span) == 4 and all(isinstance(name, str) for name in span[:2])):
         return False
-    return all(isinstance(time, int | float) and math.isfinite(time) for time in span[2:])
+    return all(_number(time) is not None for time in span[2:])
 
 
 def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGEST:
         return None
     return float(f"{value:.10g}" if abs(value) > 1e8 else f"{value:.7g}")

@@ -1,7 +1,8 @@
 """The page over HTTP on this machine, kept up to date while a run goes on.
 
     GET /                  the page
-    GET /manifest          the manifests of all runs; 304 while they are what the ETag says
+    GET /manifest          the manifests of all runs; 304 while they are what the ETag says, 500 and why where
+                           a run cannot be read
     GET /RUN/PIECE         a piece of run number RUN, compressed JSON
 
 Whoever may open a connection may read the run: so it listens on the loopback address unless it is told
@@ -12,6 +13,8 @@ own name is made to point here does not).
 from __future__ import annotations
 
 import errno
+import socket
+import sys
 import zlib
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +40,7 @@ class ReportServer(ThreadingHTTPServer):
 
     def __init__(self, host: str, port: int, runs: Sequence[Source]) -> None:
         self.runs = runs
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.names = LOOPBACK if host in LOOPBACK else None  # by any name, where it was told to be seen
         try:
             super().__init__((host, port), _Handler)
@@ -54,7 +58,9 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in the middle of an answer is no error of this program."""
+        """A client that went away in the middle of an answer is no error of this program; others are told."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 def serve(paths: Sequence[str], host: str, port: int, limits: Limits, say: Say) -> None:
@@ -88,8 +94,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _manifest(self) -> None:
         found = []
         for source in self.server.runs:
-            with source.lock:
-                found.append(source.manifest())
+            try:
+                with source.lock:
+                    found.append(source.manifest())
+            except OSError as error:
+                said = f"{error.filename or source.run.path}: {error.strerror or error}"
+                self._answer(500, said.encode("utf-8", "replace"), "text/plain; charset=utf-8")
+                return
         body = packed({"live": True, "runs": found})
         tag = f'"{zlib.crc32(body):08x}-{len(body)}"'
         if self.headers.get("If-None-Match") == tag:

@@ -73,13 +73,14 @@ class Source:
         self._ledger = LineFile(path / "ledger.jsonl", series.ledger)
         self._cuts: dict[str, tuple[str, Cut | str]] = {}  # of a file -> version, what was found
         self._rows: dict[str, tuple[str, bytes]] = {}  # of a part -> version, piece
-        self._config = settings(path)
-        self._texts, self.tokenizer = tokens.find_tokenizer(path, self._config)
+        self._texts, self.tokenizer = tokens.find_tokenizer(path, settings(path))
         self.parts: dict[str, SamplePart] = {}
         self._about: dict[str, Any] = {}
 
     def manifest(self) -> dict[str, Any]:
         """Looks at the directory as it is now."""
+        if self._texts is None:  # a run that has only begun may still fetch its model
+            self._texts, self.tokenizer = tokens.find_tokenizer(self.run.path, settings(self.run.path))
         notices: list[str] = []
         own = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
                "ledger": self._ledger}  # fmt: skip
@@ -205,6 +206,7 @@ class Source:
                 else:
                     left_out += part.rows
         self.parts = {part.key: part for part in reversed(found)}
+        self._rows = {key: known for key, known in self._rows.items() if key in self.parts}
         return {"rollouts": left_out, "tables": tables}
 
     def _parts_of(self, file: SampleFile, notices: list[str]) -> list[SamplePart]:

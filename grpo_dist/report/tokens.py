@@ -77,7 +77,7 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
                 return TokenTexts(Tokenizer.from_file(str(path))), str(path)
             except Exception as error:  # the library raises a bare Exception for a file it cannot read
                 return None, f"{path} cannot be read ({error})"
-    model = config.get("model", {}).get("path")
+    model = _section(config, "model").get("path")
     if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
         from grpo_dist.demo.tokenizer import character_tokenizer
 
@@ -86,9 +86,9 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
 
 
 def _places(run: Path, config: dict[str, Any]) -> list[Path]:
-    model = config.get("model") or {}
+    model = _section(config, "model")
     first = str(model.get("path") or "")
-    sft = str((config.get("sft") or {}).get("model") or "") if first == "sft" else ""
+    sft = str(_section(config, "sft").get("model") or "") if first == "sft" else ""
     places = [run / "model", *sorted((run / "checkpoints").glob("*/policy"), reverse=True)]
     places += [Path(name).expanduser() for name in (first, sft) if name and ":" not in name]
     found = [place / "tokenizer.json" for place in places]
@@ -98,6 +98,11 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
         cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
         found += [Path(cached)] if isinstance(cached, str) else []
     return found
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def fits(table: pa.Table, texts: TokenTexts) -> bool:

@@ -24,12 +24,12 @@ def described(name: str) -> Metric | None:
 
     "reward/mean" -> that of reward/mean        "reward/brevity" -> that of reward/<name>
     """
-    return next((metric for pattern, metric in _patterns() if pattern.fullmatch(name)), None)
+    return next((metric for pattern, metric in patterns() if pattern.fullmatch(name)), None)
 
 
 @lru_cache
-def _patterns() -> list[tuple[re.Pattern[str], Metric]]:
-    """The most exact ones first: few placeholders, then much text besides."""
+def patterns() -> list[tuple[re.Pattern[str], Metric]]:
+    """Of whole names, the most exact ones first: few placeholders, then much text besides."""
 
     def vague(metric: Metric) -> tuple[int, int]:
         return len(_PLACEHOLDER.findall(metric.name)), -len(_PLACEHOLDER.sub("", metric.name))

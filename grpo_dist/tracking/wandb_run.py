@@ -4,6 +4,7 @@ resumed.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from grpo_dist.secrets import masked
 from grpo_dist.tracking.completions import COLUMNS, Table
 from grpo_dist.tracking.sinks import Tell
 
+_BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 _INIT_S = _FINISH_S = 30.0  # for its server to answer, and to take what is left at the end
 
 
@@ -50,10 +52,14 @@ class WandbRun:
         self._run.finish(exit_code=1 if failed else 0)
 
 
-def _mode(wanted: str, run_dir: Path, tell: Tell) -> Literal["online", "offline"]:
-    """Online where that is wanted, a key is set, and its server takes the key."""
+def _mode(wanted: str, run_dir: Path, tell: Tell) -> Literal["online", "offline", "disabled"]:
+    """Online where that is wanted, a key is set, and its server takes the key; ``auto`` heeds WANDB_MODE."""
     import wandb
 
+    if wanted == "auto":
+        wanted = _BY_VARIABLE.get(os.environ.get("WANDB_MODE", ""), wanted)
+    if wanted == "disabled":
+        return "disabled"
     if wanted == "offline":
         return "offline"
     try:

@@ -17,7 +17,20 @@
   // Short, where no other metric of the chart is called the same then.
   const labelOf = ({ metrics }, name) => (metrics.filter((other) => short(other) === short(name)).length > 1 ? name : short(name));
 
-  // The charts that there is anything to draw in: [{section, charts: [{title, unit, kind, metrics}]}]
+  // The unit of all metrics of a chart; "" where they differ, where there is none and where the title says it.
+  function unitOf({ title, metrics }) {
+    const units = new Set(metrics.map((name) => report.described(name).unit));
+    const [unit] = units;
+    return units.size > 1 || unit === "1" || title.split(/\W/).includes(unit) ? "" : unit;
+  }
+
+  // reward/mean (reward): what it is. Look for: its healthy range
+  function about(name) {
+    const { unit, meaning, lookFor } = report.described(name);
+    return [`${name}${unit ? ` (${unit})` : ""}`, meaning].filter(Boolean).join(": ") + (lookFor ? `\nLook for: ${lookFor}` : "");
+  }
+
+  // The charts that there is anything to draw in: [{title, charts: [{title, unit, kind, metrics}]}]
   function specs() {
     const names = new Set();
     for (const run of report.runs) for (const name of run.columns.keys()) names.add(name);
@@ -37,8 +50,10 @@
         return [{ ...chart, metrics }];
       }),
     }));
-    const others = [...left].sort().map((name) => ({ title: name, unit: "", kind: "lines", metrics: [name] }));
-    return [...sections, { title: "Other metrics", charts: others }].filter((section) => section.charts.length);
+    const others = [...left].sort().map((name) => ({ title: name, kind: "lines", metrics: [name] }));
+    const all = [...sections, { title: "Other metrics", charts: others }].filter((section) => section.charts.length);
+    for (const { charts } of all) for (const chart of charts) chart.unit = unitOf(chart);
+    return all;
   }
 
   // Of the metric at this place of a chart: where there are several runs, colours tell them apart.
@@ -133,12 +148,11 @@
       context.lineWidth = 1.2 * devicePixelRatio;
       context.beginPath();
       own.forEach((error, row) => {
-        const value = plot.data[i][row];
-        if (error === null || error === undefined || value === null || value === undefined) return;
+        const bar = report.interval(plot.data[i][row], error);
+        if (!bar) return;
         const x = plot.valToPos(plot.data[0][row], "x", true);
         if (x < plot.bbox.left - 1 || x > plot.bbox.left + plot.bbox.width + 1) return;
-        const low = plot.valToPos(value - 1.96 * error, "y", true);
-        const high = plot.valToPos(value + 1.96 * error, "y", true);
+        const [low, high] = bar.map((at) => plot.valToPos(at, "y", true));
         const half = 3 * devicePixelRatio;
         context.moveTo(x, low);
         context.lineTo(x, high);
@@ -158,13 +172,13 @@
       item.errors.forEach((own, i) => {
         if (!own || !plot.series[i].show) return;
         own.forEach((error, row) => {
-          const value = plot.data[i][row];
-          if (error === null || error === undefined || value === null || value === undefined) return;
-          low = Math.min(low, value - 1.96 * error);
-          high = Math.max(high, value + 1.96 * error);
+          const bar = report.interval(plot.data[i][row], error);
+          if (!bar) return;
+          low = Math.min(low, bar[0]);
+          high = Math.max(high, bar[1]);
         });
       });
-      if (item.spec.kind === "stack" || item.spec.unit === "share") low = Math.min(0, low);
+      if (item.spec.kind === "stack" || (item.spec.kind === "lines" && item.spec.unit === "share")) low = Math.min(0, low);
       const room = (high - low || Math.abs(high) || 1) * 0.06;
       return [low === 0 ? 0 : low - room, high + room];
     };
@@ -231,7 +245,7 @@
       const value = raw[i]?.[idx];
       if (!series.show || value === null || value === undefined) return;
       const error = errors[i]?.[idx];
-      lines.push(`${series.label}: ${number(value)}${error ? ` ± ${number(1.96 * error, 2)}` : ""}`);
+      lines.push(`${series.label}: ${number(value)}${error ? `, 95%: ${report.interval(value, error).map((at) => number(at, 3)).join(" to ")}` : ""}`);
     });
     const box = plot.over.getBoundingClientRect();
     report.showTip(lines.join("\n"), box.left + left, box.top + top);
@@ -253,6 +267,7 @@
       line.append(path);
       if (spec.run) return make("span", {}, line, short(name).replace(/_s$/, ""));
       const button = make("button", {}, line, labelOf(spec, name));
+      button.title = about(name);
       button.setAttribute("aria-pressed", String(!hidden.has(`${spec.title}|${name}`)));
       button.addEventListener("click", () => {
         const key = `${spec.title}|${name}`;
@@ -269,7 +284,9 @@
     const box = make("div");
     box.addEventListener("pointerleave", () => report.showTip(null));
     const what = spec.metrics.length === 1 && spec.metrics[0] !== spec.title ? spec.metrics[0] : "";
-    const chart = make("div", { classes: "chart" }, make("h4", {}, spec.title, make("small", { textContent: [spec.unit, what].filter(Boolean).join(" · ") })), box, legend(spec) ?? "");
+    const bars = spec.kind === "accuracy" ? "bars: 95%" : "";
+    const heading = make("h4", { title: spec.metrics.map(about).join("\n\n") }, spec.title, make("small", { textContent: [spec.unit, bars, what].filter(Boolean).join(" · ") }));
+    const chart = make("div", { classes: "chart" }, heading, box, legend(spec) ?? "");
     chart.dataset.title = spec.title;
     chart.dataset.metrics = spec.metrics.join(" ");
     drawn.set(spec.title, { spec, box });

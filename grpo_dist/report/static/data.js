@@ -32,7 +32,15 @@ const report = (() => {
     return live ? fromServer(`${run}/${name}`, version) : fromPage(`${run}/${name}`);
   }
 
+  const known = begin.catalogue.map(([pattern, ...words]) => [new RegExp(`^(?:${pattern})$`), words]);
+
+  // What the metric catalogue says of a metric, "" where it does not know it.
+  function described(name) {
+    const [unit, meaning, lookFor] = known.find(([test]) => test.test(name))?.[1] ?? ["", "", ""];
+    return { unit, meaning, lookFor };
+  }
+
   const colours = ["#1f5fa6", "#c4561c", "#2f8f4e", "#8a4fb0", "#b8860b", "#15808a", "#b03060", "#5b6470"];
 
-  return { live, begin, piece, colours, runs: [], layout: begin.layout };
+  return { live, begin, piece, described, colours, runs: [], layout: begin.layout };
 })();

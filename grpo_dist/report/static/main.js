@@ -52,12 +52,30 @@
   // The manifest of the server where it is another one than last time, else null.
   async function asked() {
     const answer = await fetch("manifest", { cache: "no-cache", signal: AbortSignal.timeout(30_000) });
-    if (!answer.ok) throw new Error(String(answer.status));
+    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { told: true });
     const found = answer.headers.get("ETag");
     if (found === tag) return null;
     const manifest = await answer.json();
     tag = found;
     return manifest;
+  }
+
+  function explain(error) {
+    const gone = error instanceof TypeError || error instanceof DOMException;
+    const here = report.runs.length ? "; this is the last that it told." : ".";
+    const said = error.told ? `The run cannot be read: ${error.message}` : "being written anew …";
+    byId("state").textContent = gone ? `The server does not answer${here}` : said;
+  }
+
+  async function first() {
+    for (;;) {
+      try {
+        return await asked();
+      } catch (error) {
+        explain(error);
+        await new Promise((waited) => setTimeout(waited, EVERY));
+      }
+    }
   }
 
   async function follow() {
@@ -71,15 +89,14 @@
       byId("state").textContent = `${done ? "finished" : "live"}, looked at ${new Date().toLocaleTimeString("sv-SE")}`;
     } catch (error) {
       tag = null; // what could not be fetched is asked for again
-      const gone = error instanceof TypeError || error instanceof DOMException;
-      byId("state").textContent = gone ? "The server does not answer; this is the last that it told." : "being written anew …";
+      explain(error);
     }
     setTimeout(follow, EVERY);
   }
 
   byId("state").textContent = "loading …";
   let manifest = report.begin.manifest;
-  if (report.live) manifest = await asked();
+  if (report.live) manifest = await first();
   take(manifest);
   byId("what").textContent = report.runs.length === 1 ? report.runs[0].label : `${report.runs.length} runs`;
   chips();
@@ -95,8 +112,12 @@
     await update();
     byId("state").textContent = "";
   } catch (error) {
-    byId("state").textContent = `This page cannot be shown: ${error.message}`;
-    throw error;
+    if (!report.live) {
+      byId("state").textContent = `This page cannot be shown: ${error.message}`;
+      throw error;
+    }
+    tag = null;
+    explain(error);
   }
   document.body.dataset.ready = "yes";
   if (report.live) setTimeout(follow, EVERY);

@@ -74,6 +74,19 @@
     });
   };
 
+  // 95% of a share with its standard error, within [0, 1]: Wilson's, for as many independent answers as would
+  // have that error (as grpo_dist/evaluation/estimates.py); null where there is none. An error of 0 says
+  // nothing of their number.
+  report.interval = (share, error) => {
+    if (share === null || share === undefined || error === null || error === undefined) return null;
+    const count = (share * (1 - share)) / error ** 2;
+    if (!(count > 0 && count < Infinity)) return [share, share];
+    const width = 1.959964 ** 2 / Math.max(1, count);
+    const centre = (share + width / 2) / (1 + width);
+    const half = Math.sqrt(width * share * (1 - share) + width ** 2 / 4) / (1 + width);
+    return [Math.max(0, centre - half), Math.min(1, centre + half)];
+  };
+
   report.last = (run, name) => {
     const values = run.columns.get(name) || [];
     for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null) return values[i];
