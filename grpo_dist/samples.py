@@ -8,7 +8,6 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_dist.durable import publish
-from grpo_dist.token_values import TokenValues, ValuesOfSamples
+from grpo_dist.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.types import Group, Prompt, Rollout
 
 _PART = "reward/"
 _REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "policy_versions.list.element"]
+_OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
 _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
@@ -92,7 +92,8 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
         columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
     if values:
         own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
-        for name in (f.name for f in fields(TokenValues)):
+        columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
+        for name in _OF_TOKENS if has_tokens(values) else ():
             columns[name] = pa.array([None if v is None else getattr(v, name) for v in own], _FLOATS)
     for name in groups[0].reward_parts if groups else ():
         columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -33,7 +33,8 @@ class Staged:
     taught: frozenset[int]  # groups, by their place in the batch, with an advantage that is not 0
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
-    values: Mapping[int, TokenValues] | None  # by row id; None: not recorded of this step
+    values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
+    tokens_recorded: bool
 
 
 async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> ValuesOfSamples | None:
@@ -42,7 +43,7 @@ async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> V
     """
     if staged.values is None:
         return None
-    logprobs = await policy.token_logprobs() if trained else {}
+    logprobs = await policy.token_logprobs() if trained and staged.tokens_recorded else {}
     return by_sample([s.group for s in staged.source.scored], staged.values, logprobs)
 
 
@@ -82,15 +83,19 @@ class Staging:
 
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
         """In a thread of its own: the loop goes on admitting and receiving groups."""
-        every = self._config.tracking.token_values_every
-        recorded = self._config.tracking.samples and is_due(step + 1, every)
-        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=recorded)
-        values = values_of_rows(updates) if recorded else None
+        tracking = self._config.tracking
+        updates = make_batches(
+            self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=tracking.samples
+        )
+        tokens = is_due(step + 1, tracking.token_values_every)
+        values = values_of_rows(updates, tokens=tokens) if tracking.samples else None
+        if not tokens:  # ranks keep log-probs of rows that have ids
+            updates = [replace(update, row_ids=None) for update in updates]
         rows = sum(map(len, updates))
-        tokens = sum(int(update.lengths.sum()) for update in updates)
+        count = sum(int(update.lengths.sum()) for update in updates)
         taught = frozenset(chain.from_iterable(map(_taught, updates)))
         staged = self._policy.stage(updates)
-        return Staged(staged, rows, tokens, taught, batch, self._inside(kl_coef), values)
+        return Staged(staged, rows, count, taught, batch, self._inside(kl_coef), values, tokens)
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""

@@ -17,9 +17,12 @@ from grpo_dist.types import Group, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """Of one sample that was trained on. ``trainer_logprobs`` None: the step was not trained on."""
+    """Of one sample of a batch that was made to train on. More than ``advantage`` is known of some steps
+    only; ``trainer_logprobs`` None: the step was not trained on.
+    """
 
-    advantages: np.ndarray  # float32 [C]
+    advantage: float  # mean over its tokens
+    advantages: np.ndarray | None = None  # float32 [C]
     ref_logprobs: np.ndarray | None = None  # float32 [C], nats; None: no KL term
     trainer_logprobs: np.ndarray | None = None  # float32 [C], nats, before its update
 
@@ -31,24 +34,40 @@ class TokenValues:
 ValuesOfSamples = Mapping[tuple[str, int], TokenValues]
 
 
-def values_of_rows(updates: Sequence[TrainBatch]) -> dict[int, TokenValues]:
-    """By row id: of every row of ``updates`` of which something is trained."""
-    return {row: values for update in updates for row, values in _of_rows(update)}
+def values_of_rows(updates: Sequence[TrainBatch], *, tokens: bool) -> dict[int, TokenValues]:
+    """By row id: of every row of ``updates`` of which something is trained. ``tokens``: of each of its
+    tokens, too.
+    """
+    return {row: values for update in updates for row, values in _of_rows(update, tokens)}
+
+
+def has_tokens(values: ValuesOfSamples | None) -> bool:
+    """Whether they are of a step whose tokens are recorded."""
+    return any(own.advantages is not None for own in (values or {}).values())
 
 
 def by_sample(
     groups: Sequence[Group], values: Mapping[int, TokenValues], logprobs: Mapping[int, np.ndarray]
 ) -> ValuesOfSamples:
-    """``values`` and the ranks' ``logprobs``, both by row id, as the values of the samples of ``groups``."""
+    """``values`` and the ranks' ``logprobs``, both by row id, as the values of the samples of ``groups``.
+    A scored sample that no update has teaches nothing: its advantage is 0.
+    """
     samples = [(group.prompt.uid, rollout.sample) for group in groups for rollout in group.rollouts]
-    return {samples[row]: own.trained(logprobs.get(row)) for row, own in values.items()}
+    scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
+    found = {sample: TokenValues(0.0) for sample, is_scored in zip(samples, scored, strict=True) if is_scored}
+    return found | {samples[row]: own.trained(logprobs.get(row)) for row, own in values.items()}
 
 
-def _of_rows(update: TrainBatch) -> Iterator[tuple[int, TokenValues]]:
+def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
     assert update.row_ids is not None, "rows without ids are of no sample"
     reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
     mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
-    for i, row in enumerate(update.row_ids.tolist()):
-        own = mask[i]
-        if own.any():
-            yield row, TokenValues(advantages[i][own], None if reference is None else reference[i][own])
+    counts = mask.sum(axis=1)
+    means = np.where(mask, advantages, 0.0).sum(axis=1) / np.maximum(counts, 1)
+    for i, (row, count, mean) in enumerate(zip(update.row_ids.tolist(), counts, means.tolist(), strict=True)):
+        if count and tokens:
+            own = mask[i]
+            known = None if reference is None else reference[i][own]
+            yield row, TokenValues(mean, advantages[i][own], known)
+        elif count:
+            yield row, TokenValues(mean)

@@ -173,7 +173,7 @@ def test_a_table_has_whole_groups_with_what_is_known_of_each_sample():
     rng = np.random.default_rng(0)
     groups = [group(i, rng, samples=16) for i in range(6)]
     nan = group(9, rng, samples=2, rewards=[np.nan, 1.0])
-    values = {("p0", 3): TokenValues(np.array([0.5, 0.5], np.float32))}
+    values = {("p0", 3): TokenValues(0.5, np.array([0.5, 0.5], np.float32))}
     table = table_of("step_000010", groups, values)
     assert len(table.rows) == 64 and {row[0] for row in table.rows} == {"p0", "p1", "p2", "p3"}
     assert table.name == "completions" and table.rows[3][COLUMNS.index("advantage")] == 0.5
@@ -242,7 +242,8 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
     config = fakes.config(tracking=OFF | {"wandb": {"enabled": True, "mode": "offline"}})
     made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
     with Tracker(config, tmp_path) as tracker:
-        tracker.samples("step_000001", [made], {("p0", 0): TokenValues(np.full(3, 0.25, np.float32))})
+        values = {("p0", 0): TokenValues(0.25, np.full(3, 0.25, np.float32))}
+        tracker.samples("step_000001", [made], values)
         tracker.log(1, {"reward/mean": 0.5, "loss/total": float("nan")})
         tracker.log(1, {"eval/held/pass@1": 0.75})
         tracker.samples("step_000002", [made])  # of a step without values: in the run's directory alone

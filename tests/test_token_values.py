@@ -8,12 +8,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import samples_of_groups
+import torch
 
+from grpo_dist.algorithms.advantages import grpo
 from grpo_dist.batching import make_batch, split_updates
 from grpo_dist.driver import run
 from grpo_dist.planning import shard
 from grpo_dist.samples import read_groups, write_groups
-from grpo_dist.token_values import by_sample, values_of_rows
+from grpo_dist.token_values import by_sample, has_tokens, values_of_rows
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def test_values_come_back_to_their_samples_however_rows_are_split(groups):
     updates = split_updates(batch_of(groups), num_groups=4, num_updates=2)
     parts = [part for update in updates for part in shard(update, 2)]
     logprobs = {row: np.full(1, row, np.float32) for part in parts for row in part.row_ids.tolist()}
-    found = by_sample(groups, values_of_rows(parts), logprobs)
+    found = by_sample(groups, values_of_rows(parts, tokens=True), logprobs)
     for g, group in enumerate(groups):
         for i, rollout in enumerate(group.rollouts):
             if np.isnan(group.rewards[i]):
@@ -54,19 +56,21 @@ def test_values_come_back_to_their_samples_however_rows_are_split(groups):
 
 
 def test_without_a_kl_term_and_without_an_update_there_are_advantages_alone(groups):
-    found = by_sample(groups, values_of_rows([batch_of(groups, reference=False)]), {})
+    found = by_sample(groups, values_of_rows([batch_of(groups, reference=False)], tokens=True), {})
     assert all(v.ref_logprobs is None and v.trainer_logprobs is None for v in found.values())
     assert len(found) == 11
 
 
 def test_the_table_has_them_and_reads_back_as_without(groups, tmp_path):
-    values = by_sample(groups, values_of_rows([batch_of(groups)]), {0: np.array([-0.5], np.float32)})
+    logprobs = {0: np.array([-0.5], np.float32)}
+    values = by_sample(groups, values_of_rows([batch_of(groups)], tokens=True), logprobs)
     write_groups(tmp_path / "with.parquet", groups, values)
     write_groups(tmp_path / "without.parquet", groups)
     rows = pq.read_table(tmp_path / "with.parquet").to_pylist()
     assert rows[0]["trainer_logprobs"] == [-0.5] and rows[1]["trainer_logprobs"] is None
     assert rows[4]["advantages"] == [11.0] * len(rows[4]["completion_ids"])
-    assert rows[9]["advantages"] is None  # could not be scored
+    assert rows[4]["advantage"] == 11.0
+    assert rows[9]["advantages"] is None and rows[9]["advantage"] is None  # could not be scored
     assert "advantages" not in pq.read_schema(tmp_path / "without.parquet").names
     prompts = {group.prompt.uid: group.prompt for group in groups}
     again = read_groups(tmp_path / "with.parquet", prompts)
@@ -78,7 +82,7 @@ def test_the_loop_records_them_for_the_steps_that_are_asked_for():
     settings = fakes.config(steps=5, tracking={"token_values_every": 2})
     world = fakes.World()
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
-    recorded = {name: values for name, values in world.values.items() if values is not None}
+    recorded = {name: values for name, values in world.values.items() if has_tokens(values)}
     assert set(recorded) == {"step_000002", "step_000004"}
     for name, values in recorded.items():
         rollouts = [r for group in world.sampled_groups[name] for r in group.rollouts]
@@ -86,11 +90,25 @@ def test_the_loop_records_them_for_the_steps_that_are_asked_for():
         trained = {
             row: values[r.prompt_uid, r.sample].trainer_logprobs[0]
             for row, r in enumerate(rollouts)
-            if (r.prompt_uid, r.sample) in values
+            if values[r.prompt_uid, r.sample].trainer_logprobs is not None
         }
         assert trained and all(row == told for row, told in trained.items())
     unmarked = [batch.row_ids is None for own in world.updates for batch in own]
     assert unmarked == [True, False, True, False, True]
+
+
+def test_the_advantage_of_every_sample_is_recorded_of_every_step():
+    world = fakes.World()
+    settings = fakes.config(steps=3, tracking={"token_values_every": 0}, algorithm={"advantage": "grpo"})
+    asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
+    assert all(batch.row_ids is None for own in world.updates for batch in own)
+    for name, values in world.values.items():
+        assert not has_tokens(values)
+        for group in world.sampled_groups[name]:
+            ids = torch.zeros(len(group.rewards), dtype=torch.long)
+            expected = grpo(torch.from_numpy(group.rewards.copy()), ids)
+            told = [values[group.prompt.uid, i].advantage for i in range(len(group.rewards))]
+            np.testing.assert_allclose(told, expected, atol=1e-6)
 
 
 def test_phases_of_a_step_are_recorded_in_their_order():

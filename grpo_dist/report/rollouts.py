@@ -72,6 +72,7 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
         wanted = columns or [
             *_OWN,
             "completion_ids",
+            "advantage",
             "advantages",
             *(n for n in names if n.startswith(_PART)),
         ]
@@ -151,7 +152,11 @@ def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
 
 
 def _advantages(table: pa.Table) -> list[float | None]:
-    """Mean over the tokens of each sample; most estimators give every token the same."""
+    """Mean over the tokens of each sample; most estimators give every token the same. Older tables have it
+    only by token.
+    """
+    if "advantage" in table.schema.names:
+        return [_rounded(value) for value in table["advantage"].to_pylist()]
     found = lists_of(table, "advantages")
     return [None if own is None or not len(own) else _rounded(float(np.mean(own))) for own in found]
 

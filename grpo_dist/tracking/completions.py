@@ -42,7 +42,7 @@ def _rows(group: Group, values: ValuesOfSamples) -> Iterator[Row]:
     prompt = group.prompt
     for rollout, reward, outcome in zip(group.rollouts, group.rewards, group.outcomes, strict=True):
         known = values.get((prompt.uid, rollout.sample))
-        advantage = None if known is None else float(known.advantages.mean())
+        advantage = None if known is None else known.advantage
         scored = None if np.isnan(reward) else float(reward)
         yield (
             prompt.uid, rollout.sample, prompt.text, rollout.text, prompt.answer, outcome, scored, advantage,

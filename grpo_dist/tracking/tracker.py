@@ -33,7 +33,7 @@ from grpo_dist.ledger import LEDGER, Account
 from grpo_dist.profiling import TIMELINE, write_timeline
 from grpo_dist.samples import write_groups
 from grpo_dist.step_lines import StepLines
-from grpo_dist.token_values import ValuesOfSamples
+from grpo_dist.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.tracking.completions import step_of, table_of
 from grpo_dist.tracking.metrics_file import METRICS, MetricsFile
 from grpo_dist.tracking.mlflow_run import MlflowRun
@@ -108,13 +108,13 @@ class Tracker:
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
         """Written beside the loop. Raises what went wrong with an earlier table. Trackers get those of
-        evaluations, and of steps with ``values``.
+        evaluations, and of steps with ``values`` of tokens.
         """
         if self._samples_dir is None:
             return
         path = self._samples_dir / f"{name}.parquet"
         self._writer.submit(lambda: write_groups(path, groups, values))
-        if self._sinks and (values is not None or name.startswith("eval_")):
+        if self._sinks and (has_tokens(values) or name.startswith("eval_")):
             table = table_of(name, groups, values)
             for sink in self._sinks:
                 sink.table(step_of(name), table)

@@ -68,7 +68,7 @@
     byId("colour").disabled = !open.tokens;
     const every = open.part.run.manifest.about.config["tracking.token_values_every"];
     const missing = open.tokens && !open.part.entry.recorded && open.part.entry.kind === "training";
-    const said = missing ? `Ratio, advantage and KL are not recorded of this step${every ? ` (tracking.token_values_every = ${every})` : ""}.` : "";
+    const said = missing ? `Ratio, KL and advantages of tokens are not recorded of this step${every ? ` (tracking.token_values_every = ${every})` : ""}.` : "";
     byId("group-said").textContent = open.why || said;
   }
 
