@@ -62,12 +62,11 @@ def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValue
     assert update.row_ids is not None, "rows without ids are of no sample"
     reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
     mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
-    counts = mask.sum(axis=1)
-    means = np.where(mask, advantages, 0.0).sum(axis=1) / np.maximum(counts, 1)
-    for i, (row, count, mean) in enumerate(zip(update.row_ids.tolist(), counts, means.tolist(), strict=True)):
-        if count and tokens:
-            own = mask[i]
-            known = None if reference is None else reference[i][own]
-            yield row, TokenValues(mean, advantages[i][own], known)
-        elif count:
-            yield row, TokenValues(mean)
+    for i, row in enumerate(update.row_ids.tolist()):  # row by row: a step is hundreds of megabytes
+        own = mask[i]
+        if not own.any():
+            continue
+        trained = advantages[i][own]
+        mean = float(trained.mean(dtype=np.float64))
+        known = None if reference is None or not tokens else reference[i][own]
+        yield row, TokenValues(mean, trained if tokens else None, known)
