@@ -1,6 +1,9 @@
 """What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 from test_placement import config, shape
@@ -169,11 +172,13 @@ def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(m
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
-def test_the_address_of_a_job_server_is_refused_in_words(monkeypatch):
-    """As it is set to submit; Ray itself raises ValueError."""
-    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:1: no Ray cluster answers there"):
-        cluster.check_fits(shape(1, 1))
+def test_the_address_of_a_job_server_is_refused_in_words(here):
+    """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]
+    environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2, done.stderr
+    assert "error: cluster.address = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
 def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
