@@ -19,6 +19,7 @@ import yaml
 
 from grpo_dist.durable import write_text
 from grpo_dist.secrets import masked
+from grpo_dist.units import GIB
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = (
@@ -42,7 +43,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": {name: version for name in _PACKAGES if (version := installed(name))},
         "cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
         "gpus": _gpus(),
         "git": _commit(Path(__file__).parent),
     }
@@ -87,7 +88,7 @@ def _asked_of_the_driver() -> list[str]:
     try:
         handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
         return [
-            f"{pynvml.nvmlDeviceGetName(own)}, {pynvml.nvmlDeviceGetMemoryInfo(own).total / 2**30:.0f} GiB"
+            f"{pynvml.nvmlDeviceGetName(own)}, {pynvml.nvmlDeviceGetMemoryInfo(own).total / GIB:.0f} GiB"
             for own in handles
         ]
     finally:

@@ -19,6 +19,7 @@ from threading import Lock
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from grpo_dist.units import GIB
 from grpo_dist.usage import Span, Usage
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -142,7 +143,7 @@ class LiveView:
             if role in self._used:
                 busy, most = self._used[role]
                 parts.append(f"{_bar(busy, _BUSY_CELLS):<{_BUSY_CELLS}} {busy:4.0%} busy")
-                parts.append(f"{most / 2**30:.1f} GiB")
+                parts.append(f"{most / GIB:.1f} GiB")
             if count := self._replaced.get(role):
                 parts.append(f"{count} replaced")
             if lost:
