@@ -135,15 +135,16 @@ class Chaos:
         found = {
             "finished": verdict.unfinished(lines, steps),
             "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP),
-            "fresh": verdict.stale(run_dir, steps, self._staleness) or verdict.mismatched(lines),
+            "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "noticed": verdict.unnoticed(mine),
             "survived": verdict.ended(mine),
             "named": verdict.silent(mine, said),
             "orphans": verdict.orphans(job.family, _AGENTS_S),
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
-            # A sample that nobody could score is another number, and rightly so.
-            "same numbers": None if lost else other,
+            # A sample that nobody could score is another number, and rightly so; and when weights come to
+            # samples in flight is a matter of moments.
+            "same numbers": None if lost or self._in_flight else other,
         }
         self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
         for name, problem in found.items():
@@ -152,13 +153,22 @@ class Chaos:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
         self._problems += [f"{name}: {problem}" for name, problem in found.items() if problem]
 
+    def _mismatched(self, lines: verdict.Lines) -> str | None:
+        """Samples that may be older than the weights have other log-probs under these."""
+        return None if self._staleness else verdict.mismatched(lines)
+
     @property
     def _staleness(self) -> int:
-        """What the overrides allow."""
-        given = [
-            text.partition("=")[2] for text in self._options.overrides if text.startswith("max_staleness=")
-        ]
-        return int(given[-1]) if given else 0
+        return int(self._override("max_staleness", "0"))
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._override("weight_sync.mode", "drain") == "keep"
+
+    def _override(self, key: str, default: str) -> str:
+        """What the command line says of ``key``, which `job.yaml` does not set."""
+        given = dict(text.split("=", 1) for text in self._options.overrides)
+        return given.get(key, default)
 
     def _left_in_memory(self) -> str | None:
         in_use = _mapped() if self._place.refusal else ()  # then others are at work there, too

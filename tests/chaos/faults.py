@@ -243,6 +243,7 @@ def in_steps(refusal: str | None) -> list[Fault]:
     ]
     hurt += [
         Worker("rollout", signal.SIGKILL, at="receive_weights"),
+        Worker("rollout", signal.SIGSTOP, at="receive_weights"),
         Worker("policy", signal.SIGKILL, at="send_weights"),
     ]
     ends: list[Fault] = [Driver(signal.SIGKILL), Driver(signal.SIGTERM), FullDisk(refusal), TornFile()]
