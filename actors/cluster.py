@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.engine import EngineSpec
-from actors.fitting import bundles, too_large
+from actors.fitting import Node, bundles, too_large
 from actors.placement import Demand, Devices, Resources, describe, placement, ranks_beside, share_out
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
@@ -34,7 +34,7 @@ from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
-from actors.room import Room, nodes
+from actors.room import Room, expected
 from actors.supervision import Team, reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
@@ -84,10 +84,11 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     cluster has, before anything is started.
     """
     if address_of(config) == "local" and not ray.is_initialized():
-        here, has, found = True, _local_resources(config), None
+        found, here, has = None, True, _local_resources(config)
     else:
         owns = _connect(config)
-        here, has, found = _is_this_machine(), _resources(shared=True), nodes()
+        found = expected(config)
+        here, has = _is_this_machine() and config.cluster.grows_to is None, _resources(found, shared=True)
         if owns:
             ray.shutdown()
     if training and here:
@@ -396,8 +397,10 @@ class Cluster:
         end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
         while True:
             try:
-                demands = placement(self._config, _resources(shared=self._shared), training=training)
-                if problem := too_large(bundles(demands), nodes()):
+                has = expected(self._config)
+                resources = _resources(has, shared=self._shared)
+                demands = placement(self._config, resources, training=training)
+                if problem := too_large(bundles(demands), has):
                     raise UserError(f"cluster: {problem}")
                 return demands
             except UserError as error:
@@ -438,11 +441,11 @@ def _local_resources(config: Config) -> Resources:
     return Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
 
 
-def _resources(*, shared: bool) -> Resources:
-    """Of the cluster that this process has joined; ``shared``: see `Resources`."""
-    has = ray.cluster_resources()
-    most = int(max(node.cpus for node in nodes()))
-    return Resources(int(has.get("CPU", 1)), int(has.get("GPU", 0)), max(most, 1), shared)
+def _resources(has: Sequence[Node], *, shared: bool) -> Resources:
+    """Of all nodes of a cluster; ``shared``: see `Resources`."""
+    cpus, gpus = (int(sum(each)) for each in ((node.cpus for node in has), (node.gpus for node in has)))
+    most = int(max(node.cpus for node in has))
+    return Resources(max(cpus, 1), gpus, max(most, 1), shared)
 
 
 def _is_this_machine() -> bool:

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from actors.placement import Demand, Resources, placement
-from grpo_dist.config import Config
+from grpo_dist.config import Config, Grown
 from grpo_dist.config_files import changed
 from grpo_dist.errors import UserError
 
@@ -68,6 +68,15 @@ def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
     return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
 
 
+def grown(nodes: Sequence[Node], to: Grown | None) -> list[Node]:
+    """With those that an autoscaler adds when somebody asks for more than there is."""
+    if to is None:
+        return list(nodes)
+    there = sum(node.cpus >= to.cpus and node.gpus >= to.gpus for node in nodes)
+    each = Node("an added node", to.cpus, to.gpus, to.cpus, to.gpus)
+    return [*nodes, *[each] * (to.nodes - there)]
+
+
 def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
     """Whether there is room for all at once: largest first, each on the fullest node that takes it."""
     free = [[node.free_gpus, node.free_cpus] for node in nodes]
@@ -117,6 +126,12 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         "and has",
         *(f"  {node}" for node in nodes),
     ]
+    if to := config.cluster.grows_to:
+        lines.append(
+            f"It has not grown to {to.nodes} node(s) with {to.gpus} GPU(s) and {to.cpus} CPU(s) each, as "
+            "`cluster.grows_to` says; see what its autoscaler says (`ray status`), or raise the deadline"
+        )
+        return UserError("\n".join(lines))
     near = nearest(config, nodes, training="policy" in asked)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))

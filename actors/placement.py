@@ -171,7 +171,7 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
     raise UserError(
         f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; {colocate}lower "
         "`policy.num_workers`, `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
-        "`rewards.models`, or add nodes"
+        "`rewards.models`, or add nodes (`cluster.grows_to`: an autoscaler does)"
     )
 
 
@@ -187,7 +187,7 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
     if tensor_parallel_size > 1:
         raise UserError(
             f"`rollout.tensor_parallel_size` = {tensor_parallel_size} needs GPUs, and the cluster has none; "
-            "use 1"
+            "use 1, or set `cluster.grows_to` where an autoscaler adds them"
         )
 
 

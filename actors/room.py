@@ -24,7 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.fitting import Bundle, Node, bundles, no_room, too_large
+from actors.fitting import Bundle, Node, bundles, grown, no_room, too_large
 from actors.placement import Demand
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
@@ -50,7 +50,7 @@ class Room:
         wanted = bundles(demands)
         if not wanted:
             return cls([], None)
-        if problem := too_large(wanted, nodes()):
+        if problem := too_large(wanted, expected(config)):
             raise UserError(f"cluster: {problem}")
         group = placement_group(
             [_resources(bundle) for bundle in wanted], strategy="PACK", name=f"grpo-dist-{config.name}"
@@ -126,6 +126,11 @@ def nodes() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+def expected(config: Config) -> list[Node]:
+    """`nodes`, and those that an autoscaler adds."""
+    return grown(nodes(), config.cluster.grows_to)
 
 
 def _free() -> str:

@@ -9,9 +9,10 @@ import pytest
 from test_placement import config, shape
 
 from actors import cluster
-from actors.fitting import Bundle, Node, bundles, fits, nearest, no_room, too_large
+from actors.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
 from actors.placement import Resources, placement
 from actors.room import Room
+from grpo_dist.config import Grown
 from grpo_dist.errors import UserError
 
 GPU = Bundle("policy", gpus=1, cpus=1)
@@ -152,6 +153,20 @@ def test_room_that_came_too_late_is_said():
     assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")
 
 
+def test_nodes_that_an_autoscaler_adds_count_once():
+    to = Grown(nodes=2, gpus=8, cpus=64)
+    head, worker = node("head", 0, 0, cpus=4), node("a", 8, 2)
+    assert grown([head], None) == [head]
+    names = [n.name for n in grown([head, worker], to)]
+    assert names == ["head", "a", "an added node"]
+    assert grown([worker, worker, worker], to) == [worker] * 3
+    asked = shape(1, 1, where="separate")
+    asked = asked.model_copy(update={"cluster": asked.cluster.model_copy(update={"grows_to": to})})
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
+    told = str(no_room(asked, wanted, [head], 1.0)).splitlines()
+    assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
+
+
 def test_an_evaluation_has_engines_alone():
     asked = shape(4, 4, where="separate")
     assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
@@ -161,10 +176,10 @@ def test_an_evaluation_has_engines_alone():
 
 
 def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
-    gpus = iter([8, 8, 16])
+    a, b = node("a", 8, 8), node("b", 8, 8)
+    there = iter([[a], [a], [a, b]])
     monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
-    monkeypatch.setattr(cluster, "_resources", lambda shared: Resources(64, next(gpus), 64, shared))
-    monkeypatch.setattr(cluster, "nodes", lambda: [node("a", 8, 8), node("b", 8, 8)])
+    monkeypatch.setattr(cluster, "expected", lambda config: next(there))
     ours = cluster.Cluster(shape(8, 8, where="separate"))
     with pytest.raises(UserError, match="16 GPUs are needed"):
         asyncio.run(ours._placed(training=True))

@@ -167,8 +167,7 @@ def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_o
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "_connect", lambda config: connects)
-    monkeypatch.setattr(cluster, "nodes", lambda: [Node("a", 4, 0, 4, 0)])
-    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 4.0})
+    monkeypatch.setattr(cluster, "expected", lambda config: [Node("a", 4, 0, 4, 0)])
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
 
     async def demanded():

@@ -1,9 +1,10 @@
-"""A run in a cluster of several nodes: the room it takes with another job there (`rooms_on_nodes`), and an
-object store that is too small (`spilled_on_nodes`).
+"""A run in a cluster of several nodes: the room it takes with another job there (`rooms_on_nodes`), an
+autoscaler (`grown_on_nodes`), and an object store that is too small (`spilled_on_nodes`).
 """
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def on_nodes(script):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+def on_nodes(script, **variables):
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | variables
     command = [sys.executable, str(ROOT / "tests" / script)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
@@ -40,6 +41,15 @@ def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
     ]
     assert "waiting for room in the cluster (2 of 60 s): " in run.stderr
     assert "of 1 s): " not in run.stderr  # a short wait is not told of
+
+
+def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    run = on_nodes("grown_on_nodes.py", **token)
+    told = run.stdout.splitlines()
+    assert told[0].endswith("or set `cluster.grows_to` where an autoscaler adds them")
+    assert told[1:] == ["grown to 2 nodes"]
+    assert "waiting for room in the cluster (2 of 180 s): " in run.stderr
 
 
 def test_batches_beyond_the_object_store_are_spilled_and_come_to_their_rank_whole():

@@ -9,7 +9,7 @@ is only the shape, the ranges and the cross-checks. It imports neither torch nor
 from grpo_dist.config.algorithm import KL, Algorithm, Correction
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 from grpo_dist.config.bench import Bench, Lengths
-from grpo_dist.config.cluster import Cluster, Restarts, Timeouts
+from grpo_dist.config.cluster import Cluster, Grown, Restarts, Timeouts
 from grpo_dist.config.data import Batch, Data, DataSource, DynamicSampling, Model, Sampling
 from grpo_dist.config.following import Checkpoint, Evaluation, Health, Mlflow, Profile, Tracking, Wandb
 from grpo_dist.config.rewards import Gated, Reward, RewardModel, Rewards
@@ -44,6 +44,7 @@ __all__ = [
     "Evaluation",
     "Fraction",
     "Gated",
+    "Grown",
     "Health",
     "Lengths",
     "LoRA",

@@ -48,6 +48,14 @@ class Restarts(Section):
         return self
 
 
+class Grown(Section):
+    """What an autoscaler makes of the cluster: so many nodes of one kind, beside the head."""
+
+    nodes: PositiveInt
+    cpus: PositiveInt = Field(description="of each")
+    gpus: Count = Field(0, description="of each")
+
+
 class Cluster(Section):
     """Ray, and who has which devices."""
 
@@ -59,6 +67,11 @@ class Cluster(Section):
         "auto",
         description="colocated: engines and policy ranks take turns on the same GPUs, or on all CPU threads; "
         "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
+    )
+    grows_to: Grown | None = Field(
+        None,
+        description="the cluster adds nodes up to this when somebody asks for room (an autoscaler): they are "
+        "counted as if they were there, and waited for, `timeouts.room_s` at most; null: it is as it is",
     )
     timeouts: Timeouts = Timeouts()
     restarts: Restarts = Restarts()
