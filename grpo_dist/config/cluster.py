@@ -49,9 +49,9 @@ class Restarts(Section):
 
 
 class Grown(Section):
-    """What an autoscaler makes of the cluster: so many nodes of one kind, beside the head."""
+    """What an autoscaler makes of the cluster: nodes of one kind."""
 
-    nodes: PositiveInt
+    nodes: PositiveInt = Field(description="beside a head that has less")
     cpus: PositiveInt = Field(description="of each")
     gpus: Count = Field(0, description="of each")
 
