@@ -158,7 +158,7 @@ def test_recovery_is_the_one_in_its_place_and_a_further_step():
     event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
     assert not event.look(job)
     job.lines = [
-        SimpleNamespace(at=3.0, text="(raylet) A worker died.rollout-0 is lost (killed); restart 1 in 1 s"),
+        SimpleNamespace(at=3.0, text="(raylet) A worker died.\x1b[0mrollout-0 is lost (killed); restart 1"),
         SimpleNamespace(at=9.0, text="rollout-0 serves again"),
     ]
     assert event.look(job)

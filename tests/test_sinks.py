@@ -299,6 +299,7 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
     directory = tmp_path / "runs" / "one"
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text("steps: 6\n")
@@ -314,9 +315,12 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
         Tracker(longer, directory, start=1, wandb_id=first.wandb_id) as second,
     ):
         second.log(2, {"reward/mean": 0.6})
+        second.samples("eval_held_step_000000", [made])  # a step that is repeated
+        second.samples("eval_held_step_000001", [made])
         raise RuntimeError("its own")
     assert not (directory / EVENTS).exists(), (directory / EVENTS).read_text()
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/runs/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client = MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
     rewards = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(m.step, m.value) for m in rewards] == [(1, 0.5), (2, 0.6)]
@@ -325,3 +329,9 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
     assert run.info.status == "FAILED" and run.info.run_name == config.name
     files = {f.path for f in client.list_artifacts(run.info.run_id)}
     assert files >= {"config.yaml", "metrics.jsonl", "completions"}
+    experiment, held = run.info.experiment_id, "completions/held/step_000000.json"
+    shown = client.load_table(experiment, artifact_file=held, run_ids=[run.info.run_id])
+    assert shown["reward"].tolist()[:3] == [0.0, 1.0, 0.5] and len(shown) == 4
+    named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert [table["path"][-11:] for table in named] == ["000000.json", "000001.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns where it was started

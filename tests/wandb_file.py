@@ -16,7 +16,7 @@ _WRITTEN_S = 30.0
 
 
 def records(path: Path) -> list[Any]:
-    """Protocol buffers of one `.wandb` file."""
+    """Protocol buffers of one `.wandb` file, as far as it is written."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, found = path.read_bytes(), 7, b"", []
@@ -26,6 +26,8 @@ def records(path: Path) -> list[Any]:
             at += left
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + _HEADER])
+        if at + _HEADER + length > len(data):
+            break
         part, at = data[at + _HEADER : at + _HEADER + length], at + _HEADER + length
         parts = part if kind in (_FULL, _FIRST) else parts + part
         if kind in (_FULL, _LAST):
@@ -37,7 +39,7 @@ def offline_run(directory: Path) -> list[Any]:
     """Records of the run in ``directory``; its writer, a process of its own, may be a moment behind."""
     (path,) = directory.glob("offline-run-*/*.wandb")
     until = time.monotonic() + _WRITTEN_S
-    while (found := records(path))[-1].WhichOneof("record_type") != "exit":
+    while not (found := records(path)) or found[-1].WhichOneof("record_type") != "exit":
         assert time.monotonic() < until, f"{path}: no end after {_WRITTEN_S:g} s"
         time.sleep(0.1)
     return found

@@ -4,11 +4,11 @@ resumed.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.tracking.completions import COLUMNS, Table
@@ -16,7 +16,7 @@ from grpo_dist.tracking.metrics_file import METRICS
 from grpo_dist.tracking.settings import flat
 
 _TAG = "grpo_dist.id"
-_PARAMS_A_CALL, _LONGEST = 100, 6000  # its own limits
+_PARAMS_A_CALL, _LONGEST, _LONGEST_TAG = 100, 6000, 8000  # its own limits
 _FILES = ("config.yaml", "environment.json")
 
 
@@ -24,9 +24,14 @@ class MlflowRun:
     def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
         """``run_id``: the run that was tagged with it goes on."""
         from mlflow.tracking import MlflowClient
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         settings = config.tracking.mlflow
-        self._client, self._run_dir = MlflowClient(tracking_uri=settings.uri or _beside(run_dir)), run_dir
+        here = not (settings.uri or os.environ.get("MLFLOW_TRACKING_URI"))
+        # With neither, all runs of `output_dir` have one database, and their files a directory beside it.
+        beside = run_dir.absolute().parent if here else None
+        self._client = MlflowClient(tracking_uri=f"sqlite:///{beside}/mlflow.db" if beside else settings.uri)
+        self._files, self._run_dir = beside and beside / "mlflow", run_dir
         experiment = self._experiment(settings.experiment)
         found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
         run = (
@@ -36,6 +41,7 @@ class MlflowRun:
         )
         self._id: str = run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
+        self._tables = json.loads(run.data.tags.get(MLFLOW_LOGGED_ARTIFACTS, "[]"))
         self._describe(config, known=set(run.data.params))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -47,10 +53,17 @@ class MlflowRun:
         )
 
     def table(self, step: int, table: Table) -> None:
-        columns: dict[str, list[Any]] = {
-            name: [row[i] for row in table.rows] for i, name in enumerate(COLUMNS)
-        }
-        self._client.log_table(self._id, columns, f"{table.name}/step_{step:06d}.json")
+        """Of a step that is repeated it takes the place of the one before; `log_table` would append."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+
+        path = f"{table.name}/step_{step:06d}.json"
+        self._client.log_dict(self._id, {"columns": COLUMNS, "data": table.rows}, path)
+        named = {"path": path, "type": "table"}  # by which its pages know a table
+        if named not in self._tables:
+            self._tables.append(named)
+            while len(json.dumps(self._tables)) > _LONGEST_TAG:
+                del self._tables[0]  # its file stays
+            self._client.set_tag(self._id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(self._tables))
 
     def close(self, *, failed: bool) -> None:
         self._client.log_artifact(self._id, str(self._run_dir / METRICS))
@@ -62,7 +75,8 @@ class MlflowRun:
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
-                return str(self._client.create_experiment(name))
+                location = self._files and self._files.as_uri()
+                return str(self._client.create_experiment(name, artifact_location=location))
             except MlflowException:  # another run has made it meanwhile
                 found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id)
@@ -77,15 +91,6 @@ class MlflowRun:
         for name in _FILES:
             if (self._run_dir / name).is_file():
                 self._client.log_artifact(self._id, str(self._run_dir / name))
-
-
-def _beside(run_dir: Path) -> str | None:
-    """Where neither the configuration nor MLFLOW_TRACKING_URI names a place: one file for all runs of
-    `output_dir`.
-    """
-    return (
-        None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{run_dir.absolute().parent}/mlflow.db"
-    )
 
 
 def _allowed(name: str) -> str:

@@ -62,8 +62,8 @@ class Event:
 
     def _said(self, job: Job, words: str) -> float | None:
         """When the job first said so of this role, after this event. What Ray prints from a thread of its own
-        may stand before it in the same line.
+        may stand before it in the same line, up to the "m" that ends a colour.
         """
-        of_role = re.compile(rf"\b{self.role}-\d+ {words}")
+        of_role = re.compile(rf"{self.role}-\d+ {words}")
         lines = (line for line in list(job.lines) if line.at > self.at)
         return next((line.at for line in lines if of_role.search(line.text)), None)
