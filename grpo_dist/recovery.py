@@ -49,7 +49,8 @@ class Recovery:
     ) -> None:
         self._config, self._cluster, self._record = config, cluster, record
         self._newest, self._model_dir = newest, model_dir
-        self._budget = Budget(config.cluster.restarts)
+        # Of the loop: that of a simulated run is not the machine's.
+        self._budget = Budget(config.cluster.restarts, clock=lambda: asyncio.get_running_loop().time())
         self._avoid: set[int] = set()
 
     async def carry_through(

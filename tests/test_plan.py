@@ -17,6 +17,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.plan.accelerators import ACCELERATORS, card_called, parse_cluster
 from grpo_dist.plan.calibration import calibrate
 from grpo_dist.plan.command import make_plan
+from grpo_dist.plan.disturbances import Slow
 from grpo_dist.plan.memory import Sizes
 from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Setting, option_of, planned
@@ -437,6 +438,18 @@ def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
     assert "best splits on 1x2xH100" in printed(made)
 
 
+def test_what_goes_wrong_is_planned_too():
+    slow = Slow(engines=1, engine=2.0, rank=1.5)
+    c = wide(checkpoint={"every": 10}, policy={"num_workers": 2}, steps=100)
+    calm = make_plan(c, "1x4xH100", prompt_tokens=100, split=False)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=slow, failure_hours=20)
+    assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
+    text = printed(made)
+    assert "slow: 1 engine(s), 2 times as long" in text and "slow: a policy rank, 1.5 times as long" in text
+    assert "losses of policy ranks: one every 10.0 h costs 2." in text
+    assert "slow" not in printed(calm) and "losses" not in printed(calm)
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -444,6 +457,10 @@ def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
+        (["--cluster", "1x8xH100", "--slow-engines", "2"], ["--slow-engines 2", "COUNTxFACTOR"]),
+        (["--cluster", "1x8xH100", "--slow-engines", "99x2"], ["--slow-engines 99x2", "at most"]),
+        (["--cluster", "1x8xH100", "--slow-engines", "1x0.5"], ["--slow-engines 1x0.5", "1 or more"]),
+        (["--cluster", "1x8xH100", "--slow-rank", "nan"], ["--slow-rank nan"]),
         (["--cluster", "1x8xH100", "--bench", "nothing.json"], ["nothing.json", "cannot be read"]),
         (["--cluster", "1x8xH100", "model.path=some/model"], ["some/model", "whose sizes are known"]),
         (["--cluster", "1x1xL4", "model.path=Qwen/Qwen2.5-72B"], ["gsm8k-qwen2.5-1.5b on 1x1xL4"]),

@@ -10,6 +10,7 @@ from fakes import config
 
 from grpo_dist.plan import clock
 from grpo_dist.plan.clock import run_virtually
+from grpo_dist.plan.disturbances import Slow, rank_losses
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.rates import Reached
 from grpo_dist.plan.simulation import Scenario, simulate
@@ -51,11 +52,14 @@ class Times:
         return self.reference
 
 
-def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, **changes):
+def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
     changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
     workload = Workload(20, config().bench.lengths, 1000, measured=tuple(measured) or (length,))
-    return simulate(Scenario(config(**changes), times, workload, seats, colocated, steps=steps))
+    goes_wrong = goes_wrong or {}
+    return simulate(Scenario(config(**changes), times, workload, seats, colocated, steps=steps, **goes_wrong))
 
+
+NO_BACK_OFF = {"restarts": {"backoff_s": 1e-6}}
 
 # The clock
 
@@ -248,6 +252,43 @@ def test_lost_engines_are_replaced_and_no_sample_is_lost():
     calm = run(Times(), measured=[30, 300], rollout={"num_workers": 3}, steps=8)
     assert found.step_s > calm.step_s
     assert simulate(scenario).ends == found.ends  # the same seed, the same failures
+
+
+def test_who_is_slow_is_waited_for():
+    """A step takes 1.0 s to sample, 0.5 to score, 2.0 to update and 0.3 to sync."""
+    two = {"rollout": {"num_workers": 2}}
+    assert run(Times(), **two).step_s == pytest.approx(3.8)
+    slow_engine = run(Times(), goes_wrong={"slow": Slow(engines=1, engine=2.0)}, **two)
+    assert slow_engine.step_s == pytest.approx(4.8)
+    slow_rank = run(Times(), goes_wrong={"slow": Slow(rank=1.5)}, **two)
+    assert slow_rank.step_s == pytest.approx(4.8)
+
+
+def test_what_a_lost_rank_costs_is_what_the_loop_spends_on_it():
+    """Five steps of 3.8 s between checkpoints: 9.5 s come again on average, and 20 s until all are back."""
+    settings, steps = {"checkpoint": {"every": 5}, "policy": {"num_workers": 2}}, 240
+    wrong = {"rank_lost_every_s": 50.0, "restart_s": 20.0}
+    found = run(Times(), goes_wrong=wrong, steps=steps, cluster=NO_BACK_OFF, **settings)
+    assert found.gone_back > 8 and len(found.ends) == steps + 1
+    spent = (found.step_s * steps - 3.8 * steps) / found.gone_back
+    formula = rank_losses(config(**settings), step_s=3.8, lost_every_s=100.0, restart_s=20.0)
+    assert formula.every_s == 50.0 and formula.cost_s == pytest.approx(29.5)
+    # A moment within 19 s has a standard deviation of 5.5 s; of the mean, 5.5 / sqrt(losses).
+    assert abs(spent - formula.cost_s) < 3 * 5.5 / found.gone_back**0.5 + 0.5
+    assert formula.share == pytest.approx(29.5 / 79.5)
+    assert rank_losses(config(), step_s=3.8, lost_every_s=0.0, restart_s=20.0) is None
+
+
+def test_a_thousand_gpus_lose_ranks_and_get_there():
+    lost = {"rank_lost_every_s": 60.0, "lost_every_s": 3000.0, "restart_s": 30.0}
+    shape = {"rollout": {"num_workers": 256}, "policy": {"num_workers": 512}}
+    batch = {"prompts_per_step": 256, "samples_per_prompt": 8}
+    found = run(
+        Times(step=0.02, score=0.1, update=8.0), measured=(100, 900), steps=6, goes_wrong=lost,
+        max_staleness=1, batch=batch, cluster=NO_BACK_OFF, checkpoint={"every": 2}, **shape,
+    )  # fmt: skip
+    assert found.gone_back > 0 and found.lost > 0 and found.samples == 256 * 8
+    assert any(span.stage == "restart" for span in found.bars["policy"])
 
 
 def test_dynamic_sampling_draws_further_groups():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.plan.calibration import calibrate
+from grpo_dist.plan.disturbances import EVEN, Slow
 from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Option, Planned, Setting, option_of, planned
 from grpo_dist.plan.sweep import best, cells
@@ -41,13 +43,16 @@ def make_plan(
     price: float | None = None,
     prompt_tokens: int | None = None,
     failure_hours: float = 0.0,
+    slow: Slow = EVEN,
     split: bool = True,
     sweep: bool = False,
 ) -> Plan:
-    """``failure_hours``: mean time between failures of a GPU, 0: none; ``split``: look for the best split of
+    """``failure_hours``: mean time between failures of a GPU, 0: none; ``slow``: who is slower than the
+    others; ``split``: look for the best split of
     GPUs; ``sweep``: with other batches and staleness, too. Raises UserError.
     """
-    setting = _setting(config, parse_cluster(cluster, price=price), bench, prompt_tokens, failure_hours)
+    shape = parse_cluster(cluster, price=price)
+    setting = _setting(config, shape, bench, prompt_tokens, failure_hours, slow)
     option, refused = None, ""
     try:
         option = option_of(config, setting)
@@ -71,6 +76,8 @@ def plan(
     price: float | None,
     prompt_tokens: int | None,
     failure_hours: float,
+    slow_engines: str | None,
+    slow_rank: float,
     sweep: bool,
     timeline: str | None,
 ) -> None:
@@ -82,6 +89,7 @@ def plan(
         price=price,
         prompt_tokens=prompt_tokens,
         failure_hours=failure_hours,
+        slow=_slow(config, slow_engines, slow_rank),
         sweep=sweep,
     )
     from grpo_dist.plan import timeline as trace
@@ -95,7 +103,12 @@ def plan(
 
 
 def _setting(
-    config: Config, cluster: ClusterShape, bench: Path | None, prompt_tokens: int | None, failure_hours: float
+    config: Config,
+    cluster: ClusterShape,
+    bench: Path | None,
+    prompt_tokens: int | None,
+    failure_hours: float,
+    slow: Slow,
 ) -> Setting:
     for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
         if value is not None and (value < 0 or (option == "--prompt-tokens" and value < 1)):
@@ -110,7 +123,24 @@ def _setting(
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
     workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
-    return Setting(cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S)
+    return Setting(cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow)
+
+
+def _slow(config: Config, engines: str | None, rank: float) -> Slow:
+    """``engines``: COUNTxFACTOR."""
+    count, sign, factor = (engines or "0x1").partition("x")
+    try:
+        slow = Slow(int(count), float(factor), rank)
+    except ValueError:
+        sign = ""
+    if not sign or not 0 <= slow.engines <= config.rollout.num_workers or not 1 <= slow.engine < math.inf:
+        raise UserError(
+            f"--slow-engines {engines}: expected COUNTxFACTOR, at most {config.rollout.num_workers} engines "
+            "(`rollout.num_workers`) and a factor of 1 or more, e.g. 1x1.5"
+        )
+    if not 1 <= rank < math.inf:
+        raise UserError(f"--slow-rank {rank:g}: expected a factor of 1 or more, e.g. 1.5")
+    return slow
 
 
 def _own_first(config: Config, found: list[Planned]) -> list[Planned]:

@@ -10,6 +10,7 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import changed
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.calibration import Calibration
+from grpo_dist.plan.disturbances import EVEN, Slow
 from grpo_dist.plan.memory import (
     USABLE,
     EngineFootprint,
@@ -40,6 +41,7 @@ class Setting:
     workload: Workload
     calibration: Calibration | None
     lost_every_s: float = 0.0
+    slow: Slow = EVEN
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         colocated=roles.colocated and bool(cluster.gpus),
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         lost_every_s=setting.lost_every_s / config.rollout.tensor_parallel_size,
+        slow=setting.slow,
     )
     return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)
 

@@ -8,6 +8,7 @@ from rich.table import Table
 from grpo_dist.bench.table import written
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.command import Plan
+from grpo_dist.plan.disturbances import rank_losses
 from grpo_dist.plan.memory import USABLE
 from grpo_dist.plan.options import Option, Planned
 from grpo_dist.plan.simulation import Simulated
@@ -107,6 +108,11 @@ def _head(plan: Plan) -> list[str]:
         f"average, at most {workload.cap:,}",
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
+    slow = setting.slow
+    if slow.engines:
+        lines.append(f"slow: {slow.engines} engine(s), {slow.engine:g} times as long for all they do")
+    if slow.rank > 1:
+        lines.append(f"slow: a policy rank, {slow.rank:g} times as long, for which the others wait")
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
     return lines
@@ -159,6 +165,7 @@ def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
         f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
         + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
     ]
+    lines += _losses(planned)
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
@@ -167,6 +174,22 @@ def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
             + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
         )
     return lines
+
+
+def _losses(planned: Planned) -> list[str]:
+    """Of policy ranks, where a GPU is said to fail now and then."""
+    config, step_s, scenario = planned.option.config, planned.simulated.step_s, planned.option.scenario
+    of_a_gpu_s = scenario.lost_every_s * config.rollout.tensor_parallel_size
+    found = rank_losses(config, step_s=step_s, lost_every_s=of_a_gpu_s, restart_s=scenario.restart_s)
+    if found is None:
+        return []
+    hours = config.steps * step_s / 3600 / (1 - found.share)
+    return [
+        f"losses of policy ranks: one every {found.every_s / 3600:,.1f} h costs {found.cost_s / 60:,.1f} min "
+        f"on average (to start anew {found.restart_s / 60:,.1f}, to repeat what came after the last "
+        f"checkpoint {found.repeated_s / 60:,.1f}), {written(found.share, '%')} of the time: {config.steps} "
+        f"steps take {hours:,.1f} h with them"
+    ]
 
 
 def _found(plan: Plan) -> Table:

@@ -1,6 +1,6 @@
 """The real driver loop on simulated workers and a simulated clock.
 
-    driver.run, pipeline, admission, staging, health    as in production
+    driver.run, pipeline, admission, staging, health    as in production; recovery, too
     workers                                            wait for as long as `Rates` say, by a `VirtualLoop`
 
 What the driver's own code costs is the processor's time, measured apart from that of the simulated workers'.
@@ -14,17 +14,21 @@ from typing import Any
 
 from grpo_dist import driver
 from grpo_dist.bench.figures import covered_s
-from grpo_dist.bench.record import NoCheckpoints
+from grpo_dist.checkpoint import Place
 from grpo_dist.config import Config, Health
 from grpo_dist.plan import stand_ins
 from grpo_dist.plan.clock import run_virtually
+from grpo_dist.plan.disturbances import EVEN, RESTART_S, Slow
 from grpo_dist.plan.rates import Rates
 from grpo_dist.plan.workload import Workload
 from grpo_dist.plan.world import World
+from grpo_dist.recovery import Recovery
 from grpo_dist.usage import Span
+from grpo_dist.workers import Workers
 
 # Rewards of stand-ins have one part and no steps, and which estimator reads them takes no time.
 _ESTIMATOR = {"advantage": "grpo", "std": None}
+_AS_OFTEN = 10**9  # as it takes
 _FOREVER_S = 1e9  # deadlines of a simulated run: the report says what would pass those of the configuration
 
 
@@ -32,7 +36,8 @@ _FOREVER_S = 1e9  # deadlines of a simulated run: the report says what would pas
 class Scenario:
     """What is simulated. ``seats``: sequences an engine decodes at once. ``colocated``: engines and policy
     take turns. ``signal_share``: groups whose rewards differ. ``lost_every_s``: mean time between two losses
-    of an engine, each; 0: none. ``restart_s``: until one that was lost serves again.
+    of an engine, each; 0: none; ``rank_lost_every_s``: of any policy rank, after which all go back to the
+    last checkpoint. ``restart_s``: until what was lost serves again. ``slow``: who is slower than the others.
     """
 
     config: Config
@@ -42,7 +47,9 @@ class Scenario:
     colocated: bool
     signal_share: float = 1.0
     lost_every_s: float = 0.0
-    restart_s: float = 120.0
+    rank_lost_every_s: float = 0.0
+    restart_s: float = RESTART_S
+    slow: Slow = EVEN
     warmup_steps: int = 1
     steps: int = 4
 
@@ -52,7 +59,8 @@ class Simulated:
     """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
     ``idle``: share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and
     completions sampled for a step, those that dynamic sampling puts aside, too. ``sequences``: decoded at
-    once by an engine while it is busy. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``:
+    once by an engine while it is busy. ``lost``: engines; ``gone_back``: times to the last checkpoint.
+    ``queue``: groups that waited for an engine at most. ``driver_cpu_s``:
     of a processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since
     the begin of the run; ``ends``: of its steps, of which ``timed`` count.
     """
@@ -68,6 +76,7 @@ class Simulated:
     longest_update_s: float
     queue: int
     lost: int
+    gone_back: int
     staleness: float
     driver_cpu_s: float
     bars: dict[str, list[Span]]
@@ -97,13 +106,29 @@ def simulate(scenario: Scenario) -> Simulated:
             colocated=scenario.colocated,
             signal_share=scenario.signal_share,
             lost_every_s=scenario.lost_every_s,
+            rank_lost_every_s=scenario.rank_lost_every_s,
             restart_s=scenario.restart_s,
+            slow=scenario.slow,
         )
         worlds.append(world)
         several = 4 if config.dynamic_sampling.enabled else 1  # batches, of which further prompts are drawn
         prompts = stand_ins.prompts(several * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
+
+        async def go_on(place: Place, workers: Workers) -> None:
+            await driver.run(
+                config,
+                workers,
+                prompts,
+                [],
+                world,
+                world.checkpoints,
+                start=place.step,
+                progress=place.progress,
+            )
+
+        recovery = Recovery(config, world, world, world.checkpoints.newest, world.directory)
         try:
-            await driver.run(config, world.workers(), prompts, [], world, NoCheckpoints())
+            await recovery.carry_through(go_on, Place(), world.workers())
         finally:
             world.end()
 
@@ -144,6 +169,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
         longest_update_s=max(s.end - s.begin for s in world.bars["policy"] if s.stage == "update"),
         queue=world.queue,
         lost=world.lost,
+        gone_back=world.gone_back,
         staleness=sum(s.staleness for s in steps) / count,
         driver_cpu_s=max(0.0, spent - world.apart_s) / len(world.steps),
         bars=world.bars,
@@ -155,14 +181,18 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
 def _as_planned(scenario: Scenario) -> Config:
     """Nothing beside the steps; where sampling runs ahead the last ones have nothing more to sample."""
     config = scenario.config
+    every = config.checkpoint.every if scenario.rank_lost_every_s else 0
     greedy = config.algorithm.advantage == "remax"  # which samples an answer more of each prompt
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
     cluster = config.cluster.model_copy(
-        update={"timeouts": config.cluster.timeouts.model_copy(update=timeouts)}
+        update={
+            "timeouts": config.cluster.timeouts.model_copy(update=timeouts),
+            "restarts": config.cluster.restarts.model_copy(update={"max_per_worker": _AS_OFTEN}),
+        }
     )
     parts: dict[str, Any] = {
         "evaluation": config.evaluation.model_copy(update={"before": False, "after": False, "every": 0}),
-        "checkpoint": config.checkpoint.model_copy(update={"every": 0, "export": False}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": every, "export": False}),
         "health": Health(min_signal_groups=0),
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),

@@ -15,12 +15,16 @@ import numpy as np
 
 from grpo_dist.admission import IN_HAND, Admission
 from grpo_dist.bounds import Bound
+from grpo_dist.checkpoint import Place
 from grpo_dist.config import Config
+from grpo_dist.errors import StateLost
 from grpo_dist.ledger import Account
 from grpo_dist.plan import stand_ins
+from grpo_dist.plan.disturbances import EVEN, RESTART_S, Slow, SlowTimes
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.rates import Rates, UpdateWork
 from grpo_dist.plan.workload import Workload
+from grpo_dist.progress import Progress
 from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.usage import Span, Usage
@@ -49,16 +53,24 @@ class World:
         colocated: bool,
         signal_share: float = 1.0,
         lost_every_s: float = 0.0,
-        restart_s: float = 120.0,
+        rank_lost_every_s: float = 0.0,
+        restart_s: float = RESTART_S,
+        slow: Slow = EVEN,
     ) -> None:
         self._config, self._rates, self._workload, self._colocated = config, rates, workload, colocated
-        self._signal_share, self._restart_s = signal_share, restart_s
+        self._signal_share, self._restart_s, self._slow = signal_share, restart_s, slow
         self._loop = asyncio.get_running_loop()
         count = config.rollout.num_workers
         tracks = [f"rollout-{i}" for i in range(count)] + ["policy"]
         self.bars: dict[str, list[Span]] = {track: [] for track in tracks}
         self._engines = [
-            Engine(rates, seats, meter=self.apart, spans=self.bars[f"rollout-{i}"]) for i in range(count)
+            Engine(
+                rates if i >= slow.engines else SlowTimes(rates, slow.engine),
+                seats,
+                meter=self.apart,
+                spans=self.bars[f"rollout-{i}"],
+            )
+            for i in range(count)
         ]
         self._admission = Admission(count, IN_HAND * seats, on_wait=self._note_queue)
         self._driver = asyncio.Lock()
@@ -68,12 +80,16 @@ class World:
         self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
         self.steps: list[Step] = []
         self.batch_s: list[float] = []
-        self.queue = self.lost = self.decoded = 0
+        self.queue = self.lost = self.gone_back = self.decoded = 0
         self.apart_s = 0.0
         chance = random.Random(config.seed)
         self._losses = [
             asyncio.create_task(self._lose(i, chance, lost_every_s)) for i in range(count) if lost_every_s
         ]
+        self._rank_lost = asyncio.Event()
+        if rank_lost_every_s:
+            self._losses.append(asyncio.create_task(self._lose_ranks(chance, rank_lost_every_s)))
+        self.checkpoints = _Checkpoints()
 
     def workers(self) -> Workers:
         me: Any = self
@@ -135,7 +151,7 @@ class World:
         return lambda: self._admission.release(index, 1, tokens)
 
     async def abandon(self) -> None:
-        """Nothing goes back to a checkpoint here."""
+        """Policy ranks are lost here, and no step is rolled back."""
 
     async def _lose(self, index: int, chance: random.Random, every_s: float) -> None:
         """Engine ``index`` fails now and then, and is started anew."""
@@ -147,6 +163,47 @@ class World:
             async with self.doing(f"rollout-{index}", "restart"):
                 await asyncio.sleep(self._restart_s)
             self._admission.restore(index)
+
+    # losses of policy ranks, after which the run goes back: what `Recovery` asks of a cluster and a record
+
+    async def _lose_ranks(self, chance: random.Random, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(chance.expovariate(1 / every_s))
+            self._rank_lost.set()
+
+    async def _with_ranks(self, stage: str, seconds: float) -> None:
+        """What all policy ranks are busy with; raises StateLost as soon as one of them is lost."""
+        async with self.doing("policy", stage):
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._rank_lost.wait()
+            except TimeoutError:
+                return
+        raise StateLost("a policy rank is lost")
+
+    @asynccontextmanager
+    async def losses_told(self) -> AsyncIterator[None]:
+        yield
+
+    async def start_again(self, model_dir: Path) -> Workers:
+        self.gone_back += 1
+        for index, engine in enumerate(self._engines):  # which sampled for steps that are not
+            self._admission.withdraw(index)
+            engine.fail()
+        async with self.doing("policy", "restart"):
+            await asyncio.sleep(self._restart_s)
+        for index, engine in enumerate(self._engines):
+            engine.resume()
+            self._admission.restore(index)
+        self._rank_lost.clear()
+        return self.workers()
+
+    async def where_stuck(self) -> str:
+        return ""
+
+    def back_to(self, step: int) -> None:
+        del self.steps[step:]
+        self._version = step
 
     # rewards and reference
 
@@ -177,16 +234,14 @@ class World:
             seconds = self._rates.update_s(staged)
         if self._colocated:
             await self._turn()
-        async with self.doing("policy", "update"):
-            await asyncio.sleep(seconds)
+        await self._with_ranks("update", seconds * self._slow.rank)
         return {"loss/policy": 0.0}
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines stand still. In mode ``drain`` they have nothing in hand."""
         for engine in self._engines:
             engine.pause()
-        async with self.doing("policy", "sync"):
-            await asyncio.sleep(self._rates.sync_s())
+        await self._with_ranks("sync", self._rates.sync_s())
         if self._colocated:
             await self._turn()
         for engine in self._engines:
@@ -237,6 +292,22 @@ class World:
         """Nobody looks on."""
 
     directory = Path()  # of which nothing is made
+
+
+class _Checkpoints:
+    """They cost nothing here: in production they are written beside the loop."""
+
+    def __init__(self) -> None:
+        self._place = Place()
+
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
+        self._place = Place(Path(f"step_{step}"), step, progress)
+
+    async def settle(self) -> None:
+        """There is none to wait for."""
+
+    async def newest(self) -> Place:
+        return self._place
 
 
 class _Servers:
