@@ -71,7 +71,7 @@ def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys
     config, rayjob = manifest(
         capsys, tmp_path, "policy.num_workers=8", "rollout.num_workers=8", "batch.prompts_per_step=8",
         "max_staleness=1", "--secret", "wandb", "--secret", "hub:HF_TOKEN", "--env", "NCCL_DEBUG=INFO",
-        "--memory-gib", "400", "checkpoint.grace_s=100",
+        "--memory-gib", "400", "checkpoint.grace_s=100", "--head-cpus", "2", "--head-memory-gib", "7",
     )  # fmt: skip
     jsonschema.validate(rayjob, RAYJOB)
     spec, cluster = rayjob["spec"], rayjob["spec"]["rayClusterSpec"]
@@ -87,7 +87,7 @@ def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys
     worker, head = group["template"]["spec"], cluster["headGroupSpec"]["template"]["spec"]
     (own,) = worker["containers"]
     assert own["resources"]["limits"] == {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
-    assert "nvidia.com/gpu" not in head["containers"][0]["resources"]["limits"]
+    assert head["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "7Gi"}
     for pod in (head, worker):
         container = pod["containers"][0]
         assert container["image"] == "registry/grpo-dist:1"
@@ -102,7 +102,22 @@ def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys
         assert (mounts["runs"], mounts["shm"]) == ("/data", "/dev/shm")
         assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "claim"}
         assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    assert volumes["shm"]["emptyDir"]["sizeLimit"] == "100Gi"
+        shared = 400 // 4 if pod is worker else 7 / 2
+        assert volumes["shm"]["emptyDir"]["sizeLimit"] == f"{round(shared * 1024)}Mi"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--head-cpus", "0"), ("--head-memory-gib", "0"), ("--memory-gib", "-1"), ("--retries", "-1")],
+)
+def test_numbers_that_make_no_sense_are_refused(kube, tmp_path, capsys, arguments):
+    status, said = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and f"{' '.join(arguments)}: expected" in said and not (kube / "calls").exists()
+
+
+def test_a_failure_is_tried_again_as_often_as_asked(kube, tmp_path, capsys):
+    tried = [manifest(capsys, tmp_path, *own)[1]["spec"]["backoffLimit"] for own in ((), ("--retries", "0"))]
+    assert tried == [3, 0]
 
 
 def test_the_configuration_is_the_one_that_was_given(kube, tmp_path, capsys):

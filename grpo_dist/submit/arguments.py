@@ -56,6 +56,11 @@ def _add_submit(commands: Any) -> None:
     sub.add_argument("--image", help="kuberay: made with docker/Dockerfile")
     sub.add_argument("--volume", metavar="CLAIM:/PATH", help="kuberay: where runs are kept, for all pods")
     sub.add_argument("--memory-gib", type=int, metavar="N", help="kuberay: of a node, default 64 a GPU")
+    sub.add_argument("--head-cpus", type=int, metavar="N", help="kuberay: of the head's pod, default 8")
+    sub.add_argument("--head-memory-gib", type=int, metavar="N", help="kuberay: likewise, default 64")
+    sub.add_argument(
+        "--retries", type=int, metavar="N", help="kuberay: on a new cluster after a failure, default 3"
+    )
     sub.add_argument("--namespace", help="kuberay: default that of the context")
     sub.add_argument(
         "--secret",

@@ -29,12 +29,15 @@ _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 @dataclass(frozen=True)
 class KubeRayTarget(NodeSizes):
     """``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
-    ``memory_gib``: of a worker node.
+    ``memory_gib``: of a worker node. ``retries``: on a new cluster, whatever the job failed of.
     """
 
     image: str | None = None
     volume: str | None = None
     memory_gib: int | None = None
+    head_cpus: int = 8
+    head_memory_gib: int = 64
+    retries: int = 3
     namespace: str | None = None
     secret: list[str] = field(default_factory=list)
 
@@ -46,6 +49,7 @@ class KubeRayTarget(NodeSizes):
                     f"--to kuberay: give {option}: the image that docker/Dockerfile makes (--image), and the "
                     "claim that holds runs and where it is mounted (--volume CLAIM:/runs)"
                 )
+        self._check_numbers()
         check_output(job.config, "the file system of a pod ends with it")
         _, path = self._volume
         if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
@@ -63,12 +67,19 @@ class KubeRayTarget(NodeSizes):
             )
         self.nodes_for(job.config, "kuberay")
 
+    def _check_numbers(self) -> None:
+        for name, least in (("memory_gib", 1), ("head_cpus", 1), ("head_memory_gib", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+
     def render(self, job: Job) -> str:
         config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
         config["metadata"] = rayjob["metadata"] = self._metadata(job)
         config["data"] = {"config.yaml": resolved(job.config)}
         spec = rayjob["spec"]
         spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": job.stop_patience})
+        spec["backoffLimit"] = self.retries
         cluster = spec["rayClusterSpec"]
         cluster["rayVersion"] = version("ray")
         head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
@@ -77,7 +88,10 @@ class KubeRayTarget(NodeSizes):
         group["groupName"] = "gpu" if self.gpus_per_node else "cpu"
         for pod in (head["template"]["spec"], group["template"]["spec"]):
             self._fill(pod, job)
-        self._size(group["template"]["spec"])
+        _size(head["template"]["spec"], cpus=self.head_cpus, memory_gib=self.head_memory_gib, shm=2)
+        gpus = self.gpus_per_node or 0
+        gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
+        _size(group["template"]["spec"], cpus=self.cpus, memory_gib=gib, shm=4, gpus=gpus)
         return yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
 
     def submit(self, job: Job) -> Record:
@@ -128,14 +142,13 @@ class KubeRayTarget(NodeSizes):
             if volume["name"] == "config":
                 volume["configMap"] = {"name": job.name}
 
-    def _size(self, pod: dict[str, Any]) -> None:
-        """Of a worker node."""
-        gpus = self.gpus_per_node or 0
-        gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
-        limits = {"cpu": str(self.cpus), "memory": f"{gib}Gi"}
-        pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
-        shm = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
-        shm["emptyDir"]["sizeLimit"] = f"{gib // 4}Gi"
+
+def _size(pod: dict[str, Any], *, cpus: int, memory_gib: int, shm: int, gpus: int = 0) -> None:
+    """``shm``: the part of its memory that it may share; 4: a quarter."""
+    limits = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+    pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    volume["emptyDir"]["sizeLimit"] = f"{memory_gib * 1024 // shm}Mi"
 
 
 class _Dumper(yaml.SafeDumper):
