@@ -13,6 +13,7 @@ On the command line ``+algorithm=dapo`` puts the preset configs/algorithms/dapo.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -26,6 +27,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 
+_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.]*=")
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
 
@@ -44,6 +46,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         merged = overridden(merged, override, Path(path))
     return validated(merged, path, Config)
+
+
+def is_override(text: str) -> bool:
+    """Whether a word of a command line is ``key=value`` or ``+algorithm=PRESET``, and not the path of a file
+    with such a sign in it.
+    """
+    return _OVERRIDE.match(text) is not None
 
 
 def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:

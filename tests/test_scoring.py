@@ -124,14 +124,16 @@ def test_own_rewards_get_the_answer_that_is_graded_against_as_the_text_that_a_ru
 
 
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
+    """The weight is no power of two, and comes back as it was written."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
-    Path("config.yaml").write_text(
+    Path("lr=1e-6").mkdir()  # a path with such a sign is no override
+    Path("lr=1e-6/config.yaml").write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
         "rewards: {code_paths: [.], functions: [{function: math}, "
         "{function: 'mine:bonus', name: bonus, weight: 2.0, gate: math}]}\n"
     )
-    assert main(["score", "c.jsonl", "config.yaml", "rewards.functions.1.weight=4"]) == 0
-    assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [3, 3, 0, 0, 0]
+    assert main(["score", "c.jsonl", "./lr=1e-6/config.yaml", "rewards.functions.1.weight=0.2"]) == 0
+    assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
 
 
 def test_what_cannot_be_scored_is_null_with_its_reason(here, capsys):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
-
-_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.]*=")
 
 
 def add_commands(commands: Any) -> None:
@@ -63,9 +60,10 @@ def _eval(
 
         compare_results(compare[0], compare[1], output)
         return
+    from grpo_dist.config_files import is_override
     from grpo_dist.evaluation.run import evaluate_target
 
-    overrides = [text for text in rest if _OVERRIDE.match(text)]
+    overrides = [text for text in rest if is_override(text)]
     evaluate_target(
         str(target),
         [text for text in rest if text not in overrides],

@@ -39,7 +39,9 @@ def add_commands(commands: Any) -> None:
 
 
 def _score(path: str, rest: list[str], **options: Any) -> None:
-    files = [text for text in rest if "=" not in text]
+    from grpo_dist.config_files import is_override
+
+    files = [text for text in rest if not is_override(text)]
     if len(files) > 1:
         raise UserError(f"score: {', '.join(files)}: expected one configuration at most")
     from grpo_dist.scoring.rows import Columns
@@ -52,7 +54,7 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
         Path(path).expanduser(),
         options["reward"],
         files[0] if files else None,
-        [text for text in rest if "=" in text],
+        [text for text in rest if is_override(text)],
         lambda message: print(message, flush=True),
         columns=columns,
         output=options["output"],

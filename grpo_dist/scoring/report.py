@@ -31,7 +31,7 @@ def write_scores(path: Path, outcome: Outcome) -> None:
 
 def _score(scored: Scored) -> dict[str, Any]:
     def own(values: Sequence[Any] | np.ndarray) -> Any:
-        plain = [None if isinstance(v, float) and math.isnan(v) else v for v in np.asarray(values).tolist()]
+        plain = [_plain(value) for value in np.asarray(values)]
         return plain if scored.row.is_list else plain[0]
 
     scores = scored.scores
@@ -41,6 +41,13 @@ def _score(scored: Scored) -> dict[str, Any]:
         "outcome": own(scores.outcomes),
         "seconds": round(scored.seconds, 6),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Of an array, for JSON: the shortest number that is this one in its own precision, 0.1 for float32's."""
+    if not isinstance(value, np.floating):
+        return value.item() if isinstance(value, np.generic) else value
+    return None if np.isnan(value) else float(str(value))
 
 
 def write_disagreements(
