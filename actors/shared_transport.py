@@ -14,67 +14,19 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import socket
 import struct
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actors.introduction import admit, introduce, receive
+from actors.connections import Connections
 from actors.transport import Seat
-from grpo_dist.errors import TransferLost
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
-_AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
-
-
-class _Connections:
-    """Rank 0's connections to all others, or the one of another rank to it."""
-
-    def __init__(self, seat: Seat, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        if seat.rank == 0:
-            with socket.create_server((seat.host, seat.port)) as server:
-                self._sockets = admit(server, seat.world_size - 1, seat.secret, timeout_s)
-        else:
-            self._sockets = [_connect(seat, timeout_s)]
-        for each in self._sockets:
-            each.settimeout(timeout_s)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def tell(self, word: bytes) -> None:
-        with self._failures():
-            for each in self._sockets:
-                each.sendall(word)
-
-    def hear(self, count: int) -> bytes:
-        """The next ``count`` bytes of everyone; the last one's are returned."""
-        heard = b""
-        with self._failures():
-            for each in self._sockets:
-                heard = receive(each, count)
-        return heard
-
-    def close(self) -> None:
-        for each in self._sockets:
-            each.close()
-
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"weight sync: a process of the transfer group said nothing for {self._timeout_s:g} s"
-            ) from error
-        except ConnectionError as error:
-            raise TransferLost(f"weight sync: a process of the transfer group is gone: {error}") from error
 
 
 class _Shared:
@@ -83,7 +35,7 @@ class _Shared:
     device: torch.device
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
-        self._connections = _Connections(seat, timeout_s)
+        self._connections = Connections(seat, timeout_s)
         self._buffers: list[Tensor] = []
         self._offer = b""
 
@@ -208,21 +160,3 @@ def _halves(descriptor: int, size: int) -> list[Tensor]:
     """Shared memory of ``size`` bytes as two tensors, all pages there from the start."""
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return list(torch.frombuffer(memory, dtype=torch.uint8).chunk(2))
-
-
-def _connect(seat: Seat, timeout_s: float) -> socket.socket:
-    """To rank 0, who may not listen yet, and may have closed the connection among those of strangers."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            connection = socket.create_connection((seat.host, seat.port), timeout=timeout_s)
-            try:
-                introduce(connection, seat.secret)
-            except OSError:
-                connection.close()
-                raise
-            return connection
-        except ConnectionError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(_AGAIN_S)

@@ -10,21 +10,26 @@ are two of them, so that one is filled or read while the other travels:
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import cycle, islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.connections import Connections
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.rendezvous import meeting_point
+
+_LOOK_S = 0.0005  # between two looks at a broadcast on the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +105,16 @@ class _Broadcasts:
 
 
 class GlooTransport(_Broadcasts):
-    """Broadcast over TCP, with a deadline on every operation: a dead peer raises, it never blocks for
-    good.
+    """Broadcast over TCP, with a deadline on every operation: a dead peer raises, it never blocks for good.
+    Gloo knows of no secret.
     """
 
     device = torch.device("cpu")
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
+        host, port, rank, world_size = seat.host, seat.port, seat.rank, seat.world_size
         self._store = meeting_point(host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
         # Gloo's default is the address of the host's own name, which in containers often answers to nobody.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -140,15 +146,16 @@ class GlooTransport(_Broadcasts):
 class NcclTransport(_Broadcasts):
     """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream beside the one that packs and
     loads.
+
+    NCCL waits for good for a peer that died. Who notices, by its connection beside NCCL, aborts the
+    communicator and ends its own connections, by which the others notice.
     """
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__()
-        from vllm.distributed.weight_transfer.nccl_common import stateless_init_process_group
-
-        del timeout_s  # NCCL has none; the driver's deadline ends the actors
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self._group = stateless_init_process_group(host, port, rank, world_size, self.device.index)
+        self.device, self._timeout_s = torch.device("cuda", torch.cuda.current_device()), timeout_s
+        self._connections = Connections(seat, timeout_s)
+        self._group = _nccl_group(seat, self._connections, self.device)
         self._stream = torch.cuda.Stream(self.device)
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
@@ -156,10 +163,37 @@ class NcclTransport(_Broadcasts):
         self._stream.wait_stream(torch.cuda.current_stream())
         self._group.broadcast(flat, src=0, stream=self._stream)
         arrived = self._stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(arrived)
+        return lambda: self._wait(arrived)
+
+    def _wait(self, arrived: torch.cuda.Event) -> None:
+        end = time.monotonic() + self._timeout_s
+        try:
+            while not arrived.query():
+                self._connections.check()
+                if time.monotonic() > end:
+                    raise TimeoutError(f"weight sync: NCCL's broadcast took more than {self._timeout_s:g} s")
+                time.sleep(_LOOK_S)
+        except (TransferLost, TimeoutError):
+            self.close()  # whatever waits on the GPU ends
+            raise
 
     def close(self) -> None:
-        self._group.destroy()
+        self._group.destroy()  # by ncclCommAbort; it may be called twice
+        self._connections.close()
+
+
+def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> Any:
+    """vLLM's communicator. Its id goes to those alone who know the secret, over their ``connections``."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
+    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+    if seat.rank == 0:
+        made = NCCLLibrary().ncclGetUniqueId()
+        unique_id = ctypes.string_at(ctypes.addressof(made.internal), NCCL_UNIQUE_ID_BYTES)
+        connections.tell(unique_id)
+    else:
+        unique_id = connections.hear(NCCL_UNIQUE_ID_BYTES)
+    return uid_init_process_group(unique_id, seat.rank, seat.world_size, device.index)
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
@@ -170,9 +204,12 @@ def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) ->
         return SharedMemoryTransport(seat, timeout_s=timeout_s)
     if backend == "ipc":
         return IpcTransport(seat, timeout_s=timeout_s)
-    # Libraries of others, which know of no secret.
-    broadcasts: Callable[..., Transport] = GlooTransport if backend == "gloo" else NcclTransport
-    return broadcasts(seat.host, seat.port, rank=seat.rank, world_size=seat.world_size, timeout_s=timeout_s)
+    return open_broadcasts(backend, seat, timeout_s=timeout_s)
+
+
+def open_broadcasts(backend: str, seat: Seat, *, timeout_s: float) -> GlooTransport | NcclTransport:
+    """Of those, ``gloo`` or ``nccl``."""
+    return (GlooTransport if backend == "gloo" else NcclTransport)(seat, timeout_s=timeout_s)
 
 
 def free_port(host: str) -> int:

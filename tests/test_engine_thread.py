@@ -1,10 +1,19 @@
 """The thread that steps an engine, around an engine of a few lines: who is told what, and when."""
 
 import asyncio
+import ctypes
+import inspect
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+from vllm.distributed.device_communicators.pynccl_wrapper import (
+    NCCL_UNIQUE_ID_BYTES,
+    NCCLLibrary,
+    ncclUniqueId,
+)
+from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 from vllm.v1.core.sched.interface import PauseState
 
 from actors import engine_thread
@@ -225,3 +234,14 @@ def test_who_no_longer_waits_disturbs_nobody(monkeypatch):
         return await thread.generate([1000], None)
 
     assert with_engine(monkeypatch, use).finished
+
+
+def test_what_is_asked_of_nccl_is_what_this_vllm_has():
+    """Its transport cannot be run without GPUs; see `test_transport` for the rest."""
+    names = ["nccl_unique_id_bytes", "rank", "world_size", "device"]
+    assert list(inspect.signature(uid_init_process_group).parameters) == names
+    assert ctypes.sizeof(ncclUniqueId) == ncclUniqueId.internal.size == NCCL_UNIQUE_ID_BYTES
+    assert callable(NCCLLibrary.ncclGetUniqueId)
+    group = PyNcclCommunicator
+    assert list(inspect.signature(group.broadcast).parameters) == ["self", "tensor", "src", "stream"]
+    assert list(inspect.signature(group.destroy).parameters) == ["self"]

@@ -1,10 +1,12 @@
 """Transports of the weight sync between real processes, and the checksum of what they carry."""
 
+import ctypes
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -15,11 +17,12 @@ import pytest
 import torch
 
 from actors import shared_transport
+from actors.connections import Connections
 from actors.introduction import Stranger
 from actors.shared_transport import IpcTransport
-from actors.transport import Seat, free_port, open_transport
+from actors.transport import NcclTransport, Seat, _nccl_group, free_port, open_transport
 from actors.weight_stream import receive, send
-from grpo_dist.errors import UserError
+from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.hardware import one_thread, transfer_backend
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 
@@ -271,7 +274,7 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", reduce_tensor)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    monkeypatch.setattr(shared_transport, "_Connections", lambda *a, **k: None)
+    monkeypatch.setattr(shared_transport, "Connections", lambda *a, **k: None)
     ends = [IpcTransport(Seat("", 0, rank, 2, SECRET), timeout_s=1) for rank in (0, 1)]
     assert ends[0].device == torch.device("cuda", 3)
     ends[0].device = torch.device("cpu")  # where the buffers of this test can lie
@@ -282,6 +285,127 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
         ends[1]._map(offer)
     assert pickle.loads(offer)[0] == "GPU-1"
+
+
+class Communicator:
+    """In the place of vLLM's, on a GPU whose broadcasts are done when ``done`` says so."""
+
+    def __init__(self, done):
+        self.done, self.sent, self.destroyed = done, [], 0
+
+    def broadcast(self, flat, src, stream):
+        self.sent.append((len(flat), src))
+
+    def destroy(self):
+        self.destroyed += 1
+
+    # of the stream and the event
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def query(self):
+        return self.done()
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Makes the transport of a seat, up to the calls of CUDA and NCCL."""
+
+    def make(seat, done=lambda: True, timeout_s=60.0):
+        group = Communicator(done)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: group)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: group)
+        monkeypatch.setattr("actors.transport._nccl_group", lambda *_: group)
+        made = NcclTransport(seat, timeout_s=timeout_s)
+        assert made.device == torch.device("cuda", 3)
+        made.device = torch.device("cpu")  # where the buffers of this test can lie
+        return made, group
+
+    return make
+
+
+def one_beside_nccl(port, up):
+    with suppress(TransferLost):
+        connections = Connections(Seat("127.0.0.1", port, 1, 2, SECRET), 60.0)
+        up.set()
+        connections.hear(1)
+
+
+def test_a_peer_that_dies_does_not_leave_the_others_in_nccl(nccl):
+    """Its broadcast is never done: NCCL waits for the one who is gone."""
+    up, port = multiprocessing.get_context("spawn").Event(), free_port("127.0.0.1")
+    peer = start(one_beside_nccl, port, up)
+    transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: False)
+    assert up.wait(60)
+    sending = iter(transport.outgoing([100, 50]))
+    next(sending)
+    next(sending)
+    assert group.sent == [(100, 0)] and not group.destroyed
+    begin = time.monotonic()
+    threading.Timer(0.3, peer.kill).start()
+    with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+        next(sending)
+    assert time.monotonic() - begin < 30 and group.destroyed == 1
+
+
+def test_who_is_left_by_rank_0_leaves_nccl_too(nccl):
+    port = free_port("127.0.0.1")
+    first = threading.Thread(
+        target=lambda: Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0).close(), daemon=True
+    )
+    first.start()
+    transport, group = nccl(Seat("127.0.0.1", port, 1, 2, SECRET), done=lambda: False)
+    with pytest.raises(TransferLost):
+        next(iter(transport.incoming([100])))
+    assert group.destroyed == 1
+
+
+def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
+    port = free_port("127.0.0.1")
+    up = threading.Event()
+    other = threading.Thread(target=one_beside_nccl, args=(port, up), daemon=True)
+    other.start()
+    done = True
+    transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: done, timeout_s=0.2)
+    assert [len(buffer) for buffer in transport.outgoing([100, 50, 70])] == [100, 50, 70]
+    assert group.sent == [(100, 0), (50, 0), (70, 0)] and not group.destroyed
+    done = False
+    with pytest.raises(TimeoutError, match=r"NCCL's broadcast took more than 0\.2 s"):
+        list(transport.outgoing([100]))
+    assert group.destroyed == 1
+    other.join(60)  # it notices
+
+
+def test_the_id_of_an_nccl_group_goes_to_its_members_alone(monkeypatch):
+    """Also with bytes of 0 in it, and to those alone who know the secret."""
+    own = bytes(range(128))
+
+    class Library:
+        def ncclGetUniqueId(self):
+            return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(own))
+
+    wrapper = SimpleNamespace(NCCL_UNIQUE_ID_BYTES=128, NCCLLibrary=Library)
+    common = SimpleNamespace(uid_init_process_group=lambda *arguments: arguments)
+    vllm = "vllm.distributed"
+    monkeypatch.setitem(sys.modules, f"{vllm}.device_communicators.pynccl_wrapper", wrapper)
+    monkeypatch.setitem(sys.modules, f"{vllm}.weight_transfer.nccl_common", common)
+    port, made = free_port("127.0.0.1"), {}
+
+    def join_as(rank):
+        seat = Seat("127.0.0.1", port, rank, 3, SECRET)
+        made[rank] = _nccl_group(seat, Connections(seat, 60.0), torch.device("cuda", rank + 4))
+
+    threads = [threading.Thread(target=join_as, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert made == {rank: (own, rank, 3, rank + 4) for rank in range(3)}
 
 
 def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():

@@ -12,7 +12,15 @@ from grpo_dist.hardware import device_type
 
 
 def measure(
-    meeting: Meeting, *, num_bytes: int, rank: int, world_size: int, port: int, backend: str, repeats: int
+    meeting: Meeting,
+    *,
+    num_bytes: int,
+    rank: int,
+    world_size: int,
+    port: int,
+    secret: bytes,
+    backend: str,
+    repeats: int,
 ) -> list[float]:
     """Seconds of each repeat. ``backend``: gloo or nccl; "copy": within the one GPU that all share."""
     device = device_type()
@@ -20,11 +28,10 @@ def measure(
     if backend == "copy":
         into = torch.ones_like(buffer)
         return _repeat(meeting, lambda: into.copy_(buffer), repeats)
-    from actors.transport import GlooTransport, NcclTransport
+    from actors.transport import Seat, open_broadcasts
 
-    transport = (GlooTransport if backend == "gloo" else NcclTransport)(
-        "127.0.0.1", port, rank=rank, world_size=world_size, timeout_s=300
-    )
+    seat = Seat("127.0.0.1", port, rank, world_size, secret)
+    transport = open_broadcasts(backend, seat, timeout_s=300)
     seconds = _repeat(meeting, lambda: transport.broadcast(buffer), repeats)
     transport.close()
     return seconds

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
@@ -97,6 +98,7 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
         backend = "nccl" if torch.cuda.device_count() >= processes else "copy"
     processes = 1 if backend == "copy" else processes
     common = {"num_bytes": num_bytes, "world_size": processes, "port": port, "backend": backend}
+    common["secret"] = secrets.token_bytes(32)
     jobs = [{"rank": rank, "repeats": SYNC_REPEATS, **common} for rank in range(processes)]
     seconds = run_jobs("grpo_dist.bench.limit_sync", jobs, threads=1, gpus=1)
     return num_bytes / fastest([[s] for s in seconds])

@@ -1,0 +1,104 @@
+"""A connection between rank 0 of a transfer group and every other process of it, taken from nobody who does
+not know the secret of the group. What travels over it are words beside the weights. That somebody died is
+noticed at once, a host that is cut off within `_SILENT_S`, and who hangs by the deadline.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from actors.introduction import admit, introduce, receive
+from grpo_dist.errors import TransferLost
+
+if TYPE_CHECKING:
+    from actors.transport import Seat
+
+_AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
+_IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # the kernel asks the other host, which answers also for who hangs
+_SILENT_S = _IDLE_S + _PROBE_S * _PROBES
+
+
+class Connections:
+    """Rank 0's connections to all others, or the one of another rank to it."""
+
+    def __init__(self, seat: Seat, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        if seat.rank == 0:
+            with socket.create_server((seat.host, seat.port)) as server:
+                self._sockets = admit(server, seat.world_size - 1, seat.secret, timeout_s)
+        else:
+            self._sockets = [_connect(seat, timeout_s)]
+        for each in self._sockets:
+            each.settimeout(timeout_s)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(each)
+
+    def tell(self, word: bytes) -> None:
+        with self._failures():
+            for each in self._sockets:
+                each.sendall(word)
+
+    def hear(self, count: int) -> bytes:
+        """The next ``count`` bytes of everyone; the last one's are returned."""
+        heard = b""
+        with self._failures():
+            for each in self._sockets:
+                heard = receive(each, count)
+        return heard
+
+    def check(self) -> None:
+        """Raises TransferLost where somebody is gone. Nothing is read, and nobody waited for."""
+        poll = select.poll()
+        for each in self._sockets:
+            poll.register(each, select.POLLRDHUP)
+        if poll.poll(0):
+            raise TransferLost("weight sync: a process of the transfer group is gone")
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"weight sync: a process of the transfer group said nothing for {self._timeout_s:g} s"
+            ) from error
+        except ConnectionError as error:
+            raise TransferLost(f"weight sync: a process of the transfer group is gone: {error}") from error
+
+
+def _connect(seat: Seat, timeout_s: float) -> socket.socket:
+    """To rank 0, who may not listen yet, and may have closed the connection among those of strangers."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((seat.host, seat.port), timeout=timeout_s)
+            try:
+                introduce(connection, seat.secret)
+            except OSError:
+                connection.close()
+                raise
+            return connection
+        except ConnectionError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _IDLE_S),
+        (socket.TCP_KEEPINTVL, _PROBE_S),
+        (socket.TCP_KEEPCNT, _PROBES),
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_S),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
