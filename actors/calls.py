@@ -8,9 +8,18 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    WorkerCrashedError,
+)
 
 from grpo_dist.concurrency import gather
 
+# How Ray says that an actor is gone. Memory: of its node, whose monitor has killed it.
+LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
 BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
 Places = Sequence[dict[str, Any]] | None  # Ray options of each worker of a role on top of those of all
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is

@@ -22,9 +22,10 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.calls import LOST
 from actors.engine import EngineSpec
 from actors.fitting import Node, bundles, too_large
 from actors.placement import Demand, Devices, Resources, describe, placement, ranks_beside, share_out
@@ -35,14 +36,14 @@ from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
 from actors.room import Room, expected
-from actors.supervision import Team, reason
+from actors.supervision import Team, cause_of, reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
 from actors.watchdog import where_stuck
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
-from grpo_dist.errors import StateLost, UserError, WorkerLost, refusals
+from grpo_dist.errors import SamplesLost, StateLost, TransferLost, UserError, WorkerLost, refusals
 from grpo_dist.hardware import available_cpus, device_type, thread_environment
 from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
@@ -173,7 +174,11 @@ class Cluster:
         """
         try:
             yield
-        except (RayActorError, TimeoutError) as error:
+        except (RayError, SamplesLost, TimeoutError) as error:
+            # A transfer that broke off twice, or half of a reference, cannot be mended where it was met.
+            lost = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
+            if not isinstance(error, lost) and not isinstance(cause_of(error), lost):
+                raise
             self._parts = None  # nobody knows what else waits for whom
             first, line, stacks = str(error).partition("\n")
             raise StateLost(f"{first}: all workers start anew{line}{stacks}") from error
@@ -464,8 +469,6 @@ def _connect(config: Config) -> bool:
     os.environ.setdefault("RAY_worker_niceness", "0")
     # A group that failed has two results, and whoever waits for it is told by the first of them.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # SIGTERM while Ray starts ends the program in order, not by Ray's own handler in C++.
-    os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
     local: dict[str, Any] = {}
     if address == "local":
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayTaskError
 
-from actors.calls import BESIDE, Places, kill, makers, one_at_a_time, results
+from actors.calls import BESIDE, LOST, Places, kill, makers, one_at_a_time, results
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
 from actors.transport import Seat, Transport, free_port, open_transport
@@ -344,7 +344,7 @@ class PolicyGroup:
         call = getattr(rank, method)
         try:
             return await (call.options(concurrency_group=group) if group else call).remote(*arguments)
-        except RayActorError as error:
+        except LOST as error:
             self.team.lost(index, rank, error)
             self.team.check()
             raise

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError
 
-from actors.calls import Places, end, makers, one_at_a_time
+from actors.calls import LOST, Places, end, makers, one_at_a_time
 from actors.reward_model import RewardModelPool
 from actors.supervision import Team, Watched, reason
 from grpo_dist.concurrency import gather
@@ -119,7 +118,7 @@ class RewardPool:
         modelled = {model.name: own for model, own in zip(self.models, scores, strict=True)}
         try:
             group, news = await self.team.call("score", prompt, rollouts, modelled, attempts=_ATTEMPTS)
-        except RayActorError as error:
+        except LOST as error:
             news = (f"reward: {_ATTEMPTS} workers were lost over prompt {prompt.uid} ({reason(error)})",)
             samples = await rollouts if isinstance(rollouts, ray.ObjectRef) else rollouts
             group = with_steps(not_scored(prompt, samples, self._settings), modelled)

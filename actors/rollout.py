@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from actors.calls import Places, end, makers, results
+from actors.calls import LOST, Places, end, makers, results
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
 from actors.supervision import Health, Team, Watched
@@ -284,7 +284,7 @@ class RolloutPool:
             finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
             try:
                 self._note(index, worker, await finished)
-            except RayActorError as error:
+            except LOST as error:
                 self.team.lost(index, worker, error)
             except RayTaskError:  # refused, or the engine cannot go on
                 if not await self.team.weed_out([worker]):
@@ -335,7 +335,7 @@ class RolloutPool:
                 more = self._finished[index].sequences + self._news_every
                 at_least = min(more, self._sent[index].sequences)
                 self._note(index, worker, await worker.finished.remote(at_least))
-        except RayActorError as error:
+        except LOST as error:
             self.team.lost(index, worker, error)
         finally:
             self._not_followed.add(index)

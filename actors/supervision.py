@@ -19,14 +19,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectLostError, RayError
 
-from actors.calls import BESIDE, kill, result, results
+from actors.calls import BESIDE, LOST, kill, result, results
 from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
-from grpo_dist.errors import StateLost, WorkerLost
+from grpo_dist.errors import SamplesLost, StateLost, WorkerLost
 from grpo_dist.restarts import Budget
 from grpo_dist.stacks import listen
 
@@ -153,7 +153,8 @@ class Team:
 
     async def call(self, method: str, *arguments: Any, attempts: int | None = None) -> Any:
         """What the actor with the fewest calls in hand answers; of one that is lost meanwhile, another.
-        Raises RayActorError when ``attempts`` actors were lost over it.
+        Raises what of `LOST` it was when ``attempts`` actors were lost over it, and SamplesLost when one of
+        ``arguments`` was.
         """
         made = 0
         while True:
@@ -161,10 +162,14 @@ class Team:
             worker, made = self.workers[index], made + 1
             try:
                 return await getattr(worker, method).remote(*arguments)
-            except RayActorError as error:
+            except LOST as error:
                 self.lost(index, worker, error)
                 if made == attempts:
                     raise
+            except RayError as error:
+                if isinstance(cause_of(error), ObjectLostError):
+                    raise SamplesLost(f"{self._name(index)}: {reason(error)}") from error
+                raise
             finally:
                 if self.is_current(index, worker):
                     self.admission.release(index, 1, 1)
@@ -330,9 +335,14 @@ class Team:
         return f"{self._role}-{index}"
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What an actor raised, without how it came here."""
+    return getattr(error, "cause", None) or error
+
+
 def reason(error: BaseException) -> str:
     """The first line of what ``error`` says; Ray adds a page."""
-    error = getattr(error, "cause", None) or error  # what an actor raised, without how it came here
+    error = cause_of(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ray.exceptions import RayActorError
-
-from actors.calls import BESIDE
+from actors.calls import BESIDE, LOST
 from actors.supervision import Team
 from actors.watchdog import deadline_of
 from grpo_dist.concurrency import gather
@@ -57,6 +55,6 @@ class ActorUsage:
         ask = actor.usage.options(concurrency_group=BESIDE) if beside else actor.usage
         try:
             usage: Usage = await ask.remote()
-        except RayActorError:
+        except LOST:
             return None
         return usage

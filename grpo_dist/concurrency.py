@@ -5,11 +5,16 @@ stage.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+
+from grpo_dist.errors import SamplesLost
+
+logger = logging.getLogger("grpo_dist")
 
 T = TypeVar("T")
 
@@ -64,3 +69,14 @@ async def progressing(
             late = f"stage {stage}: not finished within {seconds:g} s"
             raise TimeoutError(f"{late}\n{await explain()}" if explain else late) from error
         raise
+
+
+async def sampled_again(attempt: Callable[[], Awaitable[T]]) -> T:
+    """What ``attempt`` makes of samples that it asks for; again where they are lost before all have read
+    them. With the same seeds the samples are the same. The caller holds the deadline.
+    """
+    while True:
+        try:
+            return await attempt()
+        except SamplesLost as error:
+            logger.warning("samples are lost and asked for again: %s", error)

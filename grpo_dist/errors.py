@@ -42,6 +42,10 @@ class StateLost(WorkerLost):
     """What is gone held what only a checkpoint has now: the run goes on from there."""
 
 
+class SamplesLost(RuntimeError):
+    """Samples are gone with the node that held them, before everybody had read them."""
+
+
 class TransferLost(RuntimeError):
     """A process of a transfer group is gone, or the connection to it is; the others find out which."""
 

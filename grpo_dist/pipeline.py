@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather
+from grpo_dist.concurrency import deadline, gather, sampled_again
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import further_prompts, step_prompts
@@ -203,6 +203,9 @@ class Pipeline:
         return SampledBatch(groups[:wanted], groups[wanted:])
 
     async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
+        return await sampled_again(lambda: self._scored_once(prompt, batch))
+
+    async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
         """Reward and reference at the same time."""
         if known := self._known(prompt, batch):
             return await self._with_reference(known)
@@ -217,7 +220,11 @@ class Pipeline:
     async def _group(self, prompt: Prompt, batch: int) -> Group:
         if known := self._known(prompt, batch):
             return known
-        return await self._graded(prompt, await self._sample(prompt, batch), batch)
+
+        async def graded() -> Group:
+            return await self._graded(prompt, await self._sample(prompt, batch), batch)
+
+        return await sampled_again(graded)
 
     def _known(self, prompt: Prompt, batch: int) -> Group | None:
         """The group, where it was finished before the run was interrupted."""

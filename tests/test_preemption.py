@@ -3,6 +3,9 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import fakes
 import pytest
@@ -176,3 +179,38 @@ def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
 
     assert _guarded(command, None, []) == code
     assert capsys.readouterr().err == "x\n"
+
+
+WHILE_RAY_IS_THERE = """
+import os, signal, sys, time
+import fakes
+from actors import cluster
+from grpo_dist.errors import RunEnded
+from grpo_dist.preemption import ended_by_sigterm
+try:
+    with ended_by_sigterm():
+        cluster._connect(fakes.config(cluster={"num_cpus": 1}))
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        finally:
+            time.sleep(4)  # to put away what has begun
+            print("put away", flush=True)
+except RunEnded as end:
+    sys.exit(end.exit_code)
+"""
+
+
+def test_a_run_that_is_asked_to_end_while_it_starts_has_time_to_put_away_what_it_began():
+    """Ray's own handler aborts a program three seconds after a SIGTERM."""
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
+    environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_RAY_IS_THERE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stdout) == (75, "put away\n"), done.stderr[-3000:]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather, progressing
+from grpo_dist.concurrency import deadline, gather, progressing, sampled_again
 from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
@@ -141,5 +141,9 @@ async def _sample_group(
 ) -> Group:
     count = settings.samples_per_prompt
     seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(count)]
-    rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
-    return await workers.rewards.score(prompt, rollouts)
+
+    async def scored() -> Group:
+        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+        return await workers.rewards.score(prompt, rollouts)
+
+    return await sampled_again(scored)
