@@ -32,7 +32,7 @@ import yaml
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
-from grpo_dist.durable import flush, publish
+from grpo_dist.durable import exchange, flush, publish
 from grpo_dist.manifest import find_damage, write_manifest
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
@@ -63,6 +63,7 @@ class State:
     pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
     wandb_id: str | None = None
     health: Mapping[str, Any] = field(default_factory=dict)
+    unassessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,19 +91,18 @@ class Checkpoints:
         identity: Config | None = None,
         wandb_id: str | None = None,
     ) -> None:
-        """``identity``: see `load_state`. What killed saves have left in ``directory`` is removed."""
+        """``identity``: see `load_state`."""
         self._directory, self._config, self._wandb_id = directory, config, wandb_id
         self._fingerprint, self._data = fingerprint(identity or config), data_digest(prompts)
         self._writing: asyncio.Task[None] | None = None
         self._saves = count()
-        for left in directory.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(left)
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
         """Take the state of ``step``; it is written beside the steps that follow, unless
         `checkpoint.background` is off. Raises what went wrong with the one before.
         """
         await self.settle()
+        remove_partial(self._directory)  # of saves that were given up
         final = self._directory / f"step_{step:06d}"
         # A name of its own: a save that was given up may still be at work in its own directory.
         partial = self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}"
@@ -151,12 +151,16 @@ class Checkpoints:
             {uid: list(rate) for uid, rate in progress.pass_rates.items()},
             self._wandb_id,
             asdict(progress.health),
+            progress.unassessed,
         )
         (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
         write_manifest(partial)
         flush(partial)  # before what it replaces goes
-        if final.exists() and find_damage(final) is None:  # of the same step: there is never none of it
+        if final.exists() and find_damage(final) is None:
+            # Of the same step, which may have finished fewer groups: there is never none of it. Where names
+            # cannot be exchanged, the one before stays.
+            exchange(partial, final)
             shutil.rmtree(partial)
             return
         shutil.rmtree(final, ignore_errors=True)
@@ -170,6 +174,12 @@ class Checkpoints:
         own = [found for found in list_checkpoints(self._directory) if _step(found) <= step]
         for old in own[: -self._config.checkpoint.keep]:
             shutil.rmtree(old)
+
+
+def remove_partial(directory: Path) -> None:
+    """What killed and failed saves have left; nobody saves there now."""
+    for left in directory.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left, ignore_errors=True)  # who gave up may still be writing in it
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -257,7 +267,9 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     watched = dict(state.health)
     for name in {"grad_norms", "avoid"} & watched.keys():
         watched[name] = tuple(watched[name])
-    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun)
+    return Progress(
+        ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun, state.unassessed
+    )
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -18,6 +18,8 @@ logger = logging.getLogger("grpo_dist")
 
 T = TypeVar("T")
 
+_ASK_S = 0.2  # between two questions whether to go on waiting
+
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Results in order. The first failure cancels the others and is raised itself, not wrapped in a group."""
@@ -69,6 +71,27 @@ async def progressing(
             late = f"stage {stage}: not finished within {seconds:g} s"
             raise TimeoutError(f"{late}\n{await explain()}" if explain else late) from error
         raise
+
+
+async def finished_unless(task: asyncio.Task[Any], asked: Callable[[], bool]) -> bool:
+    """Whether ``task`` is done; false as soon as ``asked`` is true while it is not. It goes on then. The
+    caller holds the deadline.
+    """
+    while not task.done():
+        await asyncio.wait([task], timeout=_ASK_S)
+        if asked() and not task.done():
+            return False
+    return True
+
+
+async def unless_asked(work: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T | None:
+    """What ``work`` gives; None as soon as ``asked`` is true before that: it is cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        return task.result() if await finished_unless(task, asked) else None  # bounded: it is done
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def sampled_again(attempt: Callable[[], Awaitable[T]]) -> T:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
+from grpo_dist.concurrency import unless_asked
 from grpo_dist.config import KL, Config
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health import SKIPPED, HealthWatch
@@ -85,22 +86,32 @@ async def run(
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
 
+    unassessed = progress.unassessed
+
     async def save(step: int) -> None:
         recorder.phase("save")
         recorder.flush()
-        await checkpoints.save(step, workers, pipeline.progress(kl_coef=kl_coef, health=health.state))
+        known = pipeline.progress(kl_coef=kl_coef, health=health.state, unassessed=unassessed)
+        await checkpoints.save(step, workers, known)
 
     async def assess(step: int) -> None:
-        recorder.phase("evaluate")
-        recorder.log(step, await evaluate(config, workers, eval_sets, recorder, step=step))
+        """Whoever is asked to end has no time for it: it comes when the run goes on."""
+        nonlocal unassessed
+        unassessed = True
+        if not asked_to_end():
+            recorder.phase("evaluate")
+            work = evaluate(config, workers, eval_sets, recorder, step=step)
+            if (found := await unless_asked(work, asked_to_end)) is not None:
+                recorder.log(step, found)
+                unassessed = False
 
     async def end(step: int) -> NoReturn:
         await checkpoints.settle()
         raise Preempted(f"ended as asked after step {step}, saved; the same command goes on from it")
 
     async with pipeline:
-        if start == 0 and config.evaluation.before:
-            await assess(0)
+        if unassessed or (start == 0 and config.evaluation.before):
+            await assess(start)
         for step in range(start, config.steps):
             watch = Stopwatch(recorder.phase)
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
@@ -124,11 +135,12 @@ async def run(
                     )
                     health.after_update(step + 1, metrics, batch.sampled.groups)
                 values = await recorded_values(staged, workers.policy, trained=teaches)
-            with watch("drain"):
-                await pipeline.settle()
+            renews = workers.reference_sync and is_due(step + 1, config.reference.refresh_every)
+            with watch("drain"):  # whoever is asked to end needs no new weights, but for the reference
+                settled = await (pipeline.settle() if renews else pipeline.settle(unless=asked_to_end))
             with watch("sync"):
-                metrics |= await workers.sync.push(version=step + 1)
-            if workers.reference_sync and is_due(step + 1, config.reference.refresh_every):
+                metrics |= await workers.sync.push(version=step + 1) if settled else {}
+            if workers.reference_sync and renews:
                 with watch("reference"):
                     await pipeline.renew_reference(workers.reference_sync.refresh)
             if workers.usage:

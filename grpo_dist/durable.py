@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from grpo_dist.errors import RunEnded, UserError
 
+LOCK = ".lock"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of some network file systems: then nobody is told
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN_S = 0.1
 _FULL_BYTES = 2**20  # what a writer leaves free that was refused more
 
 
@@ -39,6 +45,18 @@ def publish(partial: Path, final: Path) -> None:
     _flush(final.parent)
 
 
+def exchange(one: Path, other: Path) -> bool:
+    """Each gets the name of the other, at once. False: this file system cannot, and nothing was done."""
+    flush(one)
+    renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    if renameat2(_HERE, bytes(one.absolute()), _HERE, bytes(other.absolute()), _EXCHANGE) == 0:
+        _flush(other.parent)
+        return True
+    if (number := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
 def write_text(path: Path, text: str) -> None:
     """Atomic and durable: a reader finds the old file or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,15 +66,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def alone(directory: Path, what: str) -> Iterator[None]:
-    """Within, no other process is in such a block of ``directory``. Raises UserError where one is: it is
-    ``what``. The kernel gives the lock back when the process ends, however it ends.
+def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
+    """Within, no other process is in such a block of ``directory``. Raises UserError where one still is after
+    ``patience_s``: it is ``what``. The kernel gives the lock back when the process ends, however it ends.
     """
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{directory}: another process is {what}") from error
+    end = time.monotonic() + patience_s
+    with (directory / LOCK).open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= end:
+                    raise UserError(f"{directory}: another process is {what}") from error
+                time.sleep(_AGAIN_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                break
         yield
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather, sampled_again
+from grpo_dist.concurrency import deadline, finished_unless, gather, sampled_again
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import further_prompts, step_prompts
@@ -24,8 +24,6 @@ from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling, has_signal
 from grpo_dist.workers import RolloutsRef, Workers
-
-_ASK_S = 0.2  # between two questions whether to go on waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +94,8 @@ class Pipeline:
         """
         batch, task = self._launched[0]
         async with self._deadline(batch):
-            while not task.done():
-                await asyncio.wait([task], timeout=_ASK_S)
-                if unless() and not task.done():
-                    return None
+            if not await finished_unless(task, unless):
+                return None
         self._launched.popleft()
         done = task.result()  # bounded: it is done
         del self._chosen[batch]
@@ -109,13 +105,17 @@ class Pipeline:
             self._curriculum.observe(done.sampled.sampled)
         return done
 
-    async def settle(self) -> None:
+    async def settle(self, *, unless: Callable[[], bool] = lambda: False) -> bool:
         """Before weights change: in mode ``drain`` nothing may be in flight, so every version is of one
-        piece.
+        piece. False as soon as ``unless`` is true while something is.
         """
         if self._config.weight_sync.mode == "drain":
             for batch, task in self._launched:
-                await self._wait(batch, task)
+                async with self._deadline(batch):
+                    if not await finished_unless(task, unless):
+                        return False
+                    task.result()  # bounded: it is done
+        return True
 
     async def renew_reference(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """``refresh`` changes the reference. Launched batches finish first, because their calls are in front
@@ -129,7 +129,7 @@ class Pipeline:
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
 
-    def progress(self, *, kl_coef: float, health: HealthState) -> Progress:
+    def progress(self, *, kl_coef: float, health: HealthState, unassessed: bool) -> Progress:
         """What a checkpoint keeps: finished groups of launched batches (the others are launched again, on the
         same prompts), and what decides which prompts come next.
         """
@@ -144,7 +144,7 @@ class Pipeline:
             if batch not in ahead and self._finished.get(batch)
         }
         rates = self._curriculum.rates if self._curriculum else {}
-        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health, begun)
+        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health, begun, unassessed)
 
     async def __aenter__(self) -> Pipeline:
         return self

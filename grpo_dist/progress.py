@@ -38,6 +38,8 @@ class Progress:
     """``ahead``: finished batches that are not trained on yet, by number; ``begun``: finished groups of those
     that are not. ``kl_coef`` None: as configured.
 
+    ``unassessed``: the evaluation that was due after the step was not finished.
+
     ``chosen``: prompts (indices) of the batches launched and not trained on yet, and ``pass_rates``: what was
     observed of each uid, (right, scored), where the order of prompts follows from it.
     """
@@ -48,3 +50,4 @@ class Progress:
     pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     health: HealthState = HealthState()
     begun: Mapping[int, list[Group]] = field(default_factory=dict)
+    unassessed: bool = False

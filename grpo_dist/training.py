@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 from grpo_dist import driver
@@ -18,13 +21,14 @@ from grpo_dist.checkpoint import (
     load_place,
     load_state,
     newest_whole,
+    remove_partial,
 )
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import print_before_after
 from grpo_dist.data.order import step_prompts
-from grpo_dist.durable import check_room, write_text
+from grpo_dist.durable import LOCK, alone, check_room, write_text
 from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
@@ -42,6 +46,7 @@ from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
+_PATIENCE_S = 10.0
 _DONE = "DONE"  # in a run directory once everything of the run is done; holds the number of steps
 
 
@@ -55,12 +60,18 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
 
 def _train_to_the_end(config: Config, identity: Config) -> Path:
-    from actors.cluster import check_fits
-
     with refusals():
         check_trackers(config.tracking)
         run_dir = choose_run_dir(config)
-        check_writable(run_dir)
+        there = check_writable(run_dir)
+    with _alone_in(run_dir, there):
+        return _train_in(run_dir, config, identity)
+
+
+def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
+    from actors.cluster import check_fits
+
+    with refusals():
         newest = _resumable(config, run_dir)
         state = load_state(newest, identity) if newest else None
         check_fits(config)
@@ -71,9 +82,9 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
             f"{run_dir}: the run is complete ({place.step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
         )
-    run_dir.mkdir(parents=True, exist_ok=True)
+    remove_partial(run_dir / CHECKPOINTS)  # which may be what fills the disk
     try:
-        (run_dir / "config.yaml").write_text(dump_config(config))
+        write_text(run_dir / "config.yaml", dump_config(config))
         write_environment(run_dir)
         write_text(run_dir / DROPPED, "".join(json.dumps(asdict(row)) + "\n" for row in prepared.dropped))
         tracker = Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id)
@@ -131,6 +142,30 @@ class Run:
         checkpoint = newest_whole(self.directory / CHECKPOINTS, self.tracker.warn)
         state = load_state(checkpoint, self.identity) if checkpoint else None
         return load_place(checkpoint, state, self.prepared.prompts)
+
+
+@contextmanager
+def _alone_in(run_dir: Path, there: Path) -> Iterator[None]:
+    """It is made below ``there``, and goes again where the run is refused before anything is in it. A process
+    that was asked to end is waited for a moment.
+    """
+    what = "training this run; wait for it, or choose another `name`"
+    try:
+        with ExitStack() as stack:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(alone(run_dir, what, patience_s=_PATIENCE_S))
+            except OSError as error:
+                check_room(there, error)
+                raise
+            yield
+    except UserError:
+        if run_dir != there and [path.name for path in run_dir.iterdir()] == [LOCK]:
+            shutil.rmtree(run_dir)
+            for parent in takewhile(lambda path: path != there.absolute(), run_dir.absolute().parents):
+                with suppress(OSError):  # somebody else has something in it by now
+                    parent.rmdir()
+        raise
 
 
 async def _train(run: Run, place: Place) -> dict[str, float]:

@@ -15,6 +15,7 @@ from grpo_dist.checkpoint import (
     load_progress,
     load_state,
     newest_whole,
+    remove_partial,
 )
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config
@@ -123,24 +124,33 @@ def test_without_a_background_it_is_there_when_the_loop_goes_on(tmp_path):
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
-def test_a_checkpoint_is_not_replaced_by_another_of_its_step_unless_it_is_damaged(tmp_path):
-    """In between there would be none."""
+@pytest.mark.parametrize("can", [True, False])
+def test_a_later_checkpoint_of_a_step_takes_the_place_of_the_one_before_at_once(tmp_path, monkeypatch, can):
+    """It has more of what is sampled; in between there is never none. Where names cannot be exchanged, the
+    one before stays, unless it is damaged.
+    """
+    if not can:
+        monkeypatch.setattr("grpo_dist.checkpoint.exchange", lambda one, other: False)
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     first = (found / "manifest.json").stat().st_ino
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
-    assert (found / "manifest.json").stat().st_ino == first and not (found / "ahead").exists()
+    assert ((found / "manifest.json").stat().st_ino != first) == (found / "ahead").exists() == can
+    assert find_damage(found) is None and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
     (found / "state.json").write_text("{}")
     save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
     assert find_damage(found) is None and (found / "ahead").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_what_a_killed_save_has_left_is_removed(tmp_path):
+def test_what_a_killed_or_failed_save_has_left_is_removed(tmp_path):
     (tmp_path / ".partial_step_000007_0").mkdir()
     (tmp_path / "mine").mkdir()
-    Checkpoints(tmp_path, fakes.config(), PROMPTS)
+    remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / ".partial_step_000007_0").mkdir()  # its rank was lost while it wrote
+    save(tmp_path, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_000008"]
 
 
 def test_only_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):

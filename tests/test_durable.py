@@ -3,13 +3,15 @@
 import errno
 import os
 import shutil
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_dist.cache import cached
 from grpo_dist.config import Config
-from grpo_dist.durable import DiskFull, check_room, publish
+from grpo_dist.durable import DiskFull, alone, check_room, exchange, publish
+from grpo_dist.errors import UserError
 from grpo_dist.tracking import Tracker
 
 
@@ -69,3 +71,35 @@ def test_a_run_that_ends_for_want_of_room_says_so_in_one_message(tmp_path, monke
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
     with pytest.raises(DiskFull, match="RuntimeError"):
         check_room(tmp_path, unclear)
+
+
+def test_names_are_exchanged_at_once(tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    assert exchange(tmp_path / "one", tmp_path / "other")
+    assert [(tmp_path / name / "file").read_text() for name in ("one", "other")] == ["other", "one"]
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        exchange(tmp_path / "one", tmp_path / "nothing")
+
+
+def test_a_directory_is_for_one_process_at_a_time_and_another_waits_for_a_while(tmp_path):
+    with alone(tmp_path, "here"):
+        begin = time.monotonic()
+        with (
+            pytest.raises(UserError, match="another process is there"),
+            alone(tmp_path, "there", patience_s=0.3),
+        ):
+            raise AssertionError
+        assert time.monotonic() - begin >= 0.3
+    with alone(tmp_path, "here again"):
+        pass
+
+
+def test_a_directory_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuses)
+    with alone(tmp_path, "here"):
+        pass

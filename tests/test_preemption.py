@@ -1,6 +1,7 @@
 """A run that is asked to end takes its step with it if there is time, and says so by its exit code."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from grpo_dist.cli import _guarded
 from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
 from grpo_dist.errors import StateLost
+from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.preemption import Interrupted, Interruption, Preempted, ended_by_sigterm
 
 KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
@@ -36,13 +38,13 @@ def asked_during(world, *, step, number=signal.SIGTERM, then=None):
     world.update = updated
 
 
-def session(world, config, said, **kwargs):
+def session(world, config, said, eval_sets=(), **kwargs):
     async def train():
         interruption = Interruption(grace_s=config.checkpoint.grace_s, say=said.append)
         async with interruption:
             with interruption.finishing():
                 await run(
-                    config, world.workers(), fakes.prompts(40), [], world, world,
+                    config, world.workers(), fakes.prompts(40), list(eval_sets), world, world,
                     asked_to_end=interruption.asked, **kwargs,
                 )  # fmt: skip
 
@@ -112,6 +114,64 @@ def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wa
     resumed.version = step
     session(resumed, config, said, start=step, progress=kept)
     assert [uid for uid, *_ in resumed.sampled if uid in third] == [third[1]]
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+
+
+def test_asked_while_it_evaluates_it_saves_the_step_and_evaluates_when_it_goes_on():
+    """The evaluation takes longer than the grace."""
+    evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 1, "k": [1]}
+    config, said = fakes.config(steps=4, evaluation=evaluation), []
+    held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
+    whole = fakes.World(jitter=False)
+    session(whole, config, said, eval_sets=held)
+
+    class Long(fakes.World):
+        async def sample(self, prompt, **request):
+            if prompt.uid.startswith("held") and len(self.updates) == 2:
+                if prompt.uid == "held p0":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            return await super().sample(prompt, **request)
+
+    world = Long(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+        session(world, config, said, eval_sets=held)
+    assert list(world.saved) == [2] and world.saved[2].unassessed
+    assert not any(name.startswith("eval/") for name in world.logged[2])
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    session(resumed, config, said, eval_sets=held, start=2, progress=world.saved[2])
+    assert not resumed.saved[4].unassessed
+    evaluated = {step: own for step, own in whole.logged.items() if "eval/held/pass@1" in own}
+    assert sorted(evaluated) == [0, 2, 4]
+    for step in (2, 4):
+        for name in (n for n in evaluated[step] if n.startswith("eval/")):
+            assert resumed.logged[step][name] == evaluated[step][name]
+
+
+def test_asked_while_engines_are_drained_it_saves_the_step_that_is_done():
+    """A sample of the batch after it takes for ever, and new weights would wait for it."""
+    config, said = fakes.config(steps=5, max_staleness=1), []
+    whole = fakes.World(jitter=False)
+    session(whole, config, said)
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if prompt.uid == third[1]:
+                asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            return found
+
+    third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2)]
+    world = Slow(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+        session(world, config, said)
+    assert list(world.saved) == [2] and len(world.updates) == 2 and world.version == 1
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    session(resumed, config, said, start=2, progress=world.saved[2])
     for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
 

@@ -7,6 +7,7 @@ import pytest
 from good_inputs import GOOD, write
 
 from grpo_dist.cli import main
+from grpo_dist.durable import alone
 
 
 def refusal(capsys, *overrides, command="train"):
@@ -139,6 +140,17 @@ def test_broken_model_configuration(here, capsys):
 def test_a_run_directory_that_cannot_be_made(here, capsys):
     (here / "occupied").write_text("a file")
     assert "occupied" in refusal(capsys, "output_dir=occupied")
+
+
+def test_a_run_that_another_process_trains(here, capsys, monkeypatch):
+    """Both would write the same files, and each remove what the other is about to save."""
+    monkeypatch.setattr("grpo_dist.training._PATIENCE_S", 0.2)
+    run_dir = here / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    with alone(run_dir, "here"):
+        told = refusal(capsys, "name=run")
+    assert "runs/run: another process is training this run; wait for it, or choose another `name`" in told
+    assert [path.name for path in run_dir.iterdir()] == [".lock"]
 
 
 def test_check_does_not_train(here, capsys):

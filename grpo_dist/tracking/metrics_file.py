@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.durable import write_text
+from grpo_dist.durable import flush, write_text
 from grpo_dist.step_lines import kept_lines
 
 METRICS = "metrics.jsonl"
@@ -30,8 +30,12 @@ class MetricsFile:
             self._last = json.loads(kept[-1])
             self._last_offset -= len(kept[-1].encode())
 
+    def flush(self) -> None:
+        """Also after a power cut every line is there."""
+        flush(self._path)
+
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Every line is on disk when this returns."""
+        """Every line is in the file when this returns."""
         known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
         joins = self._last is not None and self._last["step"] == step
         self._last = {**(self._last if joins and self._last else {"step": step}), **known}

@@ -167,8 +167,12 @@ class Tracker:
         self._open(step)
 
     def flush(self) -> None:
-        """Every table is on disk when this returns; raises what went wrong with one."""
+        """Every table and every line is on disk when this returns, before a checkpoint that counts on it;
+        raises what went wrong with one.
+        """
         self._writer.flush()
+        for lines in (self._metrics, self._ledger, self._timeline):
+            lines.flush()
 
     def __enter__(self) -> Tracker:
         _LOGGER.addHandler(self._warned)
