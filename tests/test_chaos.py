@@ -20,8 +20,10 @@ import pytest
 from chaos import verdict
 from chaos.__main__ import _kinds, long_groups, short_groups
 from chaos.events import Event
-from chaos.faults import Connection, Worker, reset
+from chaos.faults import Connection, CutConnection, Worker, reset
 from chaos.find import MARK, Family
+from chaos.job import End
+from chaos.play import Plan, Play
 from chaos.report import goodput, table
 
 from grpo_dist.ledger import imbalance
@@ -129,18 +131,93 @@ def test_a_loss_that_nobody_noticed_in_time_is_told():
     assert "never noticed" in verdict.unnoticed([late])
 
 
-def test_an_end_of_what_should_be_survived_is_told():
-    def ended_by(kind, code):
-        return Event(kind, at=0.0, step=3, phase="sample", exit_code=code, launch_ended=0)
+def lost(kind, at, recovered=None, **values):
+    return Event(kind, at=at, step=3, phase="sample", role="rollout", recovered=recovered, **values)
 
-    found = verdict.ended([ended_by("SIGKILL policy", 1)])
+
+def test_an_engine_that_never_comes_back_is_told_also_when_the_other_one_finishes_the_job():
+    finished = {"exit_code": 0, "launch_ended": 0}
+    gone = lost("SIGKILL rollout", at=50.0, **finished)
+    others = [lost("SIGKILL rollout", 0.0, 25.0), lost("SIGSTOP rollout", 30.0, 78.5, noticed=44.0)]
+    reference = Event("SIGKILL reference", at=0.0, step=3, phase="idle", role="reference", recovered=99.0)
+    after_start = lost("SIGKILL rollout", 0.0, 90.0, exit_code=1, launch_ended=0)
+
+    def found(last_step_at):
+        return verdict.unrecovered([*others, gone], [reference, after_start, *others, gone], last_step_at)
+
+    assert found(84.0) is None  # 34 s were left, and one took 34.5 s
+    assert found(90.0) == "SIGKILL rollout at step 3: no recovery in 40.0 s, elsewhere it took 34.5 s at most"
+    alone = verdict.unrecovered([gone], [reference, after_start, gone], 51.0)
+    assert alone == "SIGKILL rollout at step 3: no recovery in 1.0 s, elsewhere it was never seen"
+    assert verdict.unrecovered([gone], [gone], 49.0) is None  # no step after it that could show anything
+    hung = lost("SIGSTOP rollout", at=40.0, noticed=50.0, **finished)
+    assert verdict.unrecovered([hung], [*others, hung], 84.0) is None
+    assert "no recovery in 40.0 s" in verdict.unrecovered([hung], [*others, hung], 90.0)
+    forgotten = lost("SIGKILL rollout", at=83.0)  # open, and no launch has ended since
+    assert "no recovery in 1.0 s" in verdict.unrecovered([forgotten], [*others, forgotten], 84.0)
+    ended_by_it = Event("SIGKILL driver", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0)
+    assert verdict.unrecovered([ended_by_it], [ended_by_it], 90.0) is None
+
+
+def ended_by(kind, code, launch=0):
+    return Event(kind, at=0.0, step=3, phase="sample", exit_code=code, launch_ended=launch)
+
+
+def test_an_end_of_what_should_be_survived_is_told():
+    found = verdict.ended([1, 0], [ended_by("SIGKILL policy", 1)])
     assert found == "SIGKILL policy at step 3 ended the run with 1, expected no end"
-    found = verdict.ended([ended_by("SIGTERM driver", 143)])
+    found = verdict.ended([143, 0], [ended_by("SIGTERM driver", 143)])
     assert found == "SIGTERM driver at step 3 ended the run with 143, expected [75]"
     fine = [("SIGTERM driver", 75), ("SIGKILL driver", -9), ("disk full", 1), ("torn file", -9)]
-    assert all(verdict.ended([ended_by(*end)]) is None for end in fine)
-    assert verdict.ended([ended_by("SIGKILL policy", 1), ended_by("disk full", 1)]) is None
-    assert verdict.ended([Event("SIGKILL policy", at=0.0, step=3, phase="sample")]) is None
+    assert all(verdict.ended([code, 0], [ended_by(kind, code)]) is None for kind, code in fine)
+    assert verdict.ended([1, 0], [ended_by("SIGKILL policy", 1), ended_by("disk full", 1)]) is None
+    assert verdict.ended([0], [Event("SIGKILL policy", at=0.0, step=3, phase="sample")]) is None
+    assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job's own end
+
+
+def test_an_end_without_a_reason_is_told_also_next_to_one_with_a_reason():
+    assert verdict.ended([0], []) is None
+    assert verdict.ended([1, 1, 0], []) == "launch 0 ended with 1, and nothing had been done to it"
+    starting = ended_by("SIGTERM driver, starting", -15, launch=1)
+    own = [ended_by("disk full", 1), starting]
+    assert verdict.ended([1, -15, 0], own) is None
+    found = verdict.ended([1, -15, 1, 0], own)
+    assert found == "launch 2 ended with 1, and nothing had been done to it"
+
+
+def falling_job(codes):
+    """A job whose launches finish a step each, and end with ``codes`` whatever is done to them."""
+    job = SimpleNamespace(begins=[], ends=[], lines=[], family=SimpleNamespace(living=list))
+
+    def poll():
+        job.ends.append(End(time.monotonic(), codes[len(job.ends)]))
+        return job.ends[-1]
+
+    job.launch = lambda: job.begins.append(time.monotonic())
+    job.poll, job.is_warm, job.was_warm = poll, lambda: True, lambda: True
+    job.steps = lambda: [(at, step) for step, at in enumerate(job.begins, 1)]
+    job.last_step = lambda: len(job.begins)
+    return job
+
+
+def test_what_a_job_did_on_its_own_is_known_after_the_play():
+    job = falling_job([1, 1, 0])
+    play = Play(job, Plan([], []), steps=3, rng=Random(0), say=lambda _: None)
+    play.run()
+    codes = [end.code for end in job.ends]
+    assert (codes, play.events) == ([1, 1, 0], [])
+    assert "launch 0 ended with 1" in verdict.ended(codes, play.events)
+
+
+def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
+    job = falling_job([0])
+    play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)
+    job.begins = [1.0, 3.0]
+    over, open_ = (Event("connection cut", at=2.0, step=step, phase="policy-policy") for step in (1, 2))
+    play._open = [(CutConnection(), over), (CutConnection(), open_)]
+    play._tend()
+    assert (over.recovered, over.exit_code) == (3.0, None)
+    assert (open_.recovered, open_.exit_code) == (None, 0)
 
 
 def test_an_end_that_does_not_say_why_is_told():

@@ -97,13 +97,14 @@ class Play:
         if now - self._looked > _FAMILY_S:
             self._job.family.living()
             self._looked = now
+        # Before the job is asked whether it has ended: what was over by then has not been cut short.
+        self._open = [(fault, event) for fault, event in self._open if not event.look(self._job)]
         if (end := self._job.poll()) is not None:
             self._ended(end.code)
         elif self._surprise is not None and now >= self._surprise:
             self._surprise = None
             if self._plan.starting[0].ready(self._job):
                 self._strike(self._plan.starting.pop(0))
-        self._open = [(fault, event) for fault, event in self._open if not event.look(self._job)]
         if (count := len(self._job.steps())) != self._told:
             self._told, self._moved = count, now
         elif now - self._moved > _STILL_S:

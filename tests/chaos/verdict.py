@@ -116,17 +116,42 @@ def unnoticed(events: Sequence[Event]) -> str | None:
     return None
 
 
-def ended(events: Sequence[Event]) -> str | None:
-    """A launch that ended of something it should have survived, or with another exit code than it should."""
-    by_launch: dict[int, list[Event]] = {}
+def unrecovered(events: Sequence[Event], everywhere: Sequence[Event], last_step_at: float) -> str | None:
+    """Something that was survived and never made good. ``everywhere``: events of all jobs so far.
+
+    The job may have come to its end before it could: that counts for one that had no more time until the
+    last step than recovery of its role took at most elsewhere, both from when it was noticed, which takes
+    long for a stopped worker alone. Where none was ever seen to recover, it counts for nothing: with two
+    engines a job of a few steps ends soon enough to hide one that never comes back.
+    """
     for event in events:
-        if event.launch_ended is not None and event.exit_code:
-            by_launch.setdefault(event.launch_ended, []).append(event)
-    for own in by_launch.values():
-        codes = [code for event in own for code in _ENDS.get(event.kind, ())]
-        if own[0].exit_code not in codes:
-            what = ", ".join(f"{event.kind} at step {event.step}" for event in own)
-            return f"{what} ended the run with {own[0].exit_code}, expected {sorted(set(codes)) or 'no end'}"
+        if event.recovered is not None or event.exit_code:
+            continue
+        took = [
+            other.recovered - (other.noticed or other.at)
+            for other in everywhere
+            if other.role == event.role and other.recovered is not None and not other.exit_code
+        ]
+        had = last_step_at - (event.noticed or event.at)
+        if event.exit_code is None or had > max(took, default=0.0):
+            elsewhere = f"took {max(took):.1f} s at most" if took else "was never seen"
+            return f"{event.kind} at step {event.step}: no recovery in {had:.1f} s, elsewhere it {elsewhere}"
+    return None
+
+
+def ended(codes: Sequence[int], events: Sequence[Event]) -> str | None:
+    """A launch that ended though nothing was done to it, or of something it should have survived, or with
+    another exit code than it should. ``codes``: of all launches; those that end well need no reason.
+    """
+    for launch, code in enumerate(codes):
+        own = [event for event in events if event.launch_ended == launch]
+        expected = {end for event in own for end in _ENDS.get(event.kind, ())}
+        if code == 0 or code in expected:
+            continue
+        if not own:
+            return f"launch {launch} ended with {code}, and nothing had been done to it"
+        what = ", ".join(f"{event.kind} at step {event.step}" for event in own)
+        return f"{what} ended the run with {code}, expected {sorted(expected) or 'no end'}"
     return None
 
 
