@@ -17,8 +17,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chaos import verdict
-from chaos.__main__ import _kinds, long_groups, short_groups
+from chaos import room, verdict
+from chaos.__main__ import Chaos, _kinds, _options, long_groups, short_groups
 from chaos.events import Event
 from chaos.faults import Connection, CutConnection, Worker, reset
 from chaos.find import MARK, Family
@@ -209,6 +209,24 @@ def test_what_a_job_did_on_its_own_is_known_after_the_play():
     assert "launch 0 ended with 1" in verdict.ended(codes, play.events)
 
 
+def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
+    whole = Chaos(_options(["--steps", "4"]), tmp_path, room.Room(tmp_path, None))
+    job = falling_job([])
+    job.begins, job.ends, job.run_dir = [1.0, 2.0], [End(1.5, 1), End(60.0, 0)], tmp_path
+    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
+    whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
+    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    found = whole._judge(job, LINES)
+    assert "no recovery in 0.2 s, elsewhere it was never seen" in found["recovered"]
+    assert found["survived"] == "launch 0 ended with 1, and nothing had been done to it"
+    assert not whole._held(job, found) and f"job1: survived: {found['survived']}" in whole._problems
+    before.recovered = 2.0
+    assert whole._judge(job, LINES)["recovered"] is None
+    assert whole._held(job, {"recovered": None})
+
+
 def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
     job = falling_job([0])
     play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)
@@ -218,6 +236,61 @@ def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
     play._tend()
     assert (over.recovered, over.exit_code) == (3.0, None)
     assert (open_.recovered, open_.exit_code) == (None, 0)
+
+
+@pytest.fixture
+def chaos(tmp_path, monkeypatch):
+    """Jobs that only count: each takes a group from the plan, and breaks the promises that `broken` says."""
+    options = _options(["--only", "SIGKILL rollout", "--each", "9"])
+    whole = Chaos(options, tmp_path, room.Room(tmp_path, "everyone's"))
+    whole.broken, whole.stuck, whole.calm_codes, names = {}, None, [0], []
+
+    def job(name):
+        whole._jobs.append(name)
+        codes = whole.calm_codes if name == "undisturbed" else [0]
+        return SimpleNamespace(
+            disk=SimpleNamespace(name=name),
+            run_dir=tmp_path,
+            ends=[End(0.0, code) for code in codes],
+            steps=lambda: [(0.0, 1), (1.0, 2)],
+            family=SimpleNamespace(kill=lambda: names.append(name)),
+        )
+
+    def play(job, plan):
+        del plan.groups[:1]
+        if job.disk.name == whole.stuck:
+            whole._problems.append(f"{job.disk.name}: finished: no step")
+        return job.disk.name != whole.stuck
+
+    whole.played = names
+    monkeypatch.setattr(whole, "_job", job)
+    monkeypatch.setattr(whole, "_play", play)
+    monkeypatch.setattr(whole, "_judge", lambda job, _: {"noticed": whole.broken.get(job.disk.name)})
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
+    return whole
+
+
+def test_the_next_job_comes_also_after_one_that_broke_a_promise(chaos):
+    chaos.broken = {"job2": "one never was", "job4": "another never was"}
+    assert chaos.run() == ["job2: noticed: one never was", "job4: noticed: another never was"]
+    assert chaos.played == [f"job{i}" for i in range(1, 10)]
+
+
+def test_no_job_comes_after_three_that_broke_a_promise(chaos):
+    chaos.broken = dict.fromkeys(("job1", "job3", "job4"), "never")
+    assert len(chaos.run()) == 3 and chaos.played == ["job1", "job2", "job3", "job4"]
+
+
+def test_no_job_comes_after_one_that_is_stuck(chaos):
+    chaos.stuck = "job2"
+    assert chaos.run() == ["job2: finished: no step"]
+    assert chaos.played == ["job1"]
+
+
+def test_an_undisturbed_run_that_was_started_again_is_none(chaos):
+    chaos.calm_codes = [1, 0]
+    assert chaos.run() == ["undisturbed: survived: launch 0 ended with 1, and nothing had been done to it"]
+    assert chaos.played == []
 
 
 def test_an_end_that_does_not_say_why_is_told():

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -29,6 +29,7 @@ from .report import goodput, step_s, table
 _DISK_MB = 256
 _PROMPTS_PER_STEP = 4  # as in job.yaml
 _AGENTS_S = 90.0  # Ray's own take so long to see that their raylet is gone
+_FAILED_JOBS = 3  # then more of them would tell nothing new
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problems:
         shutil.copytree(place.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
         print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
+        print("\n".join(f"  {problem}" for problem in problems))
         return 1
     room.leave(place.disk)
     shutil.rmtree(base, ignore_errors=True)
@@ -65,20 +67,24 @@ class Chaos:
         self._shared = _shared_memory()
 
     def run(self) -> list[str]:
-        """What is wrong, in words; empty when nothing is."""
+        """What is wrong, in words; empty when nothing is. The next job comes also after one that broke a
+        promise, but not after one that is stuck.
+        """
         calm = self._job("undisturbed")
-        self._play(calm, Plan([], []))
-        if self._problems:
+        if not self._play(calm, Plan([], [])) or not self._held(calm, {"survived": _ended(calm, [])}):
             return self._problems
         undisturbed, own_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
         self._say(f"undisturbed: {len(undisturbed)} steps of {own_s:.2f} s")
         plan = self._plan()
-        shares = []
-        while plan and not self._problems:
+        shares, failed = [], 0
+        while plan and failed < _FAILED_JOBS:
             job = self._job(f"job{len(self._jobs)}")
-            if self._play(job, plan):
-                shares.append(goodput(job.steps(), own_s))
-                self._judge(job, undisturbed)
+            if not self._play(job, plan):
+                break
+            shares.append(goodput(job.steps(), own_s))
+            failed += not self._held(job, self._judge(job, undisturbed))
+            job.family.kill()  # what it left behind has been told: the next job is to have no part in it
+            self._shared = _shared_memory()
         print(table(self._events, self._skipped))
         if shares:
             work = sum(shares) / len(shares)
@@ -118,7 +124,7 @@ class Chaos:
         try:
             play.run()
         except Stuck as reason:
-            self._problems.append(f"finished: {reason}")
+            self._problems.append(f"{job.disk.name}: finished: {reason}")
             self._say(f"FAILED: {reason}\n{job.said(len(job.begins) - 1)[-3000:]}")
             return False
         finally:
@@ -126,7 +132,14 @@ class Chaos:
             self._skipped |= play.skipped
         return True
 
-    def _judge(self, job: Job, undisturbed: verdict.Lines) -> None:
+    def _held(self, job: Job, found: Mapping[str, str | None]) -> bool:
+        """Whether every promise did; those that did not are among the problems."""
+        broken = [f"{job.disk.name}: {name}: {problem}" for name, problem in found.items() if problem]
+        self._problems += broken
+        return not broken
+
+    def _judge(self, job: Job, undisturbed: verdict.Lines) -> dict[str, str | None]:
+        """By promise: None, or what is wrong."""
         lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
         said = {launch: job.said(launch) for launch in range(len(job.begins))}
         mine = [event for event in self._events if event.at >= job.begins[0]]
@@ -138,7 +151,7 @@ class Chaos:
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "noticed": verdict.unnoticed(mine),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0]),
-            "survived": verdict.ended([end.code for end in job.ends], mine),
+            "survived": _ended(job, mine),
             "named": verdict.silent(mine, said),
             "orphans": verdict.orphans(job.family, _AGENTS_S),
             "shared memory": self._left_in_memory(),
@@ -152,7 +165,7 @@ class Chaos:
             print(f"  {name}: {problem or 'ok'}")
         if lost:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
-        self._problems += [f"{name}: {problem}" for name, problem in found.items() if problem]
+        return found
 
     def _mismatched(self, lines: verdict.Lines) -> str | None:
         """Samples that may be older than the weights have other log-probs under these."""
@@ -207,6 +220,10 @@ def short_groups(refusal: str | None) -> list[Group]:
 
 def _kinds() -> list[str]:
     return [fault.kind for fault in (*in_steps(None), *in_starts())]
+
+
+def _ended(job: Job, events: Sequence[Event]) -> str | None:
+    return verdict.ended([end.code for end in job.ends], events)
 
 
 def _shared_memory() -> list[str]:
