@@ -85,6 +85,7 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     cluster has, before anything is started.
     """
     if address_of(config) == "local" and not ray.is_initialized():
+        _check_grows_no_more(config)
         found, here, has = None, True, _local_resources(config)
     else:
         owns = _connect(config)
@@ -453,6 +454,15 @@ def _resources(has: Sequence[Node], *, shared: bool) -> Resources:
     return Resources(max(cpus, 1), gpus, max(most, 1), shared)
 
 
+def _check_grows_no_more(config: Config) -> None:
+    """A cluster that is the run's own."""
+    if config.cluster.grows_to is not None:
+        raise UserError(
+            "`cluster.grows_to` is set, and the run has a cluster of its own, which is this machine; set "
+            "`cluster.address` (or RAY_ADDRESS) to the one that grows, or remove it"
+        )
+
+
 def _is_this_machine() -> bool:
     """Whether the cluster is this machine alone, so that what is missing here is missing there."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -471,6 +481,7 @@ def _connect(config: Config) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     local: dict[str, Any] = {}
     if address == "local":
+        _check_grows_no_more(config)
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
     if local and device_type() == "cpu":
         local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build

@@ -72,7 +72,7 @@ def grown(nodes: Sequence[Node], to: Grown | None) -> list[Node]:
     """With those that an autoscaler adds when somebody asks for more than there is."""
     if to is None:
         return list(nodes)
-    there = sum(node.cpus >= to.cpus and node.gpus >= to.gpus for node in nodes)
+    there = sum(node.gpus >= to.gpus for node in nodes)
     each = Node("an added node", to.cpus, to.gpus, to.cpus, to.gpus)
     return [*nodes, *[each] * (to.nodes - there)]
 
@@ -126,12 +126,14 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
         "and has",
         *(f"  {node}" for node in nodes),
     ]
-    if to := config.cluster.grows_to:
+    to = config.cluster.grows_to
+    if to and len(grown(nodes, to)) > len(nodes):
         lines.append(
             f"It has not grown to {to.nodes} node(s) with {to.gpus} GPU(s) and {to.cpus} CPU(s) each, as "
             "`cluster.grows_to` says; see what its autoscaler says (`ray status`), or raise the deadline"
         )
-        return UserError("\n".join(lines))
+        if not any(node.gpus for node in nodes):  # what would fit on its CPUs is no help
+            return UserError("\n".join(lines))
     near = nearest(config, nodes, training="policy" in asked)
     if near:
         lines.append("There is room for " + " ".join(f"{key}={value}" for key, value in near.items()))

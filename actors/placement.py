@@ -165,11 +165,11 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
     parts = " + ".join(
         f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus and not d.shared
     )
-    colocate = ""
+    colocate, grown = "", " with the nodes of `cluster.grows_to`" if config.cluster.grows_to else ""
     if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
         colocate = "set cluster.placement=colocated, "
     raise UserError(
-        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}; {colocate}lower "
+        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {colocate}lower "
         "`policy.num_workers`, `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
         "`rewards.models`, or add nodes (`cluster.grows_to`: an autoscaler does)"
     )
@@ -182,7 +182,8 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
         if role in demands and demands[role].workers > cpus:
             raise UserError(
                 f"`{key}` = {demands[role].workers} but the cluster has {cpus} CPUs and no GPU, "
-                f"and each such worker needs at least one; use at most {cpus}"
+                f"and each such worker needs at least one; use at most {cpus}, or set `cluster.grows_to` "
+                "where an autoscaler adds nodes with GPUs"
             )
     if tensor_parallel_size > 1:
         raise UserError(

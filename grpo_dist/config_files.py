@@ -27,7 +27,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 
-_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.]*=")
+_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
 
@@ -52,7 +52,7 @@ def is_override(text: str) -> bool:
     """Whether a word of a command line is ``key=value`` or ``+algorithm=PRESET``, and not the path of a file
     with such a sign in it.
     """
-    return _OVERRIDE.match(text) is not None
+    return _OVERRIDE.match(text) is not None and not Path(text).exists()
 
 
 def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:

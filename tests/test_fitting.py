@@ -160,11 +160,30 @@ def test_nodes_that_an_autoscaler_adds_count_once():
     names = [n.name for n in grown([head, worker], to)]
     assert names == ["head", "a", "an added node"]
     assert grown([worker, worker, worker], to) == [worker] * 3
-    asked = shape(1, 1, where="separate")
-    asked = asked.model_copy(update={"cluster": asked.cluster.model_copy(update={"grows_to": to})})
+    asked = _growing(shape(1, 1, where="separate"), to)
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
     told = str(no_room(asked, wanted, [head], 1.0)).splitlines()
     assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
+    smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
+    assert len(grown([worker, smaller], to)) == 2
+    asked = _growing(shape(2, 1, where="separate"), to)
+    taken = str(no_room(asked, wanted, [head, node("a", 8, 2), smaller], 1.0))
+    assert "has not grown" not in taken and taken.endswith("There is room for policy.num_workers=1")
+    with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
+        placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
+
+
+def _growing(config, to):
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"grows_to": to})})
+
+
+def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    asked = _growing(config(), Grown(nodes=2, gpus=8, cpus=64))
+    for starts in (cluster.check_fits, cluster._connect):
+        with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
+            starts(asked)
 
 
 def test_an_evaluation_has_engines_alone():

@@ -120,6 +120,11 @@ def test_a_failure_is_tried_again_as_often_as_asked(kube, tmp_path, capsys):
     assert tried == [3, 0]
 
 
+def test_the_cluster_of_a_rayjob_does_not_grow(kube, tmp_path, capsys):
+    config, _ = manifest(capsys, tmp_path, "cluster.grows_to={nodes: 4, gpus: 8, cpus: 64}")
+    assert yaml.safe_load(config["data"]["config.yaml"])["cluster"]["grows_to"] is None
+
+
 def test_the_configuration_is_the_one_that_was_given(kube, tmp_path, capsys):
     config, rayjob = manifest(capsys, tmp_path, "steps=5", "data.system_prompt='first line\nsecond: {line}'")
     mounted = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"][0]

@@ -51,9 +51,9 @@ class Restarts(Section):
 class Grown(Section):
     """What an autoscaler makes of the cluster: nodes of one kind."""
 
-    nodes: PositiveInt = Field(description="beside a head that has less")
+    nodes: PositiveInt = Field(description="in all, those among them that are there and have as many GPUs")
+    gpus: PositiveInt = Field(description="of each")
     cpus: PositiveInt = Field(description="of each")
-    gpus: Count = Field(0, description="of each")
 
 
 class Cluster(Section):

@@ -43,10 +43,12 @@ class Carried:
         return f"{', '.join(shown)}: {sum(self.files.values()) / 2**20:.1f} MiB"
 
 
-def resolved(config: Config) -> str:
-    """The configuration as YAML, every default written out; the cluster is the one a job finds itself on."""
+def resolved(config: Config, *, grows: bool) -> str:
+    """The configuration as YAML, every default written out; the cluster is the one a job finds itself on,
+    which ``grows`` or is made for it.
+    """
     plain = config.model_dump(mode="json")
-    plain["cluster"]["address"] = None
+    plain["cluster"] |= {"address": None} | ({} if grows else {"grows_to": None})
     return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
@@ -68,7 +70,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
         file = into / f"grpo_dist-{__version__}.dist-info" / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    (into / CONFIG).write_text(resolved(config))
+    (into / CONFIG).write_text(resolved(config, grows=True))
     carried = Carried(into, {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))})
     _check_size(carried)
     return carried

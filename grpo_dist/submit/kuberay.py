@@ -76,7 +76,7 @@ class KubeRayTarget(NodeSizes):
     def render(self, job: Job) -> str:
         config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
         config["metadata"] = rayjob["metadata"] = self._metadata(job)
-        config["data"] = {"config.yaml": resolved(job.config)}
+        config["data"] = {"config.yaml": resolved(job.config, grows=False)}
         spec = rayjob["spec"]
         spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": job.stop_patience})
         spec["backoffLimit"] = self.retries

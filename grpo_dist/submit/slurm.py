@@ -85,6 +85,7 @@ class SlurmTarget(NodeSizes):
         prepare += [f': "${{{v.name}:?was not set there}}"' for v in job.environment if v.hidden]
         prepare += self.setup
         train = ["grpo-dist", "train", str(job.path), *job.overrides, "cluster.address=null"]
+        train += ["cluster.grows_to=null"] if job.config.cluster.grows_to else []
         return (
             "".join(f"#SBATCH {option}\n" for option in options)
             + f"# {described}\n"
