@@ -66,16 +66,24 @@ def totals(path: Path) -> dict[str, int]:
     return {name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)}
 
 
-def summary(path: Path, *, dropped: int = 0) -> str:
+def trained_out_of_turn(path: Path, turns: Callable[[int], Collection[str]]) -> int:
+    """Prompts trained in a step whose turn it was not: dynamic sampling drew them. They have their turn in
+    the epoch as well. ``turns``: see `imbalance`.
+    """
+    return sum(len(set(line.get(TRAINED, ())) - set(turns(line["step"]))) for line in read(path))
+
+
+def summary(path: Path, *, dropped: int = 0, again: int = 0) -> str:
     """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
 
-    ``dropped``: rows that became no prompts.
+    ``dropped``: rows that became no prompts; ``again``: see `trained_out_of_turn`.
     """
     found = totals(path)
     parts = [f"{found[TRAINED]:,} trained"]
     parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{never}"
+    twice = f"; {again:,} of the trained were drawn out of turn, and have theirs as well" if again else ""
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{twice}{never}"
 
 
 def imbalance(
@@ -88,8 +96,9 @@ def imbalance(
     """What is wrong with the books: a step that is missing or there twice, a prompt that is in two lists of a
     step, a step that has not the prompts it was to have. None: they balance.
 
-    ``turns``: uids whose turn a step is, where that follows from its number; then a prompt that is trained
-    out of turn, and with it one that is trained twice in an epoch or never, is told, too.
+    ``turns``: uids whose turn a step is, where that follows from its number; then a prompt that is sampled
+    out of turn, and with it one that is sampled twice in an epoch or never, is told, too. What dynamic
+    sampling draws besides is counted by `trained_out_of_turn`.
     """
     lines = read(path)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):

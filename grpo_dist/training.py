@@ -32,7 +32,7 @@ from grpo_dist.durable import LOCK, alone, check_room, write_text
 from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
+from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary, trained_out_of_turn
 from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
@@ -99,12 +99,14 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         final = asyncio.run(_train(run, place))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
-    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped)))
+    turns = _turns(config, prepared.prompts)
+    again = trained_out_of_turn(run_dir / LEDGER, turns) if turns else 0
+    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped), again=again))
     if wrong := imbalance(
         run_dir / LEDGER,
         steps=config.steps,
         prompts_per_step=config.batch.prompts_per_step,
-        turns=_turns(config, prepared.prompts),
+        turns=turns,
     ):
         _say(f"warning: the ledger does not balance: {wrong}")
     return run_dir

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import samples_of_groups
 
-from grpo_dist.ledger import account, imbalance, read, summary, totals
+from grpo_dist.ledger import account, imbalance, read, summary, totals, trained_out_of_turn
 from grpo_dist.step_lines import StepLines
 
 
@@ -40,6 +40,16 @@ def test_totals_are_those_of_all_steps(tmp_path):
         "+ 2 unscored; 3 rows dropped before, too long (dropped.jsonl)"
     )
     assert imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
+
+
+def test_what_dynamic_sampling_drew_out_of_turn_is_counted(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = StepLines(path, keep_through=0)
+    for step, trained in enumerate((["a", "c"], ["c", "d"], ["a", "b"], ["d", "c"]), 1):
+        ledger.add(step, {"trained": trained})
+    turns = {1: {"a", "b"}, 2: {"c", "d"}, 3: {"b", "a"}, 4: {"d", "c"}}
+    assert trained_out_of_turn(path, turns.get) == 1  # c in step 1
+    assert "= 8 trained; 1 of the trained were drawn out of turn, and have theirs as well" in summary(path, again=1)
 
 
 def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
