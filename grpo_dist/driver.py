@@ -100,7 +100,8 @@ async def run(
         unassessed = True
         if not asked_to_end():
             recorder.phase("evaluate")
-            work = evaluate(config, workers, eval_sets, recorder, step=step)
+            stuck = workers.where_stuck
+            work = evaluate(config, workers, eval_sets, recorder, step=step, explain=stuck)
             if (found := await unless_asked(work, asked_to_end)) is not None:
                 recorder.log(step, found)
                 unassessed = False

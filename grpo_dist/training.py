@@ -200,7 +200,14 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
             explain=cluster.where_stuck,
         ):
             samplers = await cluster.start_evaluation(run.directory / "model")
-        final = await evaluate(config, samplers, run.prepared.eval_sets, run.tracker, step=config.steps)
+        final = await evaluate(
+            config,
+            samplers,
+            run.prepared.eval_sets,
+            run.tracker,
+            step=config.steps,
+            explain=cluster.where_stuck,
+        )
         run.tracker.log(config.steps, final)
         return final
 

@@ -1,15 +1,18 @@
 """Estimates from samples, against numbers worked by hand and against counting every subset."""
 
+import asyncio
 import math
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 from math import comb
 
+import fakes
 import numpy as np
 import pytest
 
 from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
+from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
 from grpo_dist.rewards.pool import GraderPool
 
@@ -134,6 +137,28 @@ def test_what_one_problem_says():
     assert found == pytest.approx(expected | {"cons@5": 1.0})
     assert set(of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}  # answers that cannot be compared
     assert of_problem(flags("xx"), [1], [0, 1]) == {}
+
+
+def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_is_long():
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            await asyncio.sleep(0.5 * int(prompt.answer))
+            return await super().sample(prompt, **request)
+
+    async def stuck():
+        return "rollout-0 is in sample"
+
+    def evaluated(limit_s):
+        settings = fakes.config(
+            cluster={"timeouts": {"sample_s": limit_s}}, evaluation={"samples_per_prompt": 1, "k": [1]}
+        )
+        sets = [EvalSet("held", fakes.prompts(4))]  # done after 0, 0.5, 1 and 1.5 s
+        world = Slow()
+        return asyncio.run(evaluate(settings, world.workers(), sets, world, step=0, explain=stuck))
+
+    assert "eval/held/pass@1" in evaluated(1.2)
+    with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):
+        evaluated(0.2)
 
 
 def test_answers_are_numbered_as_mathematics():

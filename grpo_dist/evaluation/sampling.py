@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.concurrency import deadline, gather, progressing, sampled_again
+from grpo_dist.concurrency import gather, progressing, sampled_again
 from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
@@ -38,21 +38,28 @@ class SampleSink(Protocol):
 
 
 async def evaluate(
-    config: Config, workers: Samplers, eval_sets: list[EvalSet], sink: SampleSink, *, step: int
+    config: Config,
+    workers: Samplers,
+    eval_sets: list[EvalSet],
+    sink: SampleSink,
+    *,
+    step: int,
+    explain: Callable[[], Awaitable[str]] | None = None,
 ) -> dict[str, float]:
     """``eval/<set>/pass@k`` and ``_stderr`` for every set. A sample counts as right when the math grader says
     so.
 
     Where no math grader is among the rewards, a sample is right when its total reward is above 0.5. What
     could not be scored is left out of the estimate and counted in ``eval/<set>/unscored``. Raises
-    TimeoutError past the deadline.
+    TimeoutError, with what ``explain`` finds out then, when no prompt is done for `timeouts.sample_s`.
     """
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         prompts = eval_set.prompts[: config.evaluation.max_prompts]
         stage = f"evaluate: {eval_set.name} ({len(prompts)} prompts)"
-        async with deadline(config.cluster.timeouts.sample_s, stage):
-            groups = await sample_groups(config, config.evaluation, workers, prompts, stage=STAGE)
+        limit_s = config.cluster.timeouts.sample_s
+        async with progressing(limit_s, stage, explain=explain) as still_going:
+            groups = await _sample_groups(config, workers, prompts, still_going)
         sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {
@@ -72,23 +79,18 @@ def correctness(group: Group) -> np.ndarray:
     return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)
 
 
-async def sample_groups(
-    config: Config,
-    settings: Evaluation | Rejection,
-    workers: Samplers,
-    prompts: list[Prompt],
-    *,
-    stage: int,
+async def _sample_groups(
+    config: Config, workers: Samplers, prompts: list[Prompt], still_going: Callable[[], None]
 ) -> list[Group]:
-    """``settings.samples_per_prompt`` scored samples of each prompt, apart from any training step.
-
-    ``stage``: negative, so that seeds never meet those of a training step; the same stage draws with the same
-    seeds, which takes sampling noise out of the difference between two evaluations.
-    """
+    settings = config.evaluation
     sampling = sampling_of(config, settings)
-    return await gather(
-        _sample_group(config, settings, sampling, workers, prompt, stage=stage) for prompt in prompts
-    )
+
+    async def one(prompt: Prompt) -> Group:
+        group = await _sample_group(config, settings, sampling, workers, prompt, stage=STAGE)
+        still_going()
+        return group
+
+    return await gather(one(prompt) for prompt in prompts)
 
 
 async def sample_chunks(
@@ -101,7 +103,10 @@ async def sample_chunks(
     stage: int,
     what: str,
 ) -> None:
-    """As `sample_groups`, of many prompts: ``finished`` gets every chunk once all its prompts are done.
+    """``settings.samples_per_prompt`` scored samples of each of many prompts, apart from any training step:
+    ``finished`` gets every chunk once all its prompts are done. ``stage``: negative, so that seeds never meet
+    those of a training step; the same stage draws with the same seeds, which takes sampling noise out of the
+    difference between two evaluations.
 
     All chunks are in hand at once, the first come first, so that no engine is idle at the end of one. Raises
     TimeoutError naming ``what`` when no prompt is done for `timeouts.sample_s`.
