@@ -132,8 +132,14 @@ class Cluster:
 
     async def start_training(self, model_dir: Path) -> Workers:
         """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do
-        not fit.
+        not fit, StateLost when one is lost before that.
         """
+        try:
+            return await self._start_training(model_dir)
+        except LOST as error:
+            raise StateLost(f"a worker is lost while it starts ({reason(error)})") from error
+
+    async def _start_training(self, model_dir: Path) -> Workers:
         config = self._config
         await self._take_room(training=True)
         policy = self._create_policy(model_dir)

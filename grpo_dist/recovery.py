@@ -54,17 +54,24 @@ class Recovery:
         self._avoid: set[int] = set()
 
     async def carry_through(
-        self, go_on: Callable[[Place, Workers], Awaitable[None]], place: Place, workers: Workers
+        self,
+        go_on: Callable[[Place, Workers], Awaitable[None]],
+        place: Place,
+        start: Callable[[], Awaitable[Workers]],
     ) -> None:
-        """``go_on`` from ``place``, again from a checkpoint as often as it takes. Raises what it raises,
-        StateLost when no restart is left.
+        """``go_on`` from ``place`` with whom ``start`` gives, again from a checkpoint as often as it takes.
+        Raises what they raise, StateLost when no restart is left.
         """
         why: StateLost | Rollback | None = None
+        workers: Workers | None = None
         while True:
             try:
+                if why is None:
+                    workers = await start()
                 async with self._cluster.losses_told():
                     if why is not None:  # another may be lost meanwhile
                         place, workers = await self._go_back(why, workers)
+                    assert workers is not None
                     return await go_on(place, workers)
             except (StateLost, Rollback) as error:
                 why = error
@@ -84,8 +91,10 @@ class Recovery:
         self._warn(why, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)
 
-    async def _go_back(self, why: StateLost | Rollback, workers: Workers) -> tuple[Place, Workers]:
-        """Where the run goes on and with whom, the weights not restored yet."""
+    async def _go_back(self, why: StateLost | Rollback, workers: Workers | None) -> tuple[Place, Workers]:
+        """Where the run goes on and with whom, the weights not restored yet. ``workers``: None where they
+        never came up.
+        """
         place = await self._newest()
         self._record.warn(f"going on from {place}")
         self._record.back_to(place.step)
@@ -94,7 +103,7 @@ class Recovery:
         place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
         limit_s, stage = self._config.cluster.timeouts.up_s, "recovery: workers ready to go on"
         async with deadline(limit_s, stage, explain=self._cluster.where_stuck):
-            if isinstance(why, StateLost) or place.checkpoint is None:
+            if isinstance(why, StateLost) or place.checkpoint is None or workers is None:
                 return place, await self._cluster.start_again(self._model_dir)
             await workers.rollouts.abandon()
             return place, workers

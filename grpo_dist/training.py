@@ -178,15 +178,18 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
     async with interruption, Cluster(config) as cluster:
         interruption.listen()  # Ray has put a handler of its own in place
-        async with deadline(
-            config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=cluster.where_stuck
-        ):
-            workers = await cluster.start_training(model_dir)
-        if place.checkpoint is not None:
-            _say(f"resuming from {place}")
+
+        async def start() -> Workers:
+            limit_s, stage = config.cluster.timeouts.up_s, "start: actors up and models loaded"
+            async with deadline(limit_s, stage, explain=cluster.where_stuck):
+                workers = await cluster.start_training(model_dir)
+            if place.checkpoint is not None:
+                _say(f"resuming from {place}")
+            return workers
+
         recovery = Recovery(config, cluster, run.tracker, run.newest, model_dir)
         try:
-            await recovery.carry_through(partial(_go_on, run, interruption), place, workers)
+            await recovery.carry_through(partial(_go_on, run, interruption), place, start)
         except Exception:
             await run.settle()
             raise

@@ -30,6 +30,7 @@ class Job(fakes.World):
             checkpoint={"every": 2}, cluster={"restarts": {"backoff_s": 0.001}}, **config
         )
         self.weight, self.weights, self.starts, self.abandoned = 0, {}, 0, 0
+        self.dies_starting = False
         self.trained = []
         self.die_at, self.metrics_at = {}, {}
 
@@ -83,8 +84,29 @@ class Job(fakes.World):
 
     def carry_through(self):
         recovery = Recovery(self.config, self, self, self.newest, Path("model"))
-        asyncio.run(recovery.carry_through(self.go_on, Place(), self.workers()))
+        asyncio.run(recovery.carry_through(self.go_on, Place(), self.start))
         return self
+
+    async def start(self):
+        if self.dies_starting:
+            raise StateLost("a worker is lost while it starts (killed)")
+        return self.workers()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
+    job = Job()
+    job.dies_starting = True
+    if allowed:
+        job.carry_through()
+        assert job.starts == 1 and list(job.accounts) == [1, 2, 3, 4, 5, 6]
+        return
+    restarts = job.config.cluster.restarts.model_copy(update={"max_per_worker": 0})
+    cluster = job.config.cluster.model_copy(update={"restarts": restarts})
+    job.config = job.config.model_copy(update={"cluster": cluster})
+    with pytest.raises(StateLost, match="lost while it starts"):
+        job.carry_through()
+    assert job.starts == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

@@ -128,7 +128,7 @@ def simulate(scenario: Scenario) -> Simulated:
 
         recovery = Recovery(config, world, world, world.checkpoints.newest, world.directory)
         try:
-            await recovery.carry_through(go_on, Place(), world.workers())
+            await recovery.carry_through(go_on, Place(), world.begin)
         finally:
             world.end()
 

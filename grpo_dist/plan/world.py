@@ -96,6 +96,9 @@ class World:
         reference = me if self._config.needs_reference else None
         return Workers(me, me, reference, me, me)
 
+    async def begin(self) -> Workers:
+        return self.workers()
+
     @property
     def engine_steps(self) -> float:
         return sum(engine.steps for engine in self._engines)
