@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import grpo_dist
 from grpo_dist.rewards.pool import Failure, GraderPool
 
 BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
@@ -221,6 +222,52 @@ def test_importing_does_not_count_against_the_deadline(code: str) -> None:
     Path(code, "slow_import.py").write_text("import time\ntime.sleep(1.5)\ndef one(completion): return 1.0\n")
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
         assert pool.call("slow_import:one", [{"completion": ""}]) == [1.0]
+
+
+def module_in(directory: Path, name: str, value: float) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.py").write_text(f"def value(completion): return {value}\n")
+
+
+def test_custom_code_comes_from_code_paths_then_from_the_usual_path_and_never_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, usual, here = (tmp_path / name for name in ("named", "usual", "here"))
+    for directory, value in ((named, 1.0), (usual, 2.0), (here, 3.0)):
+        module_in(directory, "in_all", value)
+    for directory, name in ((usual, "in_two"), (here, "in_two"), (here, "only_here")):
+        module_in(directory, name, 2.0 if directory == usual else 3.0)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{usual}{os.pathsep}")  # an empty entry is no directory
+    with GraderPool(1, code_paths=[str(named)]) as pool:
+        found = [pool.call(f"{name}:value", [{"completion": ""}]) for name in ("in_all", "in_two")]
+        assert found == [[1.0], [2.0]]
+        with pytest.raises(ValueError, match="No module named 'only_here'"):
+            pool.check("only_here:value")
+    with GraderPool(1, code_paths=["."]) as pool:
+        assert pool.call("only_here:value", [{"completion": ""}]) == [3.0]
+
+
+def test_a_grader_process_has_the_package_of_its_parent_and_nothing_else_from_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is the checkout that it may lie in a place of custom code, nor another package of its name."""
+    other = tmp_path / "grpo_dist"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('another one')\n")
+    (tmp_path / "mine.py").write_text(
+        "import sys, grpo_dist\n"
+        "def own(completion): return float(grpo_dist.__file__ == completion)\n"
+        "def beside(completion): return float(completion in sys.path)\n"
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr("grpo_dist.rewards.pool._ROOT", beside := tmp_path / "beside")
+    beside.mkdir()
+    (beside / "grpo_dist").symlink_to(Path(grpo_dist.__file__).parent)
+    with GraderPool(1, code_paths=[str(tmp_path)]) as pool:
+        assert pool.call("mine:own", [{"completion": str(beside / "grpo_dist/__init__.py")}]) == [1.0]
+        assert pool.call("mine:beside", [{"completion": str(beside)}]) == [0.0]
+        assert pool.grade([(boxed(5), "5")])[0].outcome == "correct"
 
 
 def test_processes_are_replaced_after_enough_work(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

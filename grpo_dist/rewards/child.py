@@ -1,4 +1,4 @@
-"""What runs in a grader process: ``python -m grpo_dist.rewards.child MEMORY_MB LIFELINE``.
+"""What runs in a grader process, which `pool` starts with the arguments MEMORY_MB LIFELINE.
 
 Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code
 that is graded finds both closed: what it prints goes nowhere, and what it reads is empty.
@@ -138,7 +138,3 @@ def _die_with_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-if __name__ == "__main__":
-    main()

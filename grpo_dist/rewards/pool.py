@@ -35,6 +35,12 @@ _TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before t
 _ATTEMPTS = 2  # whatever ended a process need not have been the answer it was at
 _KILLED_S = 10.0  # a killed process is gone by then, unless the kernel holds it; then it is left behind
 _ROOT = Path(__file__).resolve().parents[2]
+# The process has the grpo_dist of this one, whatever lies in `code_paths`. Where that was found is no place
+# for the user's modules: it may be the working directory. Nor is the working directory itself (-P).
+_CHILD = (
+    "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.rewards.child as child; "
+    "del sys.path[0]; child.main()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,8 @@ class GraderPool:
     Args:
         timeout_s: longest an answer may take, seconds of wall clock. Starting a process does not count.
         memory_mb: address space a process may take beyond what it holds once started, MiB.
-        code_paths: directories where custom reward functions are found, before the usual ones.
+        code_paths: directories where custom reward functions are found, before the usual ones: PYTHONPATH and
+            what is installed. The working directory is none of them unless it is named.
 
     Raises:
         ValueError: a number that is not positive, or a directory of ``code_paths`` that is not there.
@@ -213,7 +220,7 @@ class _Process:
         self._lifeline = os.fdopen(given, "wb", buffering=0)
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "grpo_dist.rewards.child", str(self._memory_mb), str(held)],
+                [sys.executable, "-P", "-c", _CHILD, str(self._memory_mb), str(held), str(_ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -274,8 +281,9 @@ def _environment(code_paths: Sequence[str]) -> dict[str, str]:
                 f"rewards.code_paths: {given!r} is not a directory (looked at {directory}); expected "
                 "directories with the modules of custom rewards"
             )
-    inherited = os.environ.get("PYTHONPATH")
-    paths = [*map(str, directories), str(_ROOT), *([inherited] if inherited else [])]
+    # An empty entry, as in "a::b" or "a:", would be the working directory.
+    inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [*map(str, directories), *inherited]
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
