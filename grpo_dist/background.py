@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 _DEADLINE_S = 600.0  # in which a disk takes what a run writes beside the loop
@@ -31,11 +32,7 @@ class Background:
 
     def flush(self) -> None:
         """Returns once everything handed in is done. Raises TimeoutError where a disk does not take it."""
-        with self._work.all_tasks_done:
-            done = self._work.all_tasks_done.wait_for(lambda: not self._work.unfinished_tasks, _DEADLINE_S)
-        self._raise_failure()
-        if not done:
-            raise self._too_late()
+        self._flush(_DEADLINE_S)
 
     def is_idle(self) -> bool:
         """Whether everything handed in is done."""
@@ -43,9 +40,20 @@ class Background:
         return not self._work.unfinished_tasks
 
     def close(self) -> None:
-        """`flush`, and the end of the thread."""
-        self._work.put(None)
-        self.flush()
+        """`flush`, and the end of the thread, which is left where a disk takes nothing: it is a daemon."""
+        end = time.monotonic() + _DEADLINE_S
+        try:
+            self._work.put(None, timeout=_DEADLINE_S)
+        except queue.Full:
+            raise self._too_late() from None
+        self._flush(end - time.monotonic())
+
+    def _flush(self, seconds: float) -> None:
+        with self._work.all_tasks_done:
+            done = self._work.all_tasks_done.wait_for(lambda: not self._work.unfinished_tasks, seconds)
+        self._raise_failure()
+        if not done:
+            raise self._too_late()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:  # bounded: `close` puts None

@@ -1,6 +1,7 @@
 """Work beside the loop: in order, bounded, and never failing unseen."""
 
 import threading
+import time
 
 import fakes
 import pytest
@@ -88,3 +89,19 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
     stuck.set()
     monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 20)
     background.close()
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_the_end_does_not_wait_longer_for_such_a_disk_whether_the_queue_is_full_or_not(monkeypatch, waiting):
+    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 0.3)
+    begun, stuck = threading.Event(), threading.Event()
+    background = Background("tables", pending=1)
+    background.submit(lambda: (begun.set(), stuck.wait(20)))
+    assert begun.wait(20)
+    for _ in range(waiting):
+        background.submit(lambda: None)
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"tables: not done within 0\.3 s"):
+        background.close()
+    assert time.monotonic() - begin < 10
+    stuck.set()
