@@ -331,7 +331,9 @@ class PolicyGroup:
             name=f"policy {method}",
         )
         try:
-            await asyncio.wait([lost, answers], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(  # bounded: whoever asks the ranks for something has a deadline for it
+                [lost, answers], return_when=asyncio.FIRST_COMPLETED
+            )
             self.team.check()
             return await answers
         finally:

@@ -85,7 +85,9 @@ class RolloutWorker(Metered, Watched):
     async def finished(self, at_least: int) -> Load:
         """What this engine has finished since it started, once that is ``at_least`` sequences."""
         async with self._progress:
-            await self._progress.wait_for(lambda: self._finished.sequences >= at_least)
+            await self._progress.wait_for(  # bounded: by the samples in hand, which are done or fail
+                lambda: self._finished.sequences >= at_least
+            )
         return self._finished
 
     async def _sample_one(

@@ -260,7 +260,9 @@ class Team:
         """``work`` on an actor that does not serve yet, and so is not watched: ended when it hangs."""
         working, answering = asyncio.create_task(work), asyncio.create_task(self._answers_on(index, worker))
         try:
-            done, _ = await asyncio.wait([working, answering], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(  # bounded: `answering` fails when the actor hangs
+                [working, answering], return_when=asyncio.FIRST_COMPLETED
+            )
             for task in done:
                 task.result()  # bounded: it is done
         finally:

@@ -75,7 +75,7 @@ class Staging:
 
     async def _follow(self, step: int, sampling: asyncio.Task[ScoredBatch]) -> Staged | None:
         """None where sampling failed: whoever waits for the batch itself learns why."""
-        await asyncio.wait([sampling])
+        await asyncio.wait([sampling])  # bounded: by the deadline that `Pipeline.next` has for it
         if sampling.cancelled() or sampling.exception() is not None:
             return None
         batch = sampling.result()  # bounded: it is done

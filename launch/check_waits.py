@@ -1,8 +1,11 @@
 """Refuse waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
 
-A run must not wait for ever for what may have died. Waits of the event loop are bounded by
-`grpo_dist.concurrency.deadline` around them; what blocks a thread has no such fence, so each blocking call
-needs a timeout of its own, or a comment ``# bounded: WHY`` on its line that says what ends it.
+A run must not wait for ever for what may have died. What blocks a thread needs a timeout of its own; what is
+awaited needs one, or a deadline around it (`grpo_dist.concurrency.deadline`, `asyncio.timeout`), which is
+seen where it stands in the same function. What has neither says on its line what ends it: ``# bounded: WHY``.
+
+Seen by name, and so not all: tasks, futures, locks and calls of actors are awaited like any coroutine, under
+the deadline of whoever asks for the whole.
 """
 
 from __future__ import annotations
@@ -13,16 +16,26 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Calls that block a thread until something else happens, and how many positional arguments they have when
-# one of them is a timeout. `ray.get` and collectives are refused whatever they are given.
+# Methods that wait until something else happens, and how many positional arguments they have when one of
+# them is a timeout. `ray.get` and collectives are refused whatever they are given.
 _BLOCKING = {
-    "get": 2, "join": 1, "wait": 1, "result": 1, "acquire": 2, "communicate": 2, "recv": 9, "accept": 9,
+    "get": 2, "put": 3, "join": 1, "wait": 1, "wait_for": 2, "result": 1, "acquire": 2, "communicate": 2,
+    "recv": 9, "accept": 9,
 }  # fmt: skip
+_AWAITED = {"get", "put", "join", "wait", "wait_for"}
 _NEVER = {"ray.get", "ray.wait"}
 _COLLECTIVE = re.compile(
     r"(torch\.distributed|dist)\.(barrier|monitored_barrier|(all_)?(reduce|gather|to_all)|broadcast|scatter|send|recv)"
 )
-_PROCESSES = {"subprocess.run", "subprocess.check_call", "subprocess.check_output"}
+# Functions that take a timeout by its name alone.
+_NAMED_TIMEOUT = {
+    "subprocess.run", "subprocess.check_call", "subprocess.check_output", "asyncio.wait",
+    "concurrent.futures.wait", "concurrent.futures.as_completed",
+}  # fmt: skip
+_NO_QUEUE = {"ray.put"}
+_FENCE = re.compile(r"(^|[._])(deadline(_of)?|progressing|timeout(_at)?)$")
+_WITHIN = re.compile(r"^asyncio\.wait_for$")
+_QUEUE = re.compile(r"(^|\.)\w*Queue$")
 _REASON = "# bounded: "
 
 
@@ -39,32 +52,85 @@ def main(directories: list[str]) -> int:
 
 
 def unbounded(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each blocking call of ``source`` without a timeout or a reason."""
+    """Line and name of each wait of ``source`` without a timeout, a deadline or a reason."""
     lines, tree = source.splitlines(), ast.parse(source)
-    awaited = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Await)}
+    endless = _endless_queues(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "ray":
             yield from ((node.lineno, f"ray.{a.name}") for a in node.names if f"ray.{a.name}" in _NEVER)
-        if not isinstance(node, ast.Call) or id(node) in awaited:
+    for call, awaited, fenced in _calls(tree):
+        name = ast.unparse(call.func)
+        receiver, _, method = name.rpartition(".")
+        if fenced or (awaited and method not in _AWAITED) or (method == "put" and receiver in endless):
             continue
-        name = ast.unparse(node.func)
-        said = any(_REASON in line for line in lines[node.lineno - 1 : node.end_lineno])
-        if not said and _may_block(name, node):
-            yield node.lineno, name
+        said = any(_REASON in line for line in lines[call.lineno - 1 : call.end_lineno])
+        if not said and _may_wait(name, call):
+            yield call.lineno, name
 
 
-def _may_block(name: str, call: ast.Call) -> bool:
+def _calls(
+    node: ast.AST, *, awaited: bool = False, fenced: bool = False
+) -> Iterator[tuple[ast.Call, bool, bool]]:
+    """Each call, whether it is awaited, and whether that is under a deadline."""
+    if isinstance(node, ast.Call):
+        yield node, awaited, awaited and fenced
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        fenced = False  # called who knows where
+    if isinstance(node, ast.AsyncWith):
+        fenced = fenced or any(_is_fence(item.context_expr, _FENCE) for item in node.items)
+    within = _is_fence(node, _WITHIN)
+    for inner in ast.iter_child_nodes(node):
+        yield from _calls(inner, awaited=within or isinstance(node, ast.Await), fenced=fenced or within)
+
+
+def _is_fence(node: ast.AST, names: re.Pattern[str]) -> bool:
+    """Whether it is a call of one of ``names`` with something else than None for its time."""
+    if not isinstance(node, ast.Call) or not names.search(ast.unparse(node.func)):
+        return False
+    return not any(_is(given, None) for given in [*node.args, *(k.value for k in node.keywords)])
+
+
+def _endless_queues(tree: ast.AST) -> set[str]:
+    """Names of queues made without a size: nobody waits to put into one."""
+    made: dict[bool, set[str]] = {True: set(), False: set()}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(node.value, ast.Call):
+            continue
+        if _QUEUE.search(ast.unparse(node.value.func)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            made[bool(node.value.args or node.value.keywords)] |= {ast.unparse(t) for t in targets}
+    return made[False] - made[True]
+
+
+def _may_wait(name: str, call: ast.Call) -> bool:
     never = name in _NEVER or _COLLECTIVE.match(name) is not None
-    if never or any(keyword.arg in ("timeout", None) for keyword in call.keywords):
+    if never or any(_ends_it(keyword) for keyword in call.keywords):
         return never
-    if name in _PROCESSES:
+    if name in _NAMED_TIMEOUT:
         return True
     method = name.rpartition(".")[2]
-    if "." not in name or method not in _BLOCKING or _is_text(name):
+    if "." not in name or method not in _BLOCKING or name in _NO_QUEUE or _is_text(name):
         return False
-    if method == "get" and len(call.args) < _BLOCKING[method]:  # of a mapping it has a key
-        return all(isinstance(block, ast.Constant) and block.value is True for block in call.args)
-    return len(call.args) < _BLOCKING[method]
+    given = list(call.args)
+    while given and _is(given[-1], None):  # no timeout
+        given.pop()
+    if len(given) >= _BLOCKING[method]:
+        return False
+    if method == "put":
+        given = given[1:]
+    # Of a mapping or a cache they have a key, where queues are told whether to wait.
+    return method not in ("get", "put") or all(_is(block, True) for block in given)
+
+
+def _ends_it(keyword: ast.keyword) -> bool:
+    """A timeout, or that it does not wait at all; what ** brings may be either."""
+    if keyword.arg in ("block", "blocking"):
+        return _is(keyword.value, False)
+    return keyword.arg is None or (keyword.arg == "timeout" and not _is(keyword.value, None))
+
+
+def _is(node: ast.expr, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
 
 
 def _is_text(name: str) -> bool:

@@ -30,11 +30,50 @@ _spec.loader.exec_module(check_waits)
         "queue.get(block=True)",
         "socket.accept()",
         "x = [future.result() for future in futures]",
+        "queue.put(item)",
+        "queue.put(item, True)",
+        "queue.put(item, True, None)",
+        "queue.put(item, block=True)",
+        "queue.get(timeout=None)",
+        "thread.join(None)",
+        "condition.wait_for(ready)",
+        "concurrent.futures.wait(futures)",
+        "async def f(): await queue.get()",
+        "async def f(): await queue.put(item)",
+        "async def f(): await queue.join()",
+        "async def f(): await event.wait()",
+        "async def f(): await condition.wait_for(ready)",
+        "async def f(): await asyncio.wait(tasks)",
+        "async def f(): await asyncio.wait(tasks, timeout=None)",
     ],
 )
 def test_an_unbounded_wait_is_found_with_its_line(line):
     assert [number for number, _ in check_waits.unbounded(f"import x\n{line}\n")] == [2]
     assert not list(check_waits.unbounded(f"import x\n{line}  # bounded: it is done\n"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "async with asyncio.timeout(None):\n        await queue.get()",
+        "await asyncio.wait_for(ready, None)",
+        "async with self.lock:\n        await queue.get()",
+        "async with deadline(5, 'stage'):\n        process.wait()",
+        "async with deadline(5, 'stage'):\n        async def g():\n            await queue.get()",
+        "async with deadline(5, 'stage'):\n        pass\n    await queue.get()",
+    ],
+)
+def test_a_deadline_bounds_only_what_is_awaited_under_it(body):
+    assert len(list(check_waits.unbounded(f"async def f():\n    {body}\n"))) == 1
+
+
+def test_only_into_a_queue_without_a_size_nobody_waits_to_put():
+    def found(*made):
+        return [line for line, _ in check_waits.unbounded("\n".join([*made, "self.q.put(item)"]))]
+
+    assert found("self.q = queue.Queue()") == found("self.q: Queue[int] = queue.SimpleQueue()") == []
+    assert found("self.q = queue.Queue(3)") == found("other.q = queue.Queue()") == [2]
+    assert found("self.q = queue.Queue()", "self.q = asyncio.Queue(maxsize=2)") == [3]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +88,19 @@ def test_an_unbounded_wait_is_found_with_its_line(line):
         "os.path.join(a, b)",
         "future.result(timeout=2)",
         "subprocess.run(['ls'], timeout=3)",
-        "async def f():\n    await queue.get()",
+        "queue.put(item, timeout=1)",
+        "queue.put(item, True, 1)",
+        "queue.put(item, block=False)",
+        "lock.acquire(blocking=False)",
+        "cache.put(key, value)",
+        "ray.put(value)",
+        "condition.wait_for(ready, 3)",
+        "async def f():\n    await client.get(address)",
+        "async def f():\n    await asyncio.wait(tasks, timeout=1)",
+        "async def f():\n    await asyncio.wait_for(queue.get(), 5)",
+        "async def f():\n    async with asyncio.timeout(5):\n        await queue.get()",
+        "async def f():\n    async with deadline_of(ranks, 5, 'stage'):\n        await event.wait()",
+        "async def f():\n    async with self._deadline(1):\n        if late:\n            await queue.join()",
     ],
 )
 def test_what_ends_by_itself_is_left_alone(line):
