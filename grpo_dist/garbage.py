@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 import zlib
+from collections import Counter
 
 _TAIL = 2048  # characters: loops come at the end, and the beginning may be fine
 _SHORTEST = 256  # bytes: what is shorter may well repeat itself ("1, 1, 1, 1")
@@ -26,8 +27,8 @@ def is_garbage(text: str) -> bool:
 def _unreadable(text: str) -> bool:
     if text.isascii() and text.isprintable():
         return False
-    # The characters of a text are few; what each is, is asked once.
-    bad = sum(text.count(c) for c in set(text) if c not in _WHITESPACE and _is_no_text(c))
+    # Counted in one go: a text may well be made of as many kinds of characters as there are.
+    bad = sum(n for c, n in Counter(text).items() if c not in _WHITESPACE and _is_no_text(c))
     return bad > _UNREADABLE * len(text)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 
@@ -46,6 +47,20 @@ def test_loops_and_what_nobody_can_read(text):
 )
 def test_what_only_looks_like_it(text):
     assert not is_garbage(text)
+
+
+def test_the_time_it_takes_does_not_grow_with_the_kinds_of_characters():
+    kinds = [chr(0xF0000 + i) for i in range(60_000)]  # private use
+    begin = time.monotonic()
+    assert is_garbage("".join(kinds) * 10)
+    assert not is_garbage("".join(kinds) + "".join(random.Random(0).choices("0123456789", k=600_000)))
+    assert time.monotonic() - begin < 5  # a minute where each kind is counted by itself
+
+
+def test_one_character_in_ten_may_be_unreadable():
+    readable = "".join(random.Random(0).choices("abcdefghij ", k=90))
+    assert not is_garbage(readable + "\ufffd" * 4 + "\x00" * 6)
+    assert is_garbage(readable + "\ufffd" * 5 + "\x00" * 6)
 
 
 def test_of_real_solutions_few_are(shared_data):
