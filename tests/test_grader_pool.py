@@ -18,7 +18,7 @@ from grpo_dist.rewards.pool import Failure, GraderPool
 BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
 
 REWARDS = """
-import os, signal, subprocess, sys, time
+import os, resource, signal, subprocess, sys, time
 
 def length(completion, answer, scale=1.0):
     return scale * len(completion)
@@ -48,6 +48,9 @@ def leaves(completion, answer):
 
 def dies(completion, answer):
     os.kill(os.getpid(), signal.SIGSEGV)
+
+def limit(completion, answer):
+    return float(resource.getrlimit(resource.RLIMIT_AS)[0])
 
 def hoards(completion, answer):
     return float(len(bytearray(2**34)))
@@ -216,6 +219,14 @@ def test_a_memory_bomb_is_an_error(patient: GraderPool) -> None:
     result = call(patient, "hoards")
     assert isinstance(result, Failure) and result.outcome == "error" and "memory" in result.detail
     assert [g.outcome for g in patient.grade([(boxed(5), "5")] * 4)] == ["correct"] * 4
+
+
+def test_a_function_that_cannot_be_loaded_does_not_lift_the_limit_of_memory(code: str) -> None:
+    with GraderPool(1, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
+        limit = call(pool, "limit")
+        with pytest.raises(ValueError, match="no function"):
+            pool.check("reward_samples:absent")
+        assert call(pool, "limit") == pytest.approx(limit, rel=0.5)
 
 
 def test_importing_does_not_count_against_the_deadline(code: str) -> None:

@@ -48,8 +48,10 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
         if kind == "load":
             # Importing is not scoring: what a module takes, which may be much, is not charged to its answers.
             _limit_memory(None)
-            load(*arguments)
-            _limit_memory(memory_mb)
+            try:
+                load(*arguments)
+            finally:
+                _limit_memory(memory_mb)
             return ["ok", None]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
