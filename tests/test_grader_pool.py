@@ -295,6 +295,29 @@ def test_a_timeout_also_ends_what_the_code_has_started(pool: GraderPool, tmp_pat
     assert wait_until_gone([int(note.read_text())]) == []
 
 
+def test_nothing_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been killed and waited for is gone, and its number may be that of somebody else's process."""
+    killed = []
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), kill(group, number)))
+    with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+        assert len(killed) == 1
+        assert call(pool, "length", completion="abc") == 3.0
+        assert len(killed) == 1
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+    assert len(killed) == len(set(killed)) == 2
+
+
+def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
+        monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # not seen to have ended
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+        assert call(pool, "length", completion="abc") == 3.0
+
+
 def test_closing_ends_every_process() -> None:
     before = set(children_of(os.getpid()))
     pool = GraderPool(2)

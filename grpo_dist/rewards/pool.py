@@ -201,7 +201,10 @@ class _Process:
         return value if status == "ok" else Failure("error", value)
 
     def kill(self) -> None:
-        """SIGKILL to the process and to those it has started."""
+        """SIGKILL to the process and to those it has started; once, for then its number may be another's."""
+        if self._killed:
+            return
+        self._killed = True
         with suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._exit_status()
@@ -234,12 +237,12 @@ class _Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._input, False)
-        self._tasks, self._ready, self._buffer = 0, False, b""
+        self._tasks, self._ready, self._killed, self._buffer = 0, False, False, b""
         self._loaded: set[str] = set()
 
     def _prepare(self) -> None:
         """A process that is up and waits for a request."""
-        if self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
+        if self._killed or self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
             self.kill()
             self._launch()
         if not self._ready:
