@@ -36,13 +36,52 @@ def config(key: str) -> Config:
         "private_key",
         "credentials",
         "Authorization",
+        "Proxy-Authorization",
+        "api_keys",
+        "apiKeys",
+        "access_tokens",
+        "HF_TOKENS",
+        "client_secrets",
+        "passwords",
+        "pwd",
+        "db_passwd",
+        "passphrase",
+        "credential",
+        "Cookie",
+        "Set-Cookie",
+        "cookies",
     ],
 )
 def test_values_of_secret_keys_are_hidden(key):
     assert masked([{key: "abc"}]) == [{key: "***"}]
+    assert masked({key: ["abc", "", ["d"]]}) == {key: ["***", "", ["***"]]}
+    assert masked({key: {"host": "abc", "more": [None]}}) == {key: {"host": "***", "more": [None]}}
 
 
-@pytest.mark.parametrize("key", ["api_key_env", "max_tokens", "buffer_tokens", "aggregation", "tokenizer"])
+def test_a_password_may_be_a_number_and_a_token_s_number_is_none():
+    assert masked({"password": 12345678, "api_keys": [1]}) == {"password": "***", "api_keys": ["***"]}
+    assert masked({"pad_token": 0, "end_token": [5]}) == {"pad_token": 0, "end_token": [5]}
+    assert masked({"use_token": True}) == {"use_token": True}
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://h/v1?api_key=abc&token=d", "https://h/v1?api_key=***&token=***"),
+        ("see https://h/?n=1&access-token=d#top, or not", "see https://h/?n=1&access-token=***#top, or not"),
+        ("https://h/v1beta?key=abc&alt=sse", "https://h/v1beta?key=***&alt=sse"),
+        ("/bucket?X-Amz-Signature=ab&X-Amz-Date=1", "/bucket?X-Amz-Signature=***&X-Amz-Date=1"),
+        ("https://me:p@ss@host/v1?a=b", "https://***@host/v1?a=b"),
+    ],
+)
+def test_secrets_in_urls_are_hidden(url, shown):
+    assert masked({"base_url": url, "more": [url]}) == {"base_url": shown, "more": [shown]}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["api_key_env", "max_tokens", "buffer_tokens", "stop_tokens", "aggregation", "tokenizer", "secretary"],
+)
 def test_other_values_stay(key):
     assert masked({key: "abc", "url": "http://host:8000/v1?a=b@c"}) == {
         key: "abc",
