@@ -171,7 +171,7 @@ class _Process:
     """One grader process; started anew after it was killed, had died or has done enough."""
 
     def __init__(self, memory_mb: int, environment: dict[str, str]) -> None:
-        self._memory_mb, self._environment = memory_mb, environment
+        self._memory_mb, self._environment, self._killed = memory_mb, environment, False
         self._launch()
 
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
