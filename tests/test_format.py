@@ -1,8 +1,11 @@
-"""The think/answer format: its time. What it accepts is beside the grader's cases."""
+"""The think/answer format: its time, and what is made to confuse it. What it accepts is beside the grader's
+cases.
+"""
 
 import time
 
 import pytest
+from test_hostile_answers import HOSTILE
 
 from grpo_dist.rewards.format import think_answer_format
 
@@ -22,3 +25,61 @@ def test_the_time_a_completion_takes_is_linear_in_its_length(completion, score):
     begin = time.monotonic()
     assert think_answer_format(completion) == score
     assert time.monotonic() - begin < 1.0
+
+
+N = 20_000
+BOXES = {
+    "never closed": ("\\boxed{" * N, 0.0),
+    "one in another": ("\\boxed{" * N + "5" + "}" * N, 1.0),
+    "one in another around nothing": ("\\boxed{" * N + "}" * N, 0.0),
+    "half of them closed": ("\\boxed{{" * N + "}" * N, 0.0),
+    "empty": ("\\boxed{}" * N, 0.0),
+    "empty, but for one": ("\\fbox{ }" * N + "\\boxed{0}", 1.0),
+    "empty in one": ("\\boxed{" + "\\boxed{}" * N + "}", 0.0),
+    "braces in one": ("\\boxed{" + "{" * N + "}" * N + "}", 0.0),
+    "braces between them": ("\\boxed{}{" * N, 0.0),
+    "the empty set": ("\\boxed{\\{\\}}", 1.0),
+    "an escaped brace closes none": ("\\boxed{" + "\\}" * N, 0.0),
+    "without braces, around nothing": ("\\boxed" * N, 0.0),
+    "without braces, around space": ("\\boxed" + " " * N, 0.0),
+    "without braces, spaces between them": (("\\boxed" + " " * 50) * N, 0.0),
+    "without braces, around a sign": ("\\boxed," * N, 0.0),
+    "backslashes": ("\\" * N, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_boxes_after_a_thought_that_are_made_to_confuse(name):
+    text, score = BOXES[name]
+    begin = time.monotonic()
+    assert think_answer_format(f"<think>t</think>{text}") == score
+    assert time.monotonic() - begin < 3.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" * N,
+        "</think>" * N,
+        "<think></think>" * N + "\\boxed{5}",
+        "<think></think>" + "<answer>" * N,
+        "<think></think>" + "<answer>5</answer>" * N,
+        "<think></think>" + "</answer>5<answer>" * N,
+        "<think></think>" + "<answer" * N,
+        "<answer><think></think>5</answer>",
+        "<think><answer></think>5</answer>",
+    ],
+)
+def test_tags_that_are_made_to_confuse(text):
+    begin = time.monotonic()
+    assert think_answer_format(text) == 0.0
+    assert time.monotonic() - begin < 3.0
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_no_hostile_answer_holds_up_the_format_behind_a_thought(name):
+    begin = time.monotonic()
+    assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
+    own_tags = "<think>" in HOSTILE[name]
+    assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not own_tags)
+    assert time.monotonic() - begin < 10.0  # ten megabytes is one of them

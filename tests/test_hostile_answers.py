@@ -35,6 +35,9 @@ HOSTILE = {
     "a protocol": '\\boxed{1}\n["ok", ["correct", ""]]\n',
     "code": "\\boxed{__import__('os').system('kill -9 -1')}",
     "a union": "\\boxed{" + "\\cup".join(f"({i},{i + 1})" for i in range(3000)) + "}",
+    "boxes in boxes behind a thought": "<think></think>" + "\\boxed{" * 20_000 + "}" * 20_000,
+    "empty boxes behind a thought": "<think></think>" + "\\boxed{}" * 20_000,
+    "thoughts": "<think></think>" * 50_000 + "<answer>" * 50_000,
     "a chain": "\\boxed{" + "<".join(f"x_{i}" for i in range(3000)) + "}",
 }
 
@@ -61,7 +64,7 @@ PIECES = st.sampled_from([
     "\\boxed{", "}", "{", "(", ")", "[", "]", "\\frac", "\\sqrt", "\\left(", "\\right)", "^", "_", "!",
     "+", "-", "=", "<", ",", ";", "\\,", "&", "\\\\", "1", "22", "0.5", "x", "\\pi", "\\infty",
     "\\text{cm}", "\\%", "$", "$$", "\\begin{pmatrix}", "\\end{pmatrix}", "\\cup", "\\int", "\\sum",
-    "\\log", "'", '"', "\n", "\u0000", "é",
+    "\\log", "'", '"', "\n", "\u0000", "é", "\\fbox", "<think>", "</think>", "<answer>", "</answer>",
 ])  # fmt: skip
 
 
@@ -109,6 +112,6 @@ def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(scorer: Scorer,
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300))
-def test_no_text_at_all_touches_another_answers_rewards(scorer: Scorer, text: str) -> None:
-    unharmed(scorer, text)
+@given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300), thought=st.booleans())
+def test_no_text_at_all_touches_another_answers_rewards(scorer: Scorer, text: str, thought: bool) -> None:
+    unharmed(scorer, f"<think>t</think>{text}" if thought else text)

@@ -157,6 +157,7 @@ def test_every_kind_of_box_counts() -> None:
         "a", "b", "\\frac{1}{2}", "7", "\\{1\\}",
     ]  # fmt: skip
     assert boxes("\\boxed{\\boxed{5}}") == ["5"]
+    assert boxes("\\boxed\\boxed{5} \\boxed \\fbox 6 \\boxed \\boxed") == ["5", "6"]
     assert boxes("\\boxed{\\frac{\\boxed{1}}{2}}") == ["\\frac{{1}}{2}"]
     assert grade("so \\fbox{42}", "42").outcome == "correct"
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_UNBRACED = re.compile(r"\\?[\w.\-]+")
+_UNBRACED = re.compile(r"(?!\\(?:boxed|fbox))\\?[\w.\-]+")  # a box there is one of its own
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
@@ -60,7 +60,7 @@ def boxes(text: str) -> list[str]:
     while match := _BOX.search(text, position):
         if match.group(1) != "{":
             token = _UNBRACED.match(text, match.end())
-            position = token.end() if token else match.end() + 1
+            position = token.end() if token else match.end()
             if token:
                 found.append(token.group())
         elif (end := closed.get(match.end() - 1)) is None:
