@@ -9,6 +9,7 @@ from collections.abc import Callable
 from grpo_dist.config import Restarts
 
 _LONGEST_S = 60.0
+_DOUBLINGS = 64  # at most: a number of two to the power of a thousand restarts would be too large
 
 
 class Budget:
@@ -30,7 +31,8 @@ class Budget:
             return None
         self._recent.append(now)
         self.used += 1
-        return float(min(self._settings.backoff_s * 2 ** (len(self._recent) - 1), _LONGEST_S))
+        doubled = min(len(self._recent) - 1, _DOUBLINGS)
+        return float(min(self._settings.backoff_s * 2**doubled, _LONGEST_S))
 
     def __str__(self) -> str:
         """Of the restart last taken: "restart 2 of 3"."""

@@ -3,18 +3,22 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from fakes import config
 
-from grpo_dist.plan import clock
+from grpo_dist.config import Restarts
+from grpo_dist.plan import clock, simulation
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.disturbances import Slow, rank_losses
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.rates import Reached
 from grpo_dist.plan.simulation import Scenario, simulate
 from grpo_dist.plan.workload import Workload
+from grpo_dist.restarts import Budget
 
 
 @dataclass
@@ -59,7 +63,8 @@ def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, g
     return simulate(Scenario(config(**changes), times, workload, seats, colocated, steps=steps, **goes_wrong))
 
 
-NO_BACK_OFF = {"restarts": {"backoff_s": 1e-6}}
+# It doubles with every restart within the window, so that has to be short, too.
+NO_BACK_OFF = {"restarts": {"backoff_s": 1e-6, "window_s": 1e-6}}
 
 # The clock
 
@@ -279,16 +284,89 @@ def test_what_a_lost_rank_costs_is_what_the_loop_spends_on_it():
     assert rank_losses(config(), step_s=3.8, lost_every_s=0.0, restart_s=20.0) is None
 
 
-def test_a_thousand_gpus_lose_ranks_and_get_there():
-    lost = {"rank_lost_every_s": 60.0, "lost_every_s": 3000.0, "restart_s": 30.0}
-    shape = {"rollout": {"num_workers": 256}, "policy": {"num_workers": 512}}
-    batch = {"prompts_per_step": 256, "samples_per_prompt": 8}
+@pytest.mark.parametrize("graders", [1, 2])
+def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(graders):
+    """A rank that is lost ends the batch that is sampled ahead, with its groups while they are graded."""
     found = run(
-        Times(step=0.02, score=0.1, update=8.0), measured=(100, 900), steps=6, goes_wrong=lost,
+        Times(), goes_wrong={"rank_lost_every_s": 15.0, "restart_s": 5.0}, steps=60, max_staleness=1,
+        rewards={"num_workers": graders}, cluster=NO_BACK_OFF, checkpoint={"every": 5},
+    )  # fmt: skip
+    graded = [span for i in range(graders) for span in found.bars[f"reward-{i}"]]
+    assert found.gone_back > 3 and len(found.ends) == 63
+    assert any(0 < span.end - span.begin < 0.499 for span in graded)  # of the half second that it takes
+    for own in (found.bars[f"reward-{i}"] for i in range(graders)):
+        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
+
+
+def test_groups_that_wait_when_a_rank_is_lost_wait_no_more():
+    """Two batches of 16 groups are on their way at most, on an engine that has room for one."""
+    queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "seats": 2}
+    calm = run(Times(), steps=20, **queue)
+    found = run(
+        Times(), goes_wrong={"rank_lost_every_s": 50.0, "restart_s": 5.0}, steps=20, cluster=NO_BACK_OFF,
+        checkpoint={"every": 5}, **queue,
+    )  # fmt: skip
+    assert found.gone_back > 5 and calm.queue == found.queue == 31
+
+
+def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_restart_ends():
+    wrong = {"rank_lost_every_s": 40.0, "lost_every_s": 60.0, "restart_s": 30.0}
+    found = run(
+        Times(), seats=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
+    )  # fmt: skip
+    own, ranks = found.bars["rollout-0"], found.bars["policy"]
+    restarts = [span for span in own if span.stage == "restart"]
+    together = [r for r in restarts if any(p.stage == "restart" and p.begin < r.begin < p.end for p in ranks)]
+    assert len(together) > 2
+    for down in restarts:
+        for sampled in (span for span in own if span.stage == "sample"):
+            assert sampled.end <= down.begin + 1e-9 or sampled.begin >= down.end - 1e-9
+
+
+def test_a_rank_that_is_lost_while_the_ranks_restart_makes_them_restart_once_more():
+    wrong = {"rank_lost_every_s": 20.0, "restart_s": 20.0}
+    found = run(Times(), steps=20, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1})
+    restarts = [span for span in found.bars["policy"] if span.stage == "restart"]
+    lengths = [span.end - span.begin for span in restarts]
+    whole = [n for n in lengths if n == pytest.approx(20.0)]
+    assert len(restarts) == found.gone_back > len(whole) > 2 and max(lengths) < 20.0 + 1e-6
+    for one, then in pairwise(restarts):
+        if one.end - one.begin < 20.0 - 1e-6:
+            assert then.begin == pytest.approx(one.end, abs=1e-3)  # nothing else comes between them
+
+
+def test_figures_of_a_run_that_goes_back_are_of_all_that_was_done(monkeypatch):
+    """Also what was done in vain: eight sequences at once, and the driver's time for each step made."""
+    spent = iter([0.0, 1000.0])
+    monkeypatch.setattr(simulation, "time", SimpleNamespace(process_time=lambda: next(spent)))
+    wrong = {"rank_lost_every_s": 20.0, "restart_s": 5.0}
+    found = run(Times(), steps=30, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 5})
+    made = sum(s.stage == "sync" and s.end - s.begin > 0.3 - 1e-9 for s in found.bars["policy"])
+    assert found.gone_back > 3 and made > len(found.ends) + 3
+    assert found.sequences == pytest.approx(8, rel=1e-3)
+    assert found.driver_cpu_s == pytest.approx(1000 / made, rel=0.01)
+
+
+def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
+    often = Restarts(max_per_worker=5000, backoff_s=0.5, window_s=1e9)
+    budget = Budget(often, clock=lambda: 0.0)
+    assert [budget.take() for _ in range(2000)][:8] == [0.5, 1, 2, 4, 8, 16, 32, 60]
+    assert budget.take() == 60.0
+
+
+def test_a_thousand_gpus_lose_ranks_and_get_there():
+    lost = {"rank_lost_every_s": 40.0, "lost_every_s": 3000.0, "restart_s": 15.0}
+    shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}
+    assert 256 * 2 + 512 == 1024
+    batch = {"prompts_per_step": 512, "samples_per_prompt": 2}
+    found = run(
+        Times(step=0.02, score=0.1, update=8.0), measured=(50, 200), steps=4, seats=1, goes_wrong=lost,
         max_staleness=1, batch=batch, cluster=NO_BACK_OFF, checkpoint={"every": 2}, **shape,
     )  # fmt: skip
-    assert found.gone_back > 0 and found.lost > 0 and found.samples == 256 * 8
+    assert found.gone_back > 0 and found.lost > 0 and found.samples == 512 * 2
     assert any(span.stage == "restart" for span in found.bars["policy"])
+    # Groups of two batches, of which each engine has room for one, and those that lost engines had.
+    assert 512 < found.queue <= 2 * 512 - 256 + found.lost
 
 
 def test_dynamic_sampling_draws_further_groups():

@@ -52,7 +52,7 @@ class Engine:
         self._running: list[tuple[float, int, int, float, _Group]] = []
         self._waiting: deque[tuple[int, float, _Group]] = deque()  # (tokens, prompt's share, group)
         self._context = 0.0  # tokens in the cache
-        self.steps = 0.0  # made so far
+        self.steps = self.tokens = 0.0  # made so far
         self._debt = 0.0  # seconds of prefill before the next step
         self._since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -115,6 +115,7 @@ class Engine:
             planned = self._running[0][0] - self.steps
             made = min(planned, (elapsed - paid) / self._step_s(planned))
             self.steps += made
+            self.tokens += made * len(self._running)
             self._context += made * len(self._running)
 
     def _step_s(self, steps: float) -> float:

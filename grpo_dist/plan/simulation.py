@@ -19,6 +19,7 @@ from grpo_dist.config import Config, Health
 from grpo_dist.plan import stand_ins
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.disturbances import EVEN, RESTART_S, Slow
+from grpo_dist.plan.losses import LossRates
 from grpo_dist.plan.rates import Rates
 from grpo_dist.plan.workload import Workload
 from grpo_dist.plan.world import World
@@ -105,9 +106,7 @@ def simulate(scenario: Scenario) -> Simulated:
             seats=scenario.seats,
             colocated=scenario.colocated,
             signal_share=scenario.signal_share,
-            lost_every_s=scenario.lost_every_s,
-            rank_lost_every_s=scenario.rank_lost_every_s,
-            restart_s=scenario.restart_s,
+            loss_rates=LossRates(scenario.lost_every_s, scenario.rank_lost_every_s, scenario.restart_s),
             slow=scenario.slow,
         )
         worlds.append(world)
@@ -126,11 +125,11 @@ def simulate(scenario: Scenario) -> Simulated:
                 progress=place.progress,
             )
 
-        recovery = Recovery(config, world, world, world.checkpoints.newest, world.directory)
+        recovery = Recovery(config, world.losses, world, world.checkpoints.newest, world.directory)
         try:
             await recovery.carry_through(go_on, Place(), world.begin)
         finally:
-            world.end()
+            world.losses.end()
 
     begin = time.process_time()
     run_virtually(session)
@@ -164,14 +163,14 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
         tokens=sum(s.tokens for s in steps) / count,
         completion_tokens=sum(s.completion_tokens for s in steps) / count,
         samples=sum(s.samples for s in steps) / count,
-        sequences=world.decoded / max(world.engine_steps, 1.0),
+        sequences=world.sequences,
         longest_batch_s=max(world.batch_s),
         longest_update_s=max(s.end - s.begin for s in world.bars["policy"] if s.stage == "update"),
         queue=world.queue,
-        lost=world.lost,
-        gone_back=world.gone_back,
+        lost=world.losses.engines_lost,
+        gone_back=world.losses.gone_back,
         staleness=sum(s.staleness for s in steps) / count,
-        driver_cpu_s=max(0.0, spent - world.apart_s) / len(world.steps),
+        driver_cpu_s=max(0.0, spent - world.apart_s) / world.logged,
         bars=world.bars,
         ends=ends[1:],
         timed=timed,

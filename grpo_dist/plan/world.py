@@ -15,16 +15,14 @@ import numpy as np
 
 from grpo_dist.admission import IN_HAND, Admission
 from grpo_dist.bounds import Bound
-from grpo_dist.checkpoint import Place
 from grpo_dist.config import Config
-from grpo_dist.errors import StateLost
 from grpo_dist.ledger import Account
 from grpo_dist.plan import stand_ins
-from grpo_dist.plan.disturbances import EVEN, RESTART_S, Slow, SlowTimes
+from grpo_dist.plan.disturbances import EVEN, Slow, SlowTimes
 from grpo_dist.plan.engines import Engine, EngineLost
+from grpo_dist.plan.losses import Checkpoints, Losses, LossRates
 from grpo_dist.plan.rates import Rates, UpdateWork
 from grpo_dist.plan.workload import Workload
-from grpo_dist.progress import Progress
 from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.usage import Span, Usage
@@ -52,13 +50,11 @@ class World:
         seats: int,
         colocated: bool,
         signal_share: float = 1.0,
-        lost_every_s: float = 0.0,
-        rank_lost_every_s: float = 0.0,
-        restart_s: float = RESTART_S,
+        loss_rates: LossRates,
         slow: Slow = EVEN,
     ) -> None:
         self._config, self._rates, self._workload, self._colocated = config, rates, workload, colocated
-        self._signal_share, self._restart_s, self._slow = signal_share, restart_s, slow
+        self._signal_share, self._slow = signal_share, slow
         self._loop = asyncio.get_running_loop()
         count = config.rollout.num_workers
         tracks = [f"rollout-{i}" for i in range(count)] + ["policy"]
@@ -80,16 +76,17 @@ class World:
         self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
         self.steps: list[Step] = []
         self.batch_s: list[float] = []
-        self.queue = self.lost = self.gone_back = self.decoded = 0
+        self.queue = self.logged = 0  # groups that waited at most; steps, those that are taken back, too
         self.apart_s = 0.0
-        chance = random.Random(config.seed)
-        self._losses = [
-            asyncio.create_task(self._lose(i, chance, lost_every_s)) for i in range(count) if lost_every_s
-        ]
-        self._rank_lost = asyncio.Event()
-        if rank_lost_every_s:
-            self._losses.append(asyncio.create_task(self._lose_ranks(chance, rank_lost_every_s)))
-        self.checkpoints = _Checkpoints()
+        self.losses = Losses(
+            loss_rates,
+            self._engines,
+            self._admission,
+            seed=config.seed,
+            doing=self.doing,
+            workers=self.workers,
+        )
+        self.checkpoints = Checkpoints()
 
     def workers(self) -> Workers:
         me: Any = self
@@ -100,12 +97,10 @@ class World:
         return self.workers()
 
     @property
-    def engine_steps(self) -> float:
-        return sum(engine.steps for engine in self._engines)
-
-    def end(self) -> None:
-        for task in self._losses:
-            task.cancel()
+    def sequences(self) -> float:
+        """Decoded at once by an engine, of all that were, whether they came to their end or not."""
+        steps = sum(engine.steps for engine in self._engines)
+        return sum(engine.tokens for engine in self._engines) / max(steps, 1.0)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -119,8 +114,10 @@ class World:
     @asynccontextmanager
     async def doing(self, track: str, stage: str) -> AsyncIterator[None]:
         begin = self._loop.time()
-        yield
-        self.bars.setdefault(track, []).append(Span(stage, begin, self._loop.time()))
+        try:
+            yield
+        finally:
+            self.bars.setdefault(track, []).append(Span(stage, begin, self._loop.time()))
 
     # rollouts
 
@@ -130,9 +127,7 @@ class World:
         begin, prompt_tokens = self._loop.time(), int(prompt.token_ids[0])
         tokens = prompt_tokens + sampling.max_new_tokens
         while True:
-            self._asked += 1
-            index = await self._admission.admit(len(seeds), len(seeds) * tokens)
-            self._asked -= 1
+            index = await self._admitted(len(seeds), len(seeds) * tokens)
             try:
                 await self._engines[index].generate(
                     prompt_tokens, lengths, on_sample=self._releasing(index, tokens)
@@ -142,10 +137,16 @@ class World:
                 continue
         async with self._driver:  # one thread receives all groups
             await asyncio.sleep(len(seeds) * self._rates.reached.sample_s)
-        self.decoded += sum(lengths)
         self.batch_s.append(self._loop.time() - begin)
         with self.apart():
             return stand_ins.rollouts(prompt.uid, lengths, self._version)
+
+    async def _admitted(self, sequences: int, tokens: int) -> int:
+        self._asked += 1
+        try:
+            return await self._admission.admit(sequences, tokens)
+        finally:
+            self._asked -= 1
 
     def _note_queue(self) -> None:
         self.queue = max(self.queue, self._asked)
@@ -155,58 +156,6 @@ class World:
 
     async def abandon(self) -> None:
         """Policy ranks are lost here, and no step is rolled back."""
-
-    async def _lose(self, index: int, chance: random.Random, every_s: float) -> None:
-        """Engine ``index`` fails now and then, and is started anew."""
-        while True:
-            await asyncio.sleep(chance.expovariate(1 / every_s))
-            self.lost += 1
-            self._admission.withdraw(index)
-            self._engines[index].fail()
-            async with self.doing(f"rollout-{index}", "restart"):
-                await asyncio.sleep(self._restart_s)
-            self._admission.restore(index)
-
-    # losses of policy ranks, after which the run goes back: what `Recovery` asks of a cluster and a record
-
-    async def _lose_ranks(self, chance: random.Random, every_s: float) -> None:
-        while True:
-            await asyncio.sleep(chance.expovariate(1 / every_s))
-            self._rank_lost.set()
-
-    async def _with_ranks(self, stage: str, seconds: float) -> None:
-        """What all policy ranks are busy with; raises StateLost as soon as one of them is lost."""
-        async with self.doing("policy", stage):
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._rank_lost.wait()
-            except TimeoutError:
-                return
-        raise StateLost("a policy rank is lost")
-
-    @asynccontextmanager
-    async def losses_told(self) -> AsyncIterator[None]:
-        yield
-
-    async def start_again(self, model_dir: Path) -> Workers:
-        self.gone_back += 1
-        for index, engine in enumerate(self._engines):  # which sampled for steps that are not
-            self._admission.withdraw(index)
-            engine.fail()
-        async with self.doing("policy", "restart"):
-            await asyncio.sleep(self._restart_s)
-        for index, engine in enumerate(self._engines):
-            engine.resume()
-            self._admission.restore(index)
-        self._rank_lost.clear()
-        return self.workers()
-
-    async def where_stuck(self) -> str:
-        return ""
-
-    def back_to(self, step: int) -> None:
-        del self.steps[step:]
-        self._version = step
 
     # rewards and reference
 
@@ -237,14 +186,14 @@ class World:
             seconds = self._rates.update_s(staged)
         if self._colocated:
             await self._turn()
-        await self._with_ranks("update", seconds * self._slow.rank)
+        await self.losses.with_ranks("update", seconds * self._slow.rank)
         return {"loss/policy": 0.0}
 
     async def push(self, version: int) -> dict[str, float]:
         """Engines stand still. In mode ``drain`` they have nothing in hand."""
         for engine in self._engines:
             engine.pause()
-        await self._with_ranks("sync", self._rates.sync_s())
+        await self.losses.with_ranks("sync", self._rates.sync_s())
         if self._colocated:
             await self._turn()
         for engine in self._engines:
@@ -260,6 +209,7 @@ class World:
     # recorder
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.logged += 1
         self.steps.append(
             Step(
                 self._loop.time(),
@@ -269,6 +219,10 @@ class World:
                 metrics["rollout/staleness_mean"],
             )
         )
+
+    def back_to(self, step: int) -> None:
+        del self.steps[step:]
+        self._version = step
 
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """What is drawn are the bars."""
@@ -297,22 +251,6 @@ class World:
     directory = Path()  # of which nothing is made
 
 
-class _Checkpoints:
-    """They cost nothing here: in production they are written beside the loop."""
-
-    def __init__(self) -> None:
-        self._place = Place()
-
-    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        self._place = Place(Path(f"step_{step}"), step, progress)
-
-    async def settle(self) -> None:
-        """There is none to wait for."""
-
-    async def newest(self) -> Place:
-        return self._place
-
-
 class _Servers:
     """So many that serve one call after the other, first come, first served."""
 
@@ -324,6 +262,8 @@ class _Servers:
     async def serve(self, stage: str, seconds: float) -> None:
         async with self._room:
             index = self._free.pop()
-            async with self._world.doing(f"{self._track}-{index}", stage):
-                await asyncio.sleep(seconds)
-            self._free.append(index)
+            try:
+                async with self._world.doing(f"{self._track}-{index}", stage):
+                    await asyncio.sleep(seconds)
+            finally:
+                self._free.append(index)
