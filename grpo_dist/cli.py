@@ -225,10 +225,16 @@ def _add_plan(commands: Any) -> None:
         "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
     )
     sub.add_argument(
-        "--slow-engines", metavar="COUNTxFACTOR", help="so many engines are so many times slower, e.g. 1x1.5"
+        "--slow-engines",
+        metavar="COUNTxFACTOR",
+        help="so many engines take so many times as long, e.g. 1x1.5",
     )
     sub.add_argument(
-        "--slow-rank", type=float, default=1.0, metavar="FACTOR", help="and the slowest policy rank"
+        "--slow-rank",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="the slowest policy rank takes so many times as long for an update, e.g. 1.5",
     )
     sub.add_argument("--sweep", action="store_true", help="look at other batches and staleness, too")
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")

@@ -16,13 +16,13 @@ from grpo_dist.config_files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.plan.accelerators import ACCELERATORS, card_called, parse_cluster
 from grpo_dist.plan.calibration import calibrate
-from grpo_dist.plan.command import make_plan
+from grpo_dist.plan.command import _slow, make_plan
 from grpo_dist.plan.disturbances import Slow
 from grpo_dist.plan.memory import Sizes
 from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Setting, option_of, planned
 from grpo_dist.plan.rates import Peaks, Rates, Reached, UpdateWork
-from grpo_dist.plan.report import cost_per_million, print_plan, reason
+from grpo_dist.plan.report import cost_per_million, losses_of, print_plan, reason
 from grpo_dist.plan.sweep import Cell, _options, best, bound, longest_s
 from grpo_dist.plan.workload import Workload, workload_of
 
@@ -445,9 +445,87 @@ def test_what_goes_wrong_is_planned_too():
     made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=slow, failure_hours=20)
     assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
     text = printed(made)
-    assert "slow: 1 engine(s), 2 times as long" in text and "slow: a policy rank, 1.5 times as long" in text
-    assert "losses of policy ranks: one every 10.0 h costs 2." in text
+    assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
+    assert "slow: a policy rank: updates take 1.5 times as long" in text
+    assert "losses of policy ranks: one every 10.0 h; to start anew (assumed: 2.0 min each)" in text
+    assert "without the back-off" in text and "warning" not in text
     assert "slow" not in printed(calm) and "losses" not in printed(calm)
+
+
+def test_losses_are_in_the_hours_and_in_the_price():
+    c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5)
+    found = losses_of(made.simulated, made.setting)
+    assert found.every_s == 900 and found.planned_s == pytest.approx(3000 * made.simulated.simulated.step_s)
+    text = printed(made).replace("\n", " ")
+    planned_s, expected_s = found.planned_s / 3600, found.expected_s / 3600
+    assert expected_s > 1.3 * planned_s and f"3000 steps take {expected_s:,.1f} h with them" in text
+    price = made.setting.cluster.price
+    assert (
+        f"${price * planned_s:,.0f} the run without losses and ${price * expected_s:,.0f} with them" in text
+    )
+    assert "more than `cluster.restarts.max_per_worker` = 3 of them come within `window_s` = 3600 s" in text
+
+
+@pytest.mark.parametrize(
+    "every, remedy",
+    [(0, "; set `checkpoint.every`"), (3000, "; lower `checkpoint.every`"), (1, "")],
+)
+def test_a_run_that_gets_nowhere_is_said_to(every, remedy):
+    c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5 if every != 1 else 0.01)
+    line = next(x for x in printed(made).splitlines() if x.startswith("losses of policy ranks"))
+    assert line.endswith(f"the run gets nowhere{remedy}") and "with them" not in printed(made)
+
+
+@pytest.mark.parametrize("placement, engines_s", [("colocated", 0.0), ("separate", 100 * 3600 / 2)])
+def test_engines_that_share_gpus_with_ranks_are_lost_with_them(placement, engines_s):
+    """Not replaced alone, and not counted twice."""
+    rollout = {"num_workers": 1, "tensor_parallel_size": 2}
+    c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})
+    option = option_of(c, setting(c, "1x4xH100", lost_every_s=100 * 3600.0))
+    assert option.roles.colocated == (placement == "colocated")
+    assert option.scenario.lost_every_s == engines_s
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=100)
+    assert losses_of(made.simulated, made.setting).every_s == 50 * 3600
+
+
+def test_slow_engines_are_said_to_be_waited_for():
+    """One of four takes three times as long; the longest completion may well be with another."""
+    c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
+    even = make_plan(c, "1x6xH100", prompt_tokens=100, split=False)
+    one = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=1, engine=3.0))
+    said = reason(one.simulated)
+    assert said.startswith("slow engines bound the step: they are idle for ") and "keep" in said
+    assert "slow" not in reason(even.simulated)
+    each = one.simulated.simulated.engines_idle
+    assert len(each) == 4 and max(each[1:]) - each[0] > 0.3
+    assert sum(each) / 4 == pytest.approx(one.simulated.simulated.idle["rollout"])
+    busy = replace(one.simulated.simulated, idle={"rollout": 0.5, "policy": 0.01})
+    assert not reason(replace(one.simulated, simulated=busy)).startswith("slow engines")
+    alone = longest_s(even.simulated.option.scenario)
+    every = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=6, engine=3.0))
+    assert longest_s(one.simulated.option.scenario) == alone
+    assert longest_s(every.simulated.option.scenario) == pytest.approx(3 * alone)
+    assert "slow: 4 of 4 engine(s)" in printed(every)  # of six that the best split may have
+
+
+def test_a_slow_rank_is_said_to_be_waited_for():
+    c = wide(max_staleness=1)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=Slow(rank=2.0)).simulated
+    run = replace(made.simulated, step_s=100.0, idle={"rollout": 0.5, "policy": 0.01})
+    assert reason(replace(made, simulated=run)).endswith("50.0 % of it wait for the slow rank")
+
+
+def test_slow_engines_are_as_many_as_the_cluster_may_have():
+    c, eight = config(rollout={"num_workers": 2}), parse_cluster("1x8xH100")
+    assert _slow(c, eight, "8x2", 1.0) == Slow(8, 2.0, 1.0)
+    for cluster, count, words in (
+        (eight, 9, "up to 8 .of 1x8xH100"),
+        (parse_cluster("1x0xCPU"), 3, "up to 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            _slow(c, cluster, f"{count}x2", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -458,7 +536,10 @@ def test_what_goes_wrong_is_planned_too():
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
         (["--cluster", "1x8xH100", "--slow-engines", "2"], ["--slow-engines 2", "COUNTxFACTOR"]),
-        (["--cluster", "1x8xH100", "--slow-engines", "99x2"], ["--slow-engines 99x2", "at most"]),
+        (
+            ["--cluster", "1x8xH100", "--slow-engines", "99x2"],
+            ["--slow-engines 99x2", "up to 8 (of 1x8xH100)"],
+        ),
         (["--cluster", "1x8xH100", "--slow-engines", "1x0.5"], ["--slow-engines 1x0.5", "1 or more"]),
         (["--cluster", "1x8xH100", "--slow-rank", "nan"], ["--slow-rank nan"]),
         (["--cluster", "1x8xH100", "--bench", "nothing.json"], ["nothing.json", "cannot be read"]),

@@ -48,8 +48,8 @@ def make_plan(
     sweep: bool = False,
 ) -> Plan:
     """``failure_hours``: mean time between failures of a GPU, 0: none; ``slow``: who is slower than the
-    others; ``split``: look for the best split of
-    GPUs; ``sweep``: with other batches and staleness, too. Raises UserError.
+    others; ``split``: look for the best split of GPUs; ``sweep``: with other batches and staleness, too.
+    Raises UserError.
     """
     shape = parse_cluster(cluster, price=price)
     setting = _setting(config, shape, bench, prompt_tokens, failure_hours, slow)
@@ -89,7 +89,7 @@ def plan(
         price=price,
         prompt_tokens=prompt_tokens,
         failure_hours=failure_hours,
-        slow=_slow(config, slow_engines, slow_rank),
+        slow=_slow(config, parse_cluster(cluster, price=price), slow_engines, slow_rank),
         sweep=sweep,
     )
     from grpo_dist.plan import timeline as trace
@@ -126,17 +126,19 @@ def _setting(
     return Setting(cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow)
 
 
-def _slow(config: Config, engines: str | None, rank: float) -> Slow:
-    """``engines``: COUNTxFACTOR."""
+def _slow(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Slow:
+    """``engines``: COUNTxFACTOR, of however many the option that is looked at has."""
+    most = cluster.gpus or config.rollout.num_workers
+    of = f"of {cluster}" if cluster.gpus else "of `rollout.num_workers`"
     count, sign, factor = (engines or "0x1").partition("x")
     try:
         slow = Slow(int(count), float(factor), rank)
     except ValueError:
         sign = ""
-    if not sign or not 0 <= slow.engines <= config.rollout.num_workers or not 1 <= slow.engine < math.inf:
+    if not sign or not 0 <= slow.engines <= most or not 1 <= slow.engine < math.inf:
         raise UserError(
-            f"--slow-engines {engines}: expected COUNTxFACTOR, at most {config.rollout.num_workers} engines "
-            "(`rollout.num_workers`) and a factor of 1 or more, e.g. 1x1.5"
+            f"--slow-engines {engines}: expected COUNTxFACTOR, a number of engines up to {most} ({of}) and a "
+            "factor of 1 or more, e.g. 1x1.5"
         )
     if not 1 <= rank < math.inf:
         raise UserError(f"--slow-rank {rank:g}: expected a factor of 1 or more, e.g. 1.5")

@@ -79,14 +79,16 @@ def option_of(config: Config, setting: Setting) -> Option:
     assert isinstance(engine, EngineFootprint)
     peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
     reached = calibration.reached if calibration else Reached()
+    shares = roles.colocated and bool(cluster.gpus)
     scenario = Scenario(
         config,
         Rates(config, model, sizes, peaks, reached),
         setting.workload,
         seats=max(1, engine.mean),
-        colocated=roles.colocated and bool(cluster.gpus),
+        colocated=shares,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
-        lost_every_s=setting.lost_every_s / config.rollout.tensor_parallel_size,
+        # Whoever shares its GPUs with policy ranks is lost with them: `rank_losses` counts those.
+        lost_every_s=0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size,
         slow=setting.slow,
     )
     return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.bench.table import written
+from grpo_dist.config import Config
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.command import Plan
-from grpo_dist.plan.disturbances import rank_losses
+from grpo_dist.plan.disturbances import RankLosses, rank_losses
 from grpo_dist.plan.memory import USABLE
-from grpo_dist.plan.options import Option, Planned
+from grpo_dist.plan.options import Option, Planned, Setting
 from grpo_dist.plan.simulation import Simulated
 from grpo_dist.plan.sweep import longest_s, waits_for_longest
 from grpo_dist.plan.timeline import LEGEND, as_text
@@ -25,6 +28,8 @@ _STAGES = {
     "turn": "changes of turns",
 }
 _TAIL = 0.7  # of a step: a longest completion that takes more bounds it
+_NOWHERE = 0.9  # of the time of a run: where losses take more, hours say nothing
+_LIKELY = 0.01  # a chance that is worth a warning
 _FULL = 0.05  # idle share below which who is idle is said to bound the step
 
 
@@ -46,7 +51,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(_memory(shown.option, plan.setting.cluster, "best split"))
     say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
     console.print(_times(shown))
-    for line in [*_summary(shown, plan.setting.cluster), *warnings(shown)]:
+    for line in [*_slow(shown), *_summary(shown, plan.setting), *warnings(shown)]:
         say(line)
     if plan.found:
         console.print(_found(plan))
@@ -68,6 +73,8 @@ def reason(planned: Planned) -> str:
     longest = max(stages, key=stages.__getitem__)
     if longest in ("score", "logprobs") and stages[longest] > 0.9 * run.step_s:
         return f"{_STAGES[longest]} bounds the step: its workers are busy all the time"
+    if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
+        return slow
     if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
         return (
             f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
@@ -77,10 +84,32 @@ def reason(planned: Planned) -> str:
     if idle["rollout"] < _FULL < idle["policy"]:
         return "generation bounds the step: engines are always busy, the policy waits for them"
     if idle["policy"] < _FULL < idle["rollout"]:
-        return "training bounds the step: the policy is always busy, engines wait for it"
+        rank = scenario.slow.rank
+        why = f"; {written(1 - 1 / rank, '%')} of it wait for the slow rank" if rank > 1 else ""
+        return f"training bounds the step: the policy is always busy, engines wait for it{why}"
     if max(idle.values()) < 2 * _FULL:
         return "generation and training take about as long"
     return "generation and training take turns, or wait for long completions: both are idle at times"
+
+
+def _waits_for_slow(planned: Planned) -> str:
+    """Nothing where engines are alike, or the slow ones are idle about as long as the others."""
+    scenario, each = planned.option.scenario, planned.simulated.engines_idle
+    count = scenario.slow.engines
+    if not 0 < count < len(each):
+        return ""
+    slow, others = fmean(each[:count]), fmean(each[count:])
+    if others - slow < 2 * _FULL:
+        return ""
+    remedy = (
+        "; `weight_sync.mode`=keep with more staleness does not wait for them"
+        if waits_for_longest(scenario.config)
+        else ""
+    )
+    return (
+        f"slow engines bound the step: they are idle for {written(slow, '%')} of the time, the others, which "
+        f"wait for them, for {written(others, '%')}{remedy}"
+    )
 
 
 def warnings(planned: Planned) -> list[str]:
@@ -108,13 +137,21 @@ def _head(plan: Plan) -> list[str]:
         f"average, at most {workload.cap:,}",
         f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
     ]
-    slow = setting.slow
-    if slow.engines:
-        lines.append(f"slow: {slow.engines} engine(s), {slow.engine:g} times as long for all they do")
-    if slow.rank > 1:
-        lines.append(f"slow: a policy rank, {slow.rank:g} times as long, for which the others wait")
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
+    return lines
+
+
+def _slow(planned: Planned) -> list[str]:
+    config, slow, lines = planned.option.config, planned.option.scenario.slow, []
+    if slow.engines and slow.engine > 1:
+        count = min(slow.engines, config.rollout.num_workers)
+        lines.append(
+            f"slow: {count} of {config.rollout.num_workers} engine(s): sampling takes {slow.engine:g} times "
+            "as long there"
+        )
+    if slow.rank > 1:
+        lines.append(f"slow: a policy rank: updates take {slow.rank:g} times as long, as all wait for it")
     return lines
 
 
@@ -152,9 +189,10 @@ def _times(planned: Planned) -> Table:
     return table
 
 
-def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
-    run, steps = planned.simulated, planned.option.config.steps
+def _summary(planned: Planned, setting: Setting) -> list[str]:
+    run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
     hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
+    losses = losses_of(planned, setting)
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
         f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
@@ -165,31 +203,62 @@ def _summary(planned: Planned, cluster: ClusterShape) -> list[str]:
         f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
         + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
     ]
-    lines += _losses(planned)
+    if losses:
+        lines += _losses(planned.option.config, losses)
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
             f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
-            f"${price * hours * steps:,.0f} the run, at ${cluster.card.price:g} an hour for each GPU"
+            f"${price * hours * steps:,.0f} the run"
+            + (f" without losses{_with_losses(losses, price)}" if losses else "")
+            + f", at ${cluster.card.price:g} an hour for each GPU"
             + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
         )
     return lines
 
 
-def _losses(planned: Planned) -> list[str]:
-    """Of policy ranks, where a GPU is said to fail now and then."""
-    config, step_s, scenario = planned.option.config, planned.simulated.step_s, planned.option.scenario
-    of_a_gpu_s = scenario.lost_every_s * config.rollout.tensor_parallel_size
-    found = rank_losses(config, step_s=step_s, lost_every_s=of_a_gpu_s, restart_s=scenario.restart_s)
-    if found is None:
-        return []
-    hours = config.steps * step_s / 3600 / (1 - found.share)
-    return [
-        f"losses of policy ranks: one every {found.every_s / 3600:,.1f} h costs {found.cost_s / 60:,.1f} min "
-        f"on average (to start anew {found.restart_s / 60:,.1f}, to repeat what came after the last "
-        f"checkpoint {found.repeated_s / 60:,.1f}), {written(found.share, '%')} of the time: {config.steps} "
-        f"steps take {hours:,.1f} h with them"
+def losses_of(planned: Planned, setting: Setting) -> RankLosses | None:
+    """Of policy ranks, where a GPU is said to fail now and then. While an engine on the same GPU samples,
+    that is met at once.
+    """
+    run, scenario = planned.simulated, planned.option.scenario
+    return rank_losses(
+        planned.option.config,
+        step_s=run.step_s,
+        unseen_s=0.0 if scenario.colocated else run.idle["policy"] * run.step_s,
+        lost_every_s=setting.lost_every_s,
+        restart_s=scenario.restart_s,
+    )
+
+
+def _losses(config: Config, found: RankLosses) -> list[str]:
+    every = config.checkpoint.every
+    since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
+    line = (
+        f"losses of policy ranks: one every {found.every_s / 3600:,.1f} h; to start anew (assumed: "
+        f"{found.restart_s / 60:,.1f} min each) and to repeat what came {since} takes "
+        f"{written(found.share, '%')} of the time"
+    )
+    if found.share > _NOWHERE:
+        remedy = "set `checkpoint.every`" if not every else "lower `checkpoint.every`" if every > 1 else ""
+        return [f"{line}: the run gets nowhere{remedy and f'; {remedy}'}"]
+    hours = found.expected_s / 3600
+    lines = [
+        f"{line}: {config.steps} steps take {hours:,.1f} h with them (without the back-off of "
+        "`cluster.restarts`)"
     ]
+    if found.ends > _LIKELY:
+        most, window = config.cluster.restarts.max_per_worker, config.cluster.restarts.window_s
+        lines.append(
+            f"warning: with a chance of about {written(found.ends, '%')} more than "
+            f"`cluster.restarts.max_per_worker` = {most} of them come within `window_s` = {window:g} s, "
+            "which ends the run; raise it, or the same command goes on from the last checkpoint"
+        )
+    return lines
+
+
+def _with_losses(found: RankLosses, price: float) -> str:
+    return "" if found.share > _NOWHERE else f" and ${price * found.expected_s / 3600:,.0f} with them"
 
 
 def _found(plan: Plan) -> Table:

@@ -58,7 +58,8 @@ class Scenario:
 @dataclass(frozen=True)
 class Simulated:
     """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
-    ``idle``: share of the time that engines, and the policy, have nothing to do; ``tokens``: of prompts and
+    ``idle``: share of the time that engines, and the policy, have nothing to do; ``engines_idle``: of each
+    engine; ``tokens``: of prompts and
     completions sampled for a step, those that dynamic sampling puts aside, too. ``sequences``: decoded at
     once by an engine while it is busy. ``lost``: engines; ``gone_back``: times to the last checkpoint.
     ``queue``: groups that waited for an engine at most. ``driver_cpu_s``:
@@ -69,6 +70,7 @@ class Simulated:
     step_s: float
     stage_s: dict[str, float]
     idle: dict[str, float]
+    engines_idle: list[float]
     tokens: float
     completion_tokens: float
     samples: float
@@ -149,17 +151,18 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
 
     stages = ("sample", "score", "logprobs", "update", "sync", "turn")
     engines = [name for name in world.bars if name.startswith("rollout")]
-    sampling = sum(
+    sampling = [
         covered_s((s for s in world.bars[name] if s.stage == "sample"), begin, end) for name in engines
-    )
+    ]
     policy = [s for s in world.bars["policy"] if s.stage in ("update", "sync")]
     return Simulated(
         step_s=seconds / count,
         stage_s={stage: busy(stage) / count for stage in stages if busy(stage)},
         idle={
-            "rollout": 1.0 - sampling / config.rollout.num_workers / seconds,
+            "rollout": 1.0 - sum(sampling) / config.rollout.num_workers / seconds,
             "policy": 1.0 - covered_s(policy, begin, end) / seconds,
         },
+        engines_idle=[1.0 - own / seconds for own in sampling],
         tokens=sum(s.tokens for s in steps) / count,
         completion_tokens=sum(s.completion_tokens for s in steps) / count,
         samples=sum(s.samples for s in steps) / count,

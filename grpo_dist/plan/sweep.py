@@ -104,10 +104,13 @@ def waits_for_longest(config: Config) -> bool:
 
 
 def longest_s(scenario: Scenario) -> float:
-    """Seconds of the longest completion of a step, were it alone: no engine takes less."""
-    batch, workload = scenario.config.batch, scenario.workload
+    """Seconds of the longest completion of a step, were it alone: no engine takes less. Where only some are
+    slow it may be with another.
+    """
+    batch, workload, slow = scenario.config.batch, scenario.workload, scenario.slow
     tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
-    return tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
+    factor = slow.engine if slow.engines >= scenario.config.rollout.num_workers else 1.0
+    return factor * tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
 
 
 def bound(option: Option) -> float:
