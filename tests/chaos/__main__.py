@@ -161,8 +161,9 @@ class Chaos:
             "same numbers": None if lost or self._in_flight else other,
         }
         self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
+        unjudged = {"same numbers"} if lost or self._in_flight else set()
         for name, problem in found.items():
-            print(f"  {name}: {problem or 'ok'}")
+            print(f"  {name}: {problem or ('not judged' if name in unjudged else 'ok')}")
         if lost:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
         return found
