@@ -26,15 +26,18 @@ PROBLEMS = [
 
 
 class Engine(World):
-    """One prompt at a time. A third of the samples is right, the others say one of two things."""
+    """One prompt at a time. A third of the samples is right, the others say one of two things. Once dead it
+    stays dead: who waited for it gets nothing more.
+    """
 
     def __init__(self, fail_on):
         super().__init__()
-        self._room, self._end_at = asyncio.Lock(), fail_on
+        self._room, self._end_at, self._dead = asyncio.Lock(), fail_on, False
 
     async def sample(self, prompt, *, seeds, sampling):
         async with self._room:
-            if prompt.text == self._end_at:
+            self._dead |= prompt.text == self._end_at
+            if self._dead:
                 raise RuntimeError("the engine died")
             return await super().sample(prompt, seeds=seeds, sampling=sampling)
 
