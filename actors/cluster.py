@@ -36,14 +36,22 @@ from actors.reward import RewardPool
 from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
 from actors.room import Room, expected
-from actors.supervision import Team, cause_of, reason
+from actors.supervision import Team, reason
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
 from actors.watchdog import where_stuck
 from actors.weight_sync import WeightSync
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
-from grpo_dist.errors import SamplesLost, StateLost, TransferLost, UserError, WorkerLost, refusals
+from grpo_dist.errors import (
+    SamplesLost,
+    StateLost,
+    TransferLost,
+    UserError,
+    WorkerLost,
+    cause_of,
+    refusals,
+)
 from grpo_dist.hardware import available_cpus, device_type, thread_environment
 from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
@@ -184,7 +192,7 @@ class Cluster:
         except (RayError, SamplesLost, TimeoutError) as error:
             # A transfer that broke off twice, or half of a reference, cannot be mended where it was met.
             lost = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
-            if not isinstance(error, lost) and not isinstance(cause_of(error), lost):
+            if not isinstance(cause_of(error), lost):
                 raise
             self._parts = None  # nobody knows what else waits for whom
             first, line, stacks = str(error).partition("\n")
@@ -455,7 +463,7 @@ def _local_resources(config: Config) -> Resources:
 
 def _resources(has: Sequence[Node], *, shared: bool) -> Resources:
     """Of all nodes of a cluster; ``shared``: see `Resources`."""
-    cpus, gpus = (int(sum(each)) for each in ((node.cpus for node in has), (node.gpus for node in has)))
+    cpus, gpus = int(sum(node.cpus for node in has)), int(sum(node.gpus for node in has))
     most = int(max(node.cpus for node in has))
     return Resources(max(cpus, 1), gpus, max(most, 1), shared)
 

@@ -10,17 +10,27 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from actors.introduction import admit, introduce, receive
 from grpo_dist.errors import TransferLost
 
-if TYPE_CHECKING:
-    from actors.transport import Seat
-
 _AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
 _IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # the kernel asks the other host, which answers also for who hangs
 _SILENT_S = _IDLE_S + _PROBE_S * _PROBES
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Of one process in its transfer group, which meets at ``host:port`` of rank 0. ``secret``: of the group,
+    by which its processes know each other; never written anywhere.
+    """
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    secret: bytes = field(repr=False)
 
 
 class Connections:

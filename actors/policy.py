@@ -17,9 +17,10 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.calls import BESIDE, LOST, Places, kill, makers, one_at_a_time, results
+from actors.connections import Seat
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
-from actors.transport import Seat, Transport, free_port, open_transport
+from actors.transport import Transport, free_port, open_transport
 from actors.watchdog import deadline_of
 from actors.weight_stream import send
 from grpo_dist.bounds import Bound

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actors.calls import Places, kill, makers, one_at_a_time, results
+from actors.connections import Seat
 from actors.supervision import Team, Watched
-from actors.transport import Seat, Transport, open_transport
+from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.attention import choose_kernel
 from grpo_dist.batching import pad_rows

@@ -21,10 +21,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors.calls import LOST, Places, end, makers, results
+from actors.connections import Seat
 from actors.engine import EngineSpec, fitting_arguments, set_environment
 from actors.engine_thread import EngineThread
 from actors.supervision import Health, Team, Watched
-from actors.transport import Seat
 from grpo_dist.admission import IN_HAND, Load
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, TransferBackend

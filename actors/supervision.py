@@ -26,7 +26,7 @@ from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
-from grpo_dist.errors import SamplesLost, StateLost, WorkerLost
+from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.restarts import Budget
 from grpo_dist.stacks import listen
 
@@ -335,11 +335,6 @@ class Team:
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """What an actor raised, without how it came here."""
-    return getattr(error, "cause", None) or error
 
 
 def reason(error: BaseException) -> str:

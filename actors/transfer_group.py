@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actors.calls import on_one_host, results
+from actors.connections import Seat
 from actors.introduction import new_secret
 from actors.policy import PolicyGroup
-from actors.transport import Seat
 from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import transfer_backend

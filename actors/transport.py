@@ -15,7 +15,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any, Protocol
@@ -24,25 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.connections import Connections
+from actors.connections import Connections, Seat
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.rendezvous import meeting_point
 
 _LOOK_S = 0.0005  # between two looks at a broadcast on the GPU
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Of one process in its transfer group, which meets at ``host:port`` of rank 0. ``secret``: of the group,
-    by which its processes know each other; never written anywhere.
-    """
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    secret: bytes = field(repr=False)
 
 
 class Transport(Protocol):

@@ -25,7 +25,7 @@ from actors.rollout import RolloutPool
 from actors.transfer_group import TransferGroup
 from actors.watchdog import deadline_of
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.errors import TransferLost
+from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.metrics import Stopwatch
 
 
@@ -88,7 +88,7 @@ class WeightSync:
                     await self._group.policy.team.ask_all()
                     if await team.weed_out(workers):
                         continue
-                    if repeated or not isinstance(getattr(error, "cause", None), TransferLost):
+                    if repeated or not isinstance(cause_of(error), TransferLost):
                         raise
                     repeated = True
             self._version, self._updates = version, self._group.policy.updates

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.transport import Seat, Transport, open_transport
+from actors.connections import Seat
+from actors.transport import Transport, open_transport
 from actors.weight_stream import receive
 from grpo_dist.config import TransferBackend
 from grpo_dist.hardware import one_thread

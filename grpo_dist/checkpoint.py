@@ -267,9 +267,7 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     watched = dict(state.health)
     for name in {"grad_norms", "avoid"} & watched.keys():
         watched[name] = tuple(watched[name])
-    return Progress(
-        ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun, state.unassessed
-    )
+    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun, state.unassessed)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -50,6 +50,11 @@ class TransferLost(RuntimeError):
     """A process of a transfer group is gone, or the connection to it is; the others find out which."""
 
 
+def cause_of(error: BaseException) -> BaseException:
+    """What an actor raised, without the remote traceback that it arrives with as its message."""
+    return getattr(error, "cause", None) or error
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Within, a ValueError or OSError (a file that cannot be read or written) is a refusal of the input.
@@ -60,6 +65,4 @@ def refusals() -> Iterator[None]:
     except (UserError, TimeoutError, ConnectionError):
         raise
     except (ValueError, OSError) as error:
-        # What an actor raised arrives with its remote traceback as the message; the cause has the words
-        # alone.
-        raise UserError(str(getattr(error, "cause", None) or error)) from error
+        raise UserError(str(cause_of(error))) from error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.durable import flush, write_text
+from grpo_dist.durable import write_text
 
 
 class StepLines:
@@ -20,10 +20,6 @@ class StepLines:
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-
-    def flush(self) -> None:
-        """Also after a power cut every line is there."""
-        flush(self._path)
 
 
 def kept_lines(path: Path, through: int) -> list[str]:

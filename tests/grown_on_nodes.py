@@ -5,7 +5,6 @@ nodes that have some when room is asked for (Ray's own stand-in for a cloud: its
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from rooms_on_nodes import Actor, config
 
 from actors.cluster import Cluster
 from actors.room import Room, nodes
+from actors.transport import free_port
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
@@ -30,14 +30,9 @@ _COMMANDS = (
 )  # fmt: skip
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def start_head(directory: Path, mark: str) -> str:
     """Of a cluster that grows by up to two nodes; its address."""
-    port = free_port()
+    port, for_clients = free_port("127.0.0.1"), free_port("127.0.0.1")
     head = {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0}
     settings = {
         "cluster_name": "grows",
@@ -64,7 +59,7 @@ def start_head(directory: Path, mark: str) -> str:
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--node-ip-address=127.0.0.1",
         f"--port={port}", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false",
-        f"--ray-client-server-port={free_port()}", f"--temp-dir={directory}/ray", "--disable-usage-stats",
+        f"--ray-client-server-port={for_clients}", f"--temp-dir={directory}/ray", "--disable-usage-stats",
         f"--autoscaling-config={directory}/grows.json",
     ]  # fmt: skip
     subprocess.run(command, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)

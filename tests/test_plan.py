@@ -490,7 +490,7 @@ def test_engines_that_share_gpus_with_ranks_are_lost_with_them(placement, engine
     c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})
     option = option_of(c, setting(c, "1x4xH100", lost_every_s=100 * 3600.0))
     assert option.roles.colocated == (placement == "colocated")
-    assert option.scenario.lost_every_s == engines_s
+    assert option.scenario.losses.engine_s == engines_s
     made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=100)
     assert losses_of(made.simulated, made.setting).every_s == 50 * 3600
 

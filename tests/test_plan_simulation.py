@@ -16,6 +16,7 @@ from grpo_dist.plan import clock, simulation
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.disturbances import Slow, at_least, rank_losses
 from grpo_dist.plan.engines import Engine, EngineLost
+from grpo_dist.plan.losses import LossRates
 from grpo_dist.plan.rates import Reached
 from grpo_dist.plan.simulation import Scenario, simulate
 from grpo_dist.plan.workload import Workload
@@ -248,8 +249,7 @@ def test_lost_engines_are_replaced_and_no_sample_is_lost():
         Workload(20, config().bench.lengths, 1000, measured=(30, 300)),
         seats=8,
         colocated=False,
-        lost_every_s=40.0,
-        restart_s=25.0,
+        losses=LossRates(40.0, restart_s=25.0),
         steps=8,
     )
     found = simulate(scenario)
@@ -278,7 +278,7 @@ def test_what_lost_ranks_cost_is_what_the_loop_spends_on_them(share):
     """
     stretches, every_s = {0.1: 80, 0.5: 60, 2.0: 50}[share], 5 * 3.8 / share
     settings = {"checkpoint": {"every": 5}, "policy": {"num_workers": 2}}
-    wrong = {"rank_lost_every_s": every_s, "restart_s": 5.0, "warmup_steps": 0}
+    wrong = {"losses": LossRates(rank_s=every_s, restart_s=5.0), "warmup_steps": 0}
     found = run(Times(), goes_wrong=wrong, steps=5 * stretches, cluster=NO_BACK_OFF, **settings)
     each = np.diff([0.0, *found.ends[4::5]])
     error = each.std(ddof=1) / stretches**0.5
@@ -337,7 +337,7 @@ def test_the_budget_of_restarts_ends_a_run_by_chance():
 def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(graders):
     """A rank that is lost ends the batch that is sampled ahead, with its groups while they are graded."""
     found = run(
-        Times(), goes_wrong={"rank_lost_every_s": 15.0, "restart_s": 5.0}, steps=60, max_staleness=1,
+        Times(), goes_wrong={"losses": LossRates(rank_s=15.0, restart_s=5.0)}, steps=60, max_staleness=1,
         rewards={"num_workers": graders}, cluster=NO_BACK_OFF, checkpoint={"every": 5},
     )  # fmt: skip
     graded = [span for i in range(graders) for span in found.bars[f"reward-{i}"]]
@@ -352,14 +352,14 @@ def test_groups_that_wait_when_a_rank_is_lost_wait_no_more():
     queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "seats": 2}
     calm = run(Times(), steps=10, **queue)
     found = run(
-        Times(), goes_wrong={"rank_lost_every_s": 50.0, "restart_s": 5.0}, steps=10, cluster=NO_BACK_OFF,
+        Times(), goes_wrong={"losses": LossRates(rank_s=50.0, restart_s=5.0)}, steps=10, cluster=NO_BACK_OFF,
         checkpoint={"every": 2}, **queue,
     )  # fmt: skip
     assert found.gone_back > 5 and calm.queue == found.queue == 31
 
 
 def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_restart_ends():
-    wrong = {"rank_lost_every_s": 40.0, "lost_every_s": 60.0, "restart_s": 30.0}
+    wrong = {"losses": LossRates(rank_s=40.0, engine_s=60.0, restart_s=30.0)}
     found = run(
         Times(), seats=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
     )  # fmt: skip
@@ -373,7 +373,7 @@ def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_rest
 
 
 def test_a_rank_that_is_lost_while_the_ranks_restart_makes_them_restart_once_more():
-    wrong = {"rank_lost_every_s": 20.0, "restart_s": 20.0}
+    wrong = {"losses": LossRates(rank_s=20.0, restart_s=20.0)}
     found = run(Times(), steps=20, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1})
     restarts = [span for span in found.bars["policy"] if span.stage == "restart"]
     lengths = [span.end - span.begin for span in restarts]
@@ -388,7 +388,7 @@ def test_figures_of_a_run_that_goes_back_are_of_all_that_was_done(monkeypatch):
     """Also what was done in vain: eight sequences at once, and the driver's time for each step made."""
     spent = iter([0.0, 1000.0])
     monkeypatch.setattr(simulation, "time", SimpleNamespace(process_time=lambda: next(spent)))
-    wrong = {"rank_lost_every_s": 20.0, "restart_s": 5.0}
+    wrong = {"losses": LossRates(rank_s=20.0, restart_s=5.0)}
     found = run(Times(), steps=30, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 5})
     made = sum(s.stage == "sync" and s.end - s.begin > 0.3 - 1e-9 for s in found.bars["policy"])
     assert found.gone_back > 3 and made > len(found.ends) + 3
@@ -404,7 +404,7 @@ def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
 
 
 def test_a_thousand_gpus_lose_ranks_and_get_there():
-    lost = {"rank_lost_every_s": 40.0, "lost_every_s": 3000.0, "restart_s": 15.0}
+    lost = {"losses": LossRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
     shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}
     assert 256 * 2 + 512 == 1024
     batch = {"prompts_per_step": 512, "samples_per_prompt": 2}

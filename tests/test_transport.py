@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from actors import shared_transport
-from actors.connections import Connections
+from actors.connections import Connections, Seat
 from actors.introduction import Stranger
 from actors.shared_transport import IpcTransport
-from actors.transport import NcclTransport, Seat, _nccl_group, free_port, open_transport
+from actors.transport import NcclTransport, _nccl_group, free_port, open_transport
 from actors.weight_stream import receive, send
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.hardware import one_thread, transfer_backend

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import secrets
 import signal
 import subprocess
 import sys
@@ -93,12 +92,19 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
     """Bytes per second from one process into as many others as the engines have; within a GPU where there
     are too few for that.
     """
+    from actors.introduction import new_secret
+
     processes, backend = 1 + config.rollout.num_workers * config.rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":
         backend = "nccl" if torch.cuda.device_count() >= processes else "copy"
     processes = 1 if backend == "copy" else processes
-    common = {"num_bytes": num_bytes, "world_size": processes, "port": port, "backend": backend}
-    common["secret"] = secrets.token_bytes(32)
+    common = {
+        "num_bytes": num_bytes,
+        "world_size": processes,
+        "port": port,
+        "backend": backend,
+        "secret": new_secret(),
+    }
     jobs = [{"rank": rank, "repeats": SYNC_REPEATS, **common} for rank in range(processes)]
     seconds = run_jobs("grpo_dist.bench.limit_sync", jobs, threads=1, gpus=1)
     return num_bytes / fastest([[s] for s in seconds])

@@ -56,10 +56,7 @@ async def evaluate(
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         prompts = eval_set.prompts[: config.evaluation.max_prompts]
-        stage = f"evaluate: {eval_set.name} ({len(prompts)} prompts)"
-        limit_s = config.cluster.timeouts.sample_s
-        async with progressing(limit_s, stage, explain=explain) as still_going:
-            groups = await _sample_groups(config, workers, prompts, still_going)
+        groups = await _sample_all(config, workers, eval_set.name, prompts, explain)
         sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {
@@ -71,26 +68,31 @@ async def evaluate(
     return metrics
 
 
+async def _sample_all(
+    config: Config,
+    workers: Samplers,
+    name: str,
+    prompts: list[Prompt],
+    explain: Callable[[], Awaitable[str]] | None,
+) -> list[Group]:
+    groups: list[Group] = []
+
+    async def finished(_: int, of_all: list[Group]) -> None:
+        groups.extend(of_all)
+
+    what = f"evaluate: {name} ({len(prompts)} prompts)"
+    await sample_chunks(
+        config, config.evaluation, workers, {0: prompts}, finished, stage=STAGE, what=what, explain=explain
+    )
+    return groups
+
+
 def correctness(group: Group) -> np.ndarray:
     """float32 [G]: 1 right, 0 wrong, NaN not scorable."""
     if any(group.outcomes):
         known = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
         return np.array([known.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
     return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)
-
-
-async def _sample_groups(
-    config: Config, workers: Samplers, prompts: list[Prompt], still_going: Callable[[], None]
-) -> list[Group]:
-    settings = config.evaluation
-    sampling = sampling_of(config, settings)
-
-    async def one(prompt: Prompt) -> Group:
-        group = await _sample_group(config, settings, sampling, workers, prompt, stage=STAGE)
-        still_going()
-        return group
-
-    return await gather(one(prompt) for prompt in prompts)
 
 
 async def sample_chunks(
@@ -102,6 +104,7 @@ async def sample_chunks(
     *,
     stage: int,
     what: str,
+    explain: Callable[[], Awaitable[str]] | None = None,
 ) -> None:
     """``settings.samples_per_prompt`` scored samples of each of many prompts, apart from any training step:
     ``finished`` gets every chunk once all its prompts are done. ``stage``: negative, so that seeds never meet
@@ -109,7 +112,8 @@ async def sample_chunks(
     difference between two evaluations.
 
     All chunks are in hand at once, the first come first, so that no engine is idle at the end of one. Raises
-    TimeoutError naming ``what`` when no prompt is done for `timeouts.sample_s`.
+    TimeoutError naming ``what``, with what ``explain`` finds out then, when no prompt is done for
+    `timeouts.sample_s`.
     """
     sampling = sampling_of(config, settings)
 
@@ -122,7 +126,8 @@ async def sample_chunks(
         await finished(number, await gather(one(prompt) for prompt in prompts))
         still_going()
 
-    async with progressing(config.cluster.timeouts.sample_s, f"{what}: the next prompt") as still_going:
+    limit_s, next_prompt = config.cluster.timeouts.sample_s, f"{what}: the next prompt"
+    async with progressing(limit_s, next_prompt, explain=explain) as still_going:
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 

@@ -35,6 +35,9 @@ class LossRates:
     restart_s: float = RESTART_S
 
 
+NO_LOSSES = LossRates()
+
+
 class Losses:
     """``doing(track, stage)``: draws what is done within it; ``workers``: of the run as it goes on. They come
     when they come, also while something is started anew.

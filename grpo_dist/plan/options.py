@@ -11,6 +11,7 @@ from grpo_dist.config_files import changed
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.calibration import Calibration
 from grpo_dist.plan.disturbances import EVEN, Slow
+from grpo_dist.plan.losses import LossRates
 from grpo_dist.plan.memory import (
     USABLE,
     EngineFootprint,
@@ -88,7 +89,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         colocated=shares,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         # Whoever shares its GPUs with policy ranks is lost with them: `rank_losses` counts those.
-        lost_every_s=0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size,
+        losses=LossRates(0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size),
         slow=setting.slow,
     )
     return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)

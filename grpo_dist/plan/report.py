@@ -227,7 +227,7 @@ def losses_of(planned: Planned, setting: Setting) -> RankLosses | None:
         step_s=run.step_s,
         unseen_s=0.0 if scenario.colocated else run.idle["policy"] * run.step_s,
         lost_every_s=setting.lost_every_s,
-        restart_s=scenario.restart_s,
+        restart_s=scenario.losses.restart_s,
     )
 
 

@@ -18,8 +18,8 @@ from grpo_dist.checkpoint import Place
 from grpo_dist.config import Config, Health
 from grpo_dist.plan import stand_ins
 from grpo_dist.plan.clock import run_virtually
-from grpo_dist.plan.disturbances import EVEN, RESTART_S, Slow
-from grpo_dist.plan.losses import LossRates
+from grpo_dist.plan.disturbances import EVEN, Slow
+from grpo_dist.plan.losses import NO_LOSSES, LossRates
 from grpo_dist.plan.rates import Rates
 from grpo_dist.plan.workload import Workload
 from grpo_dist.plan.world import World
@@ -36,9 +36,8 @@ _FOREVER_S = 1e9  # deadlines of a simulated run: the report says what would pas
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """What is simulated. ``seats``: sequences an engine decodes at once. ``colocated``: engines and policy
-    take turns. ``signal_share``: groups whose rewards differ. ``lost_every_s``: mean time between two losses
-    of an engine, each; 0: none; ``rank_lost_every_s``: of any policy rank, after which all go back to the
-    last checkpoint. ``restart_s``: until what was lost serves again. ``slow``: who is slower than the others.
+    take turns. ``signal_share``: groups whose rewards differ. ``losses``: of engines, and of policy ranks,
+    after which all of them go back to the last checkpoint. ``slow``: who is slower than the others.
     """
 
     config: Config
@@ -47,9 +46,7 @@ class Scenario:
     seats: int
     colocated: bool
     signal_share: float = 1.0
-    lost_every_s: float = 0.0
-    rank_lost_every_s: float = 0.0
-    restart_s: float = RESTART_S
+    losses: LossRates = NO_LOSSES
     slow: Slow = EVEN
     warmup_steps: int = 1
     steps: int = 4
@@ -59,12 +56,11 @@ class Scenario:
 class Simulated:
     """Means over the timed steps. ``stage_s``: seconds a step in which at least one worker does a stage;
     ``idle``: share of the time that engines, and the policy, have nothing to do; ``engines_idle``: of each
-    engine; ``tokens``: of prompts and
-    completions sampled for a step, those that dynamic sampling puts aside, too. ``sequences``: decoded at
-    once by an engine while it is busy. ``lost``: engines; ``gone_back``: times to the last checkpoint.
-    ``queue``: groups that waited for an engine at most. ``driver_cpu_s``:
-    of a processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since
-    the begin of the run; ``ends``: of its steps, of which ``timed`` count.
+    engine; ``tokens``: of prompts and completions sampled for a step, those that dynamic sampling puts aside,
+    too. ``sequences``: decoded at once by an engine while it is busy. ``lost``: engines; ``gone_back``: times
+    to the last checkpoint. ``queue``: groups that waited for an engine at most. ``driver_cpu_s``: of a
+    processor, a step, without Ray and the records' real sizes. ``bars``: what each track did when, since the
+    begin of the run; ``ends``: of its steps, of which ``timed`` count.
     """
 
     step_s: float
@@ -108,7 +104,7 @@ def simulate(scenario: Scenario) -> Simulated:
             seats=scenario.seats,
             colocated=scenario.colocated,
             signal_share=scenario.signal_share,
-            loss_rates=LossRates(scenario.lost_every_s, scenario.rank_lost_every_s, scenario.restart_s),
+            loss_rates=scenario.losses,
             slow=scenario.slow,
         )
         worlds.append(world)
@@ -183,7 +179,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
 def _as_planned(scenario: Scenario) -> Config:
     """Nothing beside the steps; where sampling runs ahead the last ones have nothing more to sample."""
     config = scenario.config
-    every = config.checkpoint.every if scenario.rank_lost_every_s else 0
+    every = config.checkpoint.every if scenario.losses.rank_s else 0
     greedy = config.algorithm.advantage == "remax"  # which samples an answer more of each prompt
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
     cluster = config.cluster.model_copy(

@@ -41,7 +41,8 @@ def add_commands(commands: Any) -> None:
 def _score(path: str, rest: list[str], **options: Any) -> None:
     from grpo_dist.config_files import is_override
 
-    files = [text for text in rest if not is_override(text)]
+    overrides = [text for text in rest if is_override(text)]
+    files = [text for text in rest if text not in overrides]
     if len(files) > 1:
         raise UserError(f"score: {', '.join(files)}: expected one configuration at most")
     from grpo_dist.scoring.rows import Columns
@@ -54,7 +55,7 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
         Path(path).expanduser(),
         options["reward"],
         files[0] if files else None,
-        [text for text in rest if is_override(text)],
+        overrides,
         lambda message: print(message, flush=True),
         columns=columns,
         output=options["output"],

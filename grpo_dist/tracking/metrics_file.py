@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.durable import flush, write_text
+from grpo_dist.durable import write_text
 from grpo_dist.step_lines import kept_lines
 
 METRICS = "metrics.jsonl"
@@ -29,10 +29,6 @@ class MetricsFile:
         if kept:
             self._last = json.loads(kept[-1])
             self._last_offset -= len(kept[-1].encode())
-
-    def flush(self) -> None:
-        """Also after a power cut every line is there."""
-        flush(self._path)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Every line is in the file when this returns."""

@@ -27,7 +27,7 @@ from types import TracebackType
 from grpo_dist.background import Background
 from grpo_dist.config import Config
 from grpo_dist.console import Console
-from grpo_dist.durable import check_room
+from grpo_dist.durable import check_room, flush
 from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account
 from grpo_dist.profiling import TIMELINE, write_timeline
@@ -171,8 +171,8 @@ class Tracker:
         raises what went wrong with one.
         """
         self._writer.flush()
-        for lines in (self._metrics, self._ledger, self._timeline):
-            lines.flush()
+        for name in (METRICS, LEDGER, TIMELINE):
+            flush(self.directory / name)
 
     def __enter__(self) -> Tracker:
         _LOGGER.addHandler(self._warned)
