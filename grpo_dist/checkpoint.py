@@ -6,7 +6,7 @@
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0): of whole
                         batches, and of those that were begun
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts
-                        chosen, pass rates, tracker run id, what health watches remember
+                        prompts taken, their order, tracker run id, what health watches remember
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -32,6 +32,7 @@ import yaml
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
+from grpo_dist.data.order import OrderState
 from grpo_dist.durable import exchange, flush, publish
 from grpo_dist.manifest import find_damage, write_manifest
 from grpo_dist.progress import HealthState, Progress, SampledBatch
@@ -59,8 +60,8 @@ class State:
     fingerprint: str  # of the configuration keys that a resumed run must share
     data: str  # digest of the training prompts, in order
     kl_coef: float | None = None
-    chosen: Mapping[str, list[int]] = field(default_factory=dict)
-    pass_rates: Mapping[str, list[float]] = field(default_factory=dict)
+    taken: Mapping[str, list[int]] = field(default_factory=dict)
+    order: Mapping[str, Any] = field(default_factory=dict)
     wandb_id: str | None = None
     health: Mapping[str, Any] = field(default_factory=dict)
     unassessed: bool = False
@@ -147,8 +148,8 @@ class Checkpoints:
             self._fingerprint,
             self._data,
             progress.kl_coef,
-            {str(batch): indices for batch, indices in progress.chosen.items()},
-            {uid: list(rate) for uid, rate in progress.pass_rates.items()},
+            {str(batch): places for batch, places in progress.taken.items()},
+            asdict(progress.order),
             self._wandb_id,
             asdict(progress.health),
             progress.unassessed,
@@ -262,12 +263,18 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
         for kind in ("batch_*", "discarded_*", "begun_*")
     )
     ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
-    chosen = {int(batch): indices for batch, indices in state.chosen.items()}
-    rates = {uid: (right, scored) for uid, (right, scored) in state.pass_rates.items()}
+    taken = {int(batch): places for batch, places in state.taken.items()}
     watched = dict(state.health)
     for name in {"grad_norms", "avoid"} & watched.keys():
         watched[name] = tuple(watched[name])
-    return Progress(ahead, state.kl_coef, chosen, rates, HealthState(**watched), begun, state.unassessed)
+    order = order_state(state)
+    return Progress(ahead, state.kl_coef, taken, order, HealthState(**watched), begun, state.unassessed)
+
+
+def order_state(state: State) -> OrderState:
+    """What the order of prompts remembered."""
+    rates = {uid: (right, scored) for uid, (right, scored) in state.order.get("pass_rates", {}).items()}
+    return OrderState(state.order.get("position", 0), tuple(state.order.get("waiting", ())), rates)
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

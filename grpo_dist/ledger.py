@@ -9,6 +9,7 @@ checkpoint, and their lines with them, so that the file always tells of one unin
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,24 +67,16 @@ def totals(path: Path) -> dict[str, int]:
     return {name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)}
 
 
-def trained_out_of_turn(path: Path, turns: Callable[[int], Collection[str]]) -> int:
-    """Prompts trained in a step whose turn it was not: dynamic sampling drew them. They have their turn in
-    the epoch as well. ``turns``: see `imbalance`.
-    """
-    return sum(len(set(line.get(TRAINED, ())) - set(turns(line["step"]))) for line in read(path))
-
-
-def summary(path: Path, *, dropped: int = 0, again: int = 0) -> str:
+def summary(path: Path, *, dropped: int = 0) -> str:
     """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
 
-    ``dropped``: rows that became no prompts; ``again``: see `trained_out_of_turn`.
+    ``dropped``: rows that became no prompts.
     """
     found = totals(path)
     parts = [f"{found[TRAINED]:,} trained"]
     parts += [f"{found[name]:,} {words}" for name, words in REASONS.items() if found[name]]
     never = f"; {dropped:,} rows dropped before, too long ({DROPPED})" if dropped else ""
-    twice = f"; {again:,} of the trained were drawn out of turn, and have theirs as well" if again else ""
-    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{twice}{never}"
+    return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{never}"
 
 
 def imbalance(
@@ -92,13 +85,14 @@ def imbalance(
     steps: int,
     prompts_per_step: int,
     turns: Callable[[int], Collection[str]] | None = None,
+    often: Mapping[str, int] | None = None,
 ) -> str | None:
     """What is wrong with the books: a step that is missing or there twice, a prompt that is in two lists of a
     step, a step that has not the prompts it was to have. None: they balance.
 
-    ``turns``: uids whose turn a step is, where that follows from its number; then a prompt that is sampled
-    out of turn, and with it one that is sampled twice in an epoch or never, is told, too. What dynamic
-    sampling draws besides is counted by `trained_out_of_turn`.
+    What tells of a prompt that is sampled twice in an epoch or never, too: ``turns``, uids whose turn a step
+    is, where that follows from its number; ``often``, how often each uid was to be sampled in all steps,
+    where dynamic sampling decides when.
     """
     lines = read(path)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
@@ -114,4 +108,12 @@ def imbalance(
         missed = set(turns(line["step"])) - set(uids) if turns else None
         if missed:
             return f"{path}: step {line['step']} has not prompt {min(missed)}, whose turn it is"
+    return None if often is None else _sampled_otherwise(path, lines, often)
+
+
+def _sampled_otherwise(path: Path, lines: list[dict[str, Any]], often: Mapping[str, int]) -> str | None:
+    found = Counter(uid for line in lines for name in (TRAINED, *REASONS) for uid in line.get(name, ()))
+    for uid in sorted(found.keys() | often.keys()):
+        if found[uid] != often.get(uid, 0):
+            return f"{path}: prompt {uid} was sampled {found[uid]} times, expected {often.get(uid, 0)}"
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +19,8 @@ import numpy as np
 from grpo_dist.concurrency import deadline, finished_unless, gather, sampled_again
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
-from grpo_dist.data.order import further_prompts, step_prompts
+from grpo_dist.data.order import OrderState, PromptOrder, Turns
+from grpo_dist.data.stream import PromptStream
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.seeds import request_seed
 from grpo_dist.types import Group, Prompt, Sampling, has_signal
@@ -67,19 +68,16 @@ class Pipeline:
         self._finished = {
             batch: {group.prompt.uid: group for group in groups} for batch, groups in progress.begun.items()
         }
-        self._chosen = dict(progress.chosen)
-        self._curriculum = (
-            Curriculum([p.uid for p in prompts], seed=config.seed, rates=progress.pass_rates)
-            if config.data.order == "pass_rate"
-            else None
-        )
+        self._taken = dict(progress.taken)
+        self._order = order_of(config, prompts, progress.order)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     def launch(self, *, through: int) -> None:
         """Start sampling every batch up to and with ``through`` that is not launched yet."""
         while self._next_batch <= through:
             batch = self._next_batch
-            self._chosen.setdefault(batch, self._own_prompts(batch))
+            if batch not in self._taken:
+                self._taken[batch] = self._order.take(batch)
             self._launched.append((batch, asyncio.create_task(self._batch(batch), name=f"batch {batch}")))
             self._next_batch += 1
 
@@ -98,11 +96,9 @@ class Pipeline:
                 return None
         self._launched.popleft()
         done = task.result()  # bounded: it is done
-        del self._chosen[batch]
+        self._order.trained(self._taken.pop(batch), done.sampled.sampled)
         self._restored.pop(batch, None)
         self._finished.pop(batch, None)
-        if self._curriculum:
-            self._curriculum.observe(done.sampled.sampled)
         return done
 
     async def settle(self, *, unless: Callable[[], bool] = lambda: False) -> bool:
@@ -143,8 +139,7 @@ class Pipeline:
             for batch, _ in self._launched
             if batch not in ahead and self._finished.get(batch)
         }
-        rates = self._curriculum.rates if self._curriculum else {}
-        return Progress(ahead, kl_coef, dict(self._chosen), dict(rates), health, begun, unassessed)
+        return Progress(ahead, kl_coef, dict(self._taken), self._order.state, health, begun, unassessed)
 
     async def __aenter__(self) -> Pipeline:
         return self
@@ -164,37 +159,29 @@ class Pipeline:
         limit_s, stage = self._config.cluster.timeouts.sample_s, f"sample: batch {batch} sampled and scored"
         return deadline(limit_s, stage, explain=self._workers.where_stuck)
 
-    def _own_prompts(self, batch: int) -> list[int]:
-        count = self._config.batch.prompts_per_step
-        if self._curriculum:
-            return self._curriculum.choose(batch, count)
-        return step_prompts(len(self._prompts), count, self._config.seed, batch)
-
     async def _batch(self, batch: int) -> ScoredBatch:
         if batch in self._restored:
             return await self._referenced(self._restored[batch])
-        own = self._chosen[batch]
+        prompts = [self._prompts[self._order.prompt(place)] for place in self._taken[batch]]
         if self._config.dynamic_sampling.enabled:
-            return await self._referenced(await self._groups_with_signal(own, batch))
-        return ScoredBatch(await gather(self._scored(self._prompts[i], batch) for i in own))
+            return await self._referenced(await self._groups_with_signal(prompts, batch))
+        return ScoredBatch(await gather(self._scored(prompt, batch) for prompt in prompts))
 
     async def _referenced(self, batch: SampledBatch) -> ScoredBatch:
         return ScoredBatch(await gather(self._with_reference(g) for g in batch.groups), batch.discarded)
 
-    async def _groups_with_signal(self, own: list[int], batch: int) -> SampledBatch:
-        """As many groups as ``own`` has prompts, those with a signal first, and what else was sampled.
-
-        Which prompts come next follows from (seed, batch) and the rewards alone, so a resumed run draws the
-        same. Where the bound on extra prompts is met, groups without a signal fill the batch up.
+    async def _groups_with_signal(self, prompts: list[Prompt], batch: int) -> SampledBatch:
+        """As many groups as a step has, those with a signal first, and what else was sampled. ``prompts``:
+        those of the step, and then those that are asked for as they are needed; where there are no more,
+        groups without a signal fill the batch up.
         """
-        settings, wanted = self._config.dynamic_sampling, len(own)
-        further = further_prompts(len(self._prompts), own, self._config.seed, batch)
-        further = further[: settings.max_extra_prompts or 3 * wanted]
+        settings, wanted = self._config.dynamic_sampling, self._config.batch.prompts_per_step
+        own, further = prompts[:wanted], prompts[wanted:]
         useful: list[Group] = []
         silent: list[Group] = []
         asked, used = own, 0
         while asked:
-            for group in await gather(self._group(self._prompts[i], batch) for i in asked):
+            for group in await gather(self._group(prompt, batch) for prompt in asked):
                 (useful if has_signal(group.rewards) else silent).append(group)
             missing = max(wanted - len(useful), 0)
             asked = further[used : used + math.ceil(missing * settings.oversample)]
@@ -269,3 +256,15 @@ class Pipeline:
         if self._workers.reference is None:
             return []
         return await self._workers.reference.logprobs(prompt, rollouts)
+
+
+def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> PromptOrder:
+    """The order of a run's prompts, as it remembers it."""
+    own, dynamic = config.batch.prompts_per_step, config.dynamic_sampling
+    further = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
+    most = max(own, min(own + further, len(prompts)))
+    if config.data.order == "pass_rate":
+        return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
+    if dynamic.enabled:
+        return PromptStream(prompts, most, seed=config.seed, state=state)
+    return Turns(len(prompts), own, seed=config.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from grpo_dist.data.order import OrderState
 from grpo_dist.types import Group
 
 
@@ -40,14 +41,14 @@ class Progress:
 
     ``unassessed``: the evaluation that was due after the step was not finished.
 
-    ``chosen``: prompts (indices) of the batches launched and not trained on yet, and ``pass_rates``: what was
-    observed of each uid, (right, scored), where the order of prompts follows from it.
+    ``taken``: places in the order of prompts that each batch launched and not trained on yet has taken, and
+    ``order``: what the order remembers.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
     kl_coef: float | None = None
-    chosen: Mapping[int, list[int]] = field(default_factory=dict)
-    pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    taken: Mapping[int, list[int]] = field(default_factory=dict)
+    order: OrderState = field(default_factory=OrderState)
     health: HealthState = HealthState()
     begun: Mapping[int, list[Group]] = field(default_factory=dict)
     unassessed: bool = False

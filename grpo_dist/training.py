@@ -18,9 +18,11 @@ from grpo_dist.checkpoint import (
     REFERENCE,
     Checkpoints,
     Place,
+    list_checkpoints,
     load_place,
     load_state,
     newest_whole,
+    order_state,
     remove_partial,
 )
 from grpo_dist.concurrency import deadline
@@ -28,11 +30,12 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import print_before_after
 from grpo_dist.data.order import step_prompts
+from grpo_dist.data.stream import PromptStream
 from grpo_dist.durable import LOCK, alone, check_room, write_text
 from grpo_dist.environment import write_environment
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary, trained_out_of_turn
+from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
 from grpo_dist.prepare import (
     Prepared,
@@ -43,7 +46,6 @@ from grpo_dist.prepare import (
 from grpo_dist.recovery import Recovery
 from grpo_dist.tracking import Tracker
 from grpo_dist.tracking.settings import check_trackers
-from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
 _PATIENCE_S = 10.0
@@ -99,25 +101,10 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         final = asyncio.run(_train(run, place))
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
-    turns = _turns(config, prepared.prompts)
-    again = trained_out_of_turn(run_dir / LEDGER, turns) if turns else 0
-    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped), again=again))
-    if wrong := imbalance(
-        run_dir / LEDGER,
-        steps=config.steps,
-        prompts_per_step=config.batch.prompts_per_step,
-        turns=turns,
-    ):
+    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped)))
+    if wrong := _imbalance(run):
         _say(f"warning: the ledger does not balance: {wrong}")
     return run_dir
-
-
-def _turns(config: Config, prompts: list[Prompt]) -> Callable[[int], set[str]] | None:
-    """Uids of the prompts whose turn a step (from 1) is; None where that does not follow from its number."""
-    if config.data.order != "epochs":
-        return None
-    count, seed = config.batch.prompts_per_step, config.seed
-    return lambda step: {prompts[i].uid for i in step_prompts(len(prompts), count, seed, step - 1)}
 
 
 @dataclass(frozen=True)
@@ -144,6 +131,27 @@ class Run:
         checkpoint = newest_whole(self.directory / CHECKPOINTS, self.tracker.warn)
         state = load_state(checkpoint, self.identity) if checkpoint else None
         return load_place(checkpoint, state, self.prepared.prompts)
+
+
+def _imbalance(run: Run) -> str | None:
+    """What is wrong with the books of a finished run."""
+    config, prompts, count = run.config, run.prepared.prompts, run.config.batch.prompts_per_step
+    turns: Callable[[int], set[str]] | None = None
+    often = None
+    if config.data.order == "epochs" and config.dynamic_sampling.enabled:
+        order = order_state(load_state(list_checkpoints(run.directory / CHECKPOINTS)[-1], run.identity))
+        often = PromptStream(prompts, count, seed=config.seed, state=order).sampled()
+    elif config.data.order == "epochs":
+        uids = [prompt.uid for prompt in prompts]
+        turns = partial(_turns, uids, config)
+    return imbalance(
+        run.directory / LEDGER, steps=config.steps, prompts_per_step=count, turns=turns, often=often
+    )
+
+
+def _turns(uids: list[str], config: Config, step: int) -> set[str]:
+    """Whose turn a step (from 1) is."""
+    return {uids[i] for i in step_prompts(len(uids), config.batch.prompts_per_step, config.seed, step - 1)}
 
 
 @contextmanager

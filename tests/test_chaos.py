@@ -68,6 +68,14 @@ def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
     assert "once each" in imbalance(path, steps=2, prompts_per_step=2)
 
 
+def test_books_that_the_run_itself_finds_wrong_are_told():
+    end = "trained.\nledger: 8 prompts sampled = 8 trained\n"
+    assert verdict.unbalanced(end) is None
+    warned = end + "warning: the ledger does not balance: ledger.jsonl: prompt p3 was sampled 2 times\nbye\n"
+    assert verdict.unbalanced(warned) == "ledger.jsonl: prompt p3 was sampled 2 times"
+    assert verdict.unbalanced("trained.\n") == "no totals at the end of the run"
+
+
 @pytest.mark.parametrize(("version", "fresh"), [(0, False), (1, True), (2, False)])
 def test_a_token_of_other_weights_than_the_step_is_told(tmp_path, version, fresh):
     samples = tmp_path / "samples"

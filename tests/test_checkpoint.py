@@ -19,12 +19,14 @@ from grpo_dist.checkpoint import (
 )
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config
+from grpo_dist.data.order import OrderState
 from grpo_dist.manifest import find_damage
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
 HEALTH = HealthState(0.75, (1.5, 2.5), 1)
+ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
 
 
 class Disk:
@@ -65,7 +67,7 @@ def group(prompt):
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
     begun = {4: [group(PROMPTS[0])]} if ahead else {}
-    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, {"p1": (0.5, 4.0)}, HEALTH, begun)
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun)
     asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
 
 
@@ -86,7 +88,7 @@ def test_what_was_saved_is_found_again(tmp_path):
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
     assert [g.prompt for g in progress.begun[4]] == [PROMPTS[0]] and list(progress.begun) == [4]
-    assert progress.chosen == {3: [1, 0], 12: [2]} and progress.pass_rates == {"p1": (0.5, 4.0)}
+    assert progress.taken == {3: [1, 0], 12: [2]} and progress.order == ORDER
     assert progress.health == HEALTH
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]

@@ -20,13 +20,13 @@ def seen(uid, right, scored=16):
 
 
 def test_prompts_come_in_proportion_to_what_they_can_teach():
-    curriculum = Curriculum(UIDS, seed=0, rates={})
+    curriculum = Curriculum(UIDS, 1, seed=0, rates={})
     for _ in range(6):
-        curriculum.observe([seen("always", 16), seen("never", 0), seen("half", 8)])
-    rates = curriculum.rates
+        curriculum.trained([], [seen("always", 16), seen("never", 0), seen("half", 8)])
+    rates = curriculum.state.pass_rates
     assert rates["half"][0] / rates["half"][1] == 0.5
     assert rates["never"] == (0.0, pytest.approx(16 * (2 - 0.5**5)))
-    counts = Counter(UIDS[curriculum.choose(step, 1)[0]] for step in range(4000))
+    counts = Counter(UIDS[curriculum.take(step)[0]] for step in range(4000))
     share = 1 / (rates["never"][1] + 2)
     rare = share * (1 - share)
     total = 0.25 + 0.25 + 2 * rare
@@ -36,16 +36,16 @@ def test_prompts_come_in_proportion_to_what_they_can_teach():
 
 
 def test_a_draw_repeats_and_holds_no_prompt_twice():
-    first, second = (Curriculum([f"p{i}" for i in range(9)], seed=3, rates={}) for _ in range(2))
-    draws = [first.choose(step, 5) for step in range(20)]
-    assert draws == [second.choose(step, 5) for step in range(20)]
+    first, second = (Curriculum([f"p{i}" for i in range(9)], 5, seed=3, rates={}) for _ in range(2))
+    draws = [first.take(step) for step in range(20)]
+    assert draws == [second.take(step) for step in range(20)]
     assert all(len(set(draw)) == 5 for draw in draws)
     assert len({tuple(draw) for draw in draws}) > 10
 
 
 def test_what_could_not_be_scored_is_not_counted_and_old_observations_fade():
-    curriculum = Curriculum(UIDS, seed=0, rates={"half": (4.0, 8.0)})
+    curriculum = Curriculum(UIDS, 1, seed=0, rates={"half": (4.0, 8.0)})
     unscored = seen("half", 2, scored=4)
     object.__setattr__(unscored, "outcomes", ("correct", "timeout", "error", "wrong"))
-    curriculum.observe([unscored])
-    assert curriculum.rates["half"] == (2.0 + 1.0, 4.0 + 2.0)
+    curriculum.trained([], [unscored])
+    assert curriculum.state.pass_rates["half"] == (2.0 + 1.0, 4.0 + 2.0)

@@ -2,15 +2,18 @@
 
 import asyncio
 import dataclasses
+from collections import Counter
 
 import fakes
 import numpy as np
 import pytest
 import torch
 
-from grpo_dist.data.order import step_prompts
+from grpo_dist.data.order import OrderState
+from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.pipeline import order_of
 from grpo_dist.types import Group
 
 DEMO = [{"path": "demo:add3"}]
@@ -101,7 +104,9 @@ def test_finished_groups_of_a_batch_that_was_only_begun_are_kept(dynamic):
     )  # fmt: skip
     whole = fakes.World(jitter=False)
     train(whole, config, fakes.prompts(40))
-    own = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 1)]
+    order = order_of(config, fakes.prompts(40), OrderState())
+    _, second_batch = order.take(0), order.take(1)
+    own = [fakes.prompts(40)[order.prompt(place)].uid for place in second_batch[:4]]
 
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
@@ -234,7 +239,7 @@ def test_a_curriculum_also_learns_from_groups_that_were_put_aside():
         checkpoint={"every": 8},
     )
     train(world, config, fakes.prompts(40))
-    assert set(world.saved[8].pass_rates) == {uid for uid, _, _ in world.sampled}
+    assert set(world.saved[8].order.pass_rates) == {uid for uid, _, _ in world.sampled}
 
 
 def test_the_bound_on_extra_prompts_is_kept_and_the_batch_stays_full():
@@ -264,6 +269,30 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
     extra = [worlds[0].logged[s]["group/extra_prompts"] for s in (3, 4)]
     assert extra == [worlds[2].logged[s]["group/extra_prompts"] for s in (3, 4)]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_resume(staleness):
+    """26 prompts, of which batches of 4 to 10 take what they need; every third has no signal."""
+    config = fakes.config(
+        steps=15, max_staleness=staleness, checkpoint={"every": 5},
+        dynamic_sampling=dynamic(oversample=1.5, max_extra_prompts=6),
+    )  # fmt: skip
+    worlds = []
+    for start in (0, 5, 10):
+        world = fakes.World()
+        world.version = start
+        only_some_differ(world, {f"p{i}" for i in range(0, 26, 3)})
+        kept = worlds[-1].saved[start] if start else None
+        train(world, config, fakes.prompts(26), start=start, progress=kept)
+        worlds.append(world)
+    books = [worlds[min(step // 5, 2)].accounts[step + 1] for step in range(15)]
+    assert books == [worlds[0].accounts[step + 1] for step in range(15)]
+    counted = Counter(uid for own in books for uids in own.values() for uid in uids)
+    order = worlds[0].saved[15].order
+    assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
+    assert sum(counted.values()) > 15 * 4 and len(counted) == 26
+    assert max(counted.values()) - min(counted.values()) <= 1 + staleness
 
 
 def test_remax_samples_every_prompt_greedily_for_its_baseline():
@@ -362,7 +391,7 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
     whole, other, resumed = (w.updates for w in worlds)
     pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
-    rates = worlds[0].saved[12].pass_rates
+    rates = worlds[0].saved[12].order.pass_rates
     assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
     assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
     assert any(right > 0 for right, _ in rates.values())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import samples_of_groups
 
-from grpo_dist.ledger import account, imbalance, read, summary, totals, trained_out_of_turn
+from grpo_dist.ledger import account, imbalance, read, summary, totals
 from grpo_dist.step_lines import StepLines
 
 
@@ -42,17 +42,6 @@ def test_totals_are_those_of_all_steps(tmp_path):
     assert imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
 
 
-def test_what_dynamic_sampling_drew_out_of_turn_is_counted(tmp_path):
-    path = tmp_path / "ledger.jsonl"
-    ledger = StepLines(path, keep_through=0)
-    for step, trained in enumerate((["a", "c"], ["c", "d"], ["a", "b"], ["d", "c"]), 1):
-        ledger.add(step, {"trained": trained})
-    turns = {1: {"a", "b"}, 2: {"c", "d"}, 3: {"b", "a"}, 4: {"d", "c"}}
-    assert trained_out_of_turn(path, turns.get) == 1  # c in step 1
-    said = summary(path, again=1)
-    assert said.endswith("= 8 trained; 1 of the trained were drawn out of turn, and have theirs as well")
-
-
 def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = StepLines(path, keep_through=0)
@@ -78,6 +67,20 @@ def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
     assert imbalance(**books, turns=lambda step: {1: "ab", 2: "ca"}[step]) is None
     found = imbalance(**books, turns=lambda step: {1: "ab", 2: "cd"}[step])
     assert found.endswith("step 2 has not prompt d, whose turn it is")
+
+
+def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
+    """Where dynamic sampling decides in which step."""
+    ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
+    ledger.add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
+    ledger.add(2, {"no_signal": ["a"], "trained": ["d"]})
+    books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
+    assert imbalance(**books, often={"a": 2, "b": 1, "c": 1, "d": 1}) is None
+    found = imbalance(**books, often={"a": 1, "b": 1, "c": 1, "d": 1})
+    assert found.endswith("prompt a was sampled 2 times, expected 1")
+    found = imbalance(**books, often={"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+    assert found.endswith("prompt e was sampled 0 times, expected 1")
+    assert imbalance(**books, often={"a": 2, "b": 1, "c": 1}).endswith("d was sampled 1 times, expected 0")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class Batch(Section):
 
 
 class DynamicSampling(Section):
-    """DAPO: groups whose rewards are all equal are replaced by further prompts."""
+    """DAPO: groups whose rewards are all equal are replaced by further prompts, the next of the epoch."""
 
     enabled: bool = Field(False, description="whether they are")
     max_extra_prompts: PositiveInt | None = Field(

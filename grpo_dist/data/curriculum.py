@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from grpo_dist.data.order import OrderState
 from grpo_dist.evaluation.sampling import correctness
 from grpo_dist.types import Group
 
@@ -21,31 +22,44 @@ Rates = dict[str, tuple[float, float]]  # uid -> (right, scored), both with forg
 
 
 class Curriculum:
-    """Observed pass rates and the draw that follows from them, the seed and the step alone."""
+    """Observed pass rates and the draw that follows from them, the seed and the batch alone. A place is the
+    index of a prompt.
+    """
 
-    def __init__(self, uids: Sequence[str], *, seed: int, rates: Mapping[str, tuple[float, float]]) -> None:
-        self._uids, self._seed = list(uids), seed
-        self.rates: Rates = {uid: (right, scored) for uid, (right, scored) in rates.items()}
+    def __init__(
+        self, uids: Sequence[str], per_batch: int, *, seed: int, rates: Mapping[str, tuple[float, float]]
+    ) -> None:
+        """``per_batch``: prompts a batch takes, with those it may not need."""
+        self._uids, self._per_batch, self._seed = list(uids), per_batch, seed
+        self._rates: Rates = {uid: (right, scored) for uid, (right, scored) in rates.items()}
 
-    def observe(self, groups: Sequence[Group]) -> None:
-        for group in groups:
+    @property
+    def state(self) -> OrderState:
+        return OrderState(pass_rates=dict(self._rates))
+
+    def prompt(self, place: int) -> int:
+        return place
+
+    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Their rewards are observed."""
+        for group in sampled:
             right = correctness(group)
             known = right[~np.isnan(right)]
-            before = self.rates.get(group.prompt.uid, (0.0, 0.0))
-            self.rates[group.prompt.uid] = (
+            before = self._rates.get(group.prompt.uid, (0.0, 0.0))
+            self._rates[group.prompt.uid] = (
                 _FORGET * before[0] + float(known.sum()),
                 _FORGET * before[1] + float(len(known)),
             )
 
-    def choose(self, step: int, count: int) -> list[int]:
-        """Indices of ``count`` different prompts, each drawn in proportion to its weight among those left
-        (Gumbel top-k; Efraimidis and Spirakis 2006).
+    def take(self, batch: int) -> list[int]:
+        """Each is drawn in proportion to its weight among those left (Gumbel top-k; Efraimidis and Spirakis
+        2006).
         """
-        noise = np.random.default_rng((self._seed, step, 2)).gumbel(size=len(self._uids))
-        return np.argsort(-(np.log(self._weights()) + noise), kind="stable")[:count].tolist()
+        noise = np.random.default_rng((self._seed, batch, 2)).gumbel(size=len(self._uids))
+        return np.argsort(-(np.log(self._weights()) + noise), kind="stable")[: self._per_batch].tolist()
 
     def _weights(self) -> np.ndarray:
         """float64 [prompts]; 0.25 for one not seen yet."""
-        right, scored = np.array([self.rates.get(uid, (0.0, 0.0)) for uid in self._uids]).T
+        right, scored = np.array([self._rates.get(uid, (0.0, 0.0)) for uid in self._uids]).T
         share = (right + 1.0) / (scored + 2.0)
         return np.maximum(share * (1.0 - share), _FLOOR)

@@ -1,12 +1,70 @@
-"""Which prompts a step trains on: a function of (seed, step), so that resuming needs a step number and
-nothing else.
+"""Which prompts a step samples.
+
+In the plain order that is a function of (seed, step), so that resuming needs a step number and nothing else.
+Other orders follow from what was sampled before, too, and a checkpoint keeps what they remember.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
+
+from grpo_dist.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class OrderState:
+    """What an order remembers. ``position``, ``waiting``: see `stream.PromptStream`; ``pass_rates``: see
+    `curriculum.Curriculum`.
+    """
+
+    position: int = 0
+    waiting: tuple[int, ...] = ()
+    pass_rates: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class PromptOrder(Protocol):
+    """Asked by the driver alone, at moments that follow from step numbers, so that it never depends on which
+    sample is finished first. What it gives are places, each of one prompt.
+    """
+
+    def take(self, batch: int) -> list[int]:
+        """Places of different prompts: those of ``batch``, and then those it may ask for besides."""
+
+    def prompt(self, place: int) -> int:
+        """Index 0..n-1."""
+
+    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Of the ``places`` that a batch took, the prompts of these groups were sampled."""
+
+    @property
+    def state(self) -> OrderState: ...
+
+
+class Turns:
+    """The plain order: `step_prompts`. A place is a position in the epochs, one after the other."""
+
+    state = OrderState()
+
+    def __init__(self, n: int, per_step: int, *, seed: int) -> None:
+        """Raises ValueError when ``per_step`` exceeds ``n``."""
+        if per_step > n:
+            raise ValueError(f"{per_step} prompts a step cannot be drawn from {n} without repetition")
+        self._n, self._per_step, self._seed = n, per_step, seed
+
+    def take(self, batch: int) -> list[int]:
+        return list(range(batch * self._per_step, (batch + 1) * self._per_step))
+
+    def prompt(self, place: int) -> int:
+        epoch, at = divmod(place, self._n)
+        return int(_epoch(self._n, self._per_step, self._seed, epoch)[at])
+
+    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Nothing follows from it."""
 
 
 def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
@@ -20,17 +78,8 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
     A prompt that would come twice within one step, from the end of one epoch and the start of the next, gives
     its place to the new epoch's next. Raises ValueError when ``per_step`` exceeds ``n``.
     """
-    if per_step > n:
-        raise ValueError(f"{per_step} prompts a step cannot be drawn from {n} without repetition")
-    first = step * per_step
-    return [int(_epoch(n, per_step, seed, i // n)[i % n]) for i in range(first, first + per_step)]
-
-
-def further_prompts(n: int, own: list[int], seed: int, step: int) -> list[int]:
-    """Indices of all prompts that are not ``own``, in the order a step asks for them when it needs more."""
-    taken = set(own)
-    order = np.random.default_rng((seed, step, 1)).permutation(n).tolist()
-    return [i for i in order if i not in taken]
+    turns = Turns(n, per_step, seed=seed)
+    return [turns.prompt(place) for place in turns.take(step)]
 
 
 @lru_cache(maxsize=4)
@@ -39,8 +88,8 @@ def _epoch(n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
     # long, the end of the one before is that of its plain permutation. Short epochs are followed from the
     # beginning.
     if n >= 2 * per_step:
-        return _follow(_shuffled(n, seed, epoch - 1), n, per_step, seed, epoch)
-    order = _shuffled(n, seed, 0)
+        return _follow(shuffled(n, seed, epoch - 1), n, per_step, seed, epoch)
+    order = shuffled(n, seed, 0)
     for later in range(1, epoch + 1):
         order = _follow(order, n, per_step, seed, later)
     return order
@@ -50,7 +99,7 @@ def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) ->
     """The permutation of ``epoch``, whose first places hold nothing of the step that the epoch before it left
     unfinished.
     """
-    order = _shuffled(n, seed, epoch)
+    order = shuffled(n, seed, epoch)
     head = -(epoch * n) % per_step  # prompts of this epoch that fill that step up
     if head == 0:
         return order
@@ -60,5 +109,9 @@ def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) ->
     return np.array(first + [i for i in order.tolist() if i not in taken])
 
 
-def _shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
+@lru_cache(maxsize=4)
+def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [n], not to be written to: all prompts in the order of an epoch; of one before the first, the
+    first's.
+    """
     return np.random.default_rng((seed, max(epoch, 0))).permutation(n)

@@ -147,7 +147,8 @@ class Chaos:
         lost = verdict.unscored(lines)
         found = {
             "finished": verdict.unfinished(lines, steps),
-            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP),
+            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
+            or verdict.unbalanced(job.said(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "noticed": verdict.unnoticed(mine),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0]),

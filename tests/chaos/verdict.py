@@ -34,6 +34,14 @@ _ENDS: Mapping[str, tuple[int, ...]] = {
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
 
 
+def unbalanced(said: str) -> str | None:
+    """By what the run itself says at its end: it knows whose turn each step was."""
+    if "\nledger: " not in said:
+        return "no totals at the end of the run"
+    _, warned, what = said.partition("warning: the ledger does not balance: ")
+    return what.partition("\n")[0] if warned else None
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
