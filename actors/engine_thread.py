@@ -16,7 +16,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,12 +41,12 @@ class EngineThread:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """``arguments``: of `vllm.EngineArgs`."""
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._commands: Queue[Callable[[], None] | None] = Queue()
         self._numbers = itertools.count()
         self._futures: dict[str, asyncio.Future[RequestOutput]] = {}
         self._failed: BaseException | None = None
         self._steps = 0
-        self._stepping = False
+        self._stepping = self._obeying = False
         self._engine: Any = None
         self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
 
@@ -128,12 +128,14 @@ class EngineThread:
         await self.call(lambda: self._engine.wake_up(tags))
 
     def work(self) -> float | None:
-        """A number that changes as long as the engine gets on with its work; None: it is in no step. Without
-        a GPU a step may take minutes, of a large prefill, and what tells that from one that hangs is the
+        """A number that changes as long as the engine gets on with its work; None: it has none. Without a GPU
+        a step may take minutes, of a large prefill, and what tells that from one that hangs is the
         processor's time. Raises RuntimeError where a step has failed.
         """
         self._check()
-        if not self._stepping or self._thread.ident is None or not self._thread.is_alive():
+        if self._thread.ident is None or not self._thread.is_alive():
+            return None
+        if not self._stepping and not self._owes():
             return None
         busy_s = 0.0
         if device_type() == "cpu":
@@ -144,6 +146,16 @@ class EngineThread:
         """End the engine and its worker processes, after the step it is in; requests in hand fail."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    def _owes(self) -> bool:
+        """Requests are in hand, and nothing keeps the thread from a step of theirs. Other commands have
+        deadlines of their own.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        if not self._futures or self._obeying:
+            return False
+        return bool(self._core.scheduler.pause_state == PauseState.UNPAUSED)
 
     @property
     def _core(self) -> Any:
@@ -180,7 +192,9 @@ class EngineThread:
         try:
             command = self._commands.get() if idle else self._commands.get_nowait()  # bounded: `shutdown`
             while command is not None:
+                self._obeying = True
                 command()
+                self._obeying = False
                 command = self._commands.get(timeout=_BURST_S) if idle else self._commands.get_nowait()
         except Empty:
             return True

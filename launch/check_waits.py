@@ -3,6 +3,8 @@
 A run must not wait for ever for what may have died. What blocks a thread needs a timeout of its own; what is
 awaited needs one, or a deadline around it (`grpo_dist.concurrency.deadline`, `asyncio.timeout`), which is
 seen where it stands in the same function. What has neither says on its line what ends it: ``# bounded: WHY``.
+`queue.SimpleQueue` is refused as it is made: its ``get``, in C, takes a deadline that has passed before it
+waits (its thread was off the processor) for none, and waits for ever.
 
 Seen by name, and so not all: tasks, futures, locks and calls of actors are awaited like any coroutine, under
 the deadline of whoever asks for the whole.
@@ -23,7 +25,7 @@ _BLOCKING = {
     "recv": 9, "accept": 9,
 }  # fmt: skip
 _AWAITED = {"get", "put", "join", "wait", "wait_for"}
-_NEVER = {"ray.get", "ray.wait"}
+_NEVER = {"ray.get", "ray.wait", "queue.SimpleQueue"}
 _COLLECTIVE = re.compile(
     r"(torch\.distributed|dist)\.(barrier|monitored_barrier|(all_)?(reduce|gather|to_all)|broadcast|scatter|send|recv)"
 )
@@ -56,8 +58,9 @@ def unbounded(source: str) -> Iterator[tuple[int, str]]:
     lines, tree = source.splitlines(), ast.parse(source)
     endless = _endless_queues(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "ray":
-            yield from ((node.lineno, f"ray.{a.name}") for a in node.names if f"ray.{a.name}" in _NEVER)
+        if isinstance(node, ast.ImportFrom):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from ((node.lineno, name) for name in names if name in _NEVER)
     for call, awaited, fenced in _calls(tree):
         name = ast.unparse(call.func)
         receiver, _, method = name.rpartition(".")

@@ -3,6 +3,8 @@
 import asyncio
 import ctypes
 import inspect
+import queue
+import threading
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -37,6 +39,10 @@ class Scheduler:
 
     def set_pause_state(self, state):
         self.state = state
+
+    @property
+    def pause_state(self):
+        return self.state
 
     def has_requests(self):
         return bool(self.steppable())
@@ -125,6 +131,57 @@ def test_a_burst_of_requests_is_decoded_together(monkeypatch):
         return engine.log
 
     assert with_engine(monkeypatch, use) == [50, 50, 50]
+
+
+def test_a_burst_that_is_over_before_it_is_waited_for_holds_nobody_up():
+    """As when the thread is off the processor meanwhile. `queue.SimpleQueue` waits for ever then, once in
+    some ten thousand of these.
+    """
+
+    async def commands():
+        return type(EngineThread({})._commands)
+
+    kind, tried = asyncio.run(commands()), []
+
+    def wait():
+        for _ in range(100_000):
+            with pytest.raises(queue.Empty):
+                kind().get(timeout=2e-7)
+        tried.append(True)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert tried
+
+
+class Forgetful(Engine):
+    def add_request(self, request_id, prompt, params):
+        """It is lost."""
+
+
+def test_an_engine_that_owes_something_and_does_nothing_stands_still(monkeypatch):
+    async def use(thread, engine):
+        assert thread.work() is None  # nobody waits for it
+        waiting = asyncio.create_task(thread.generate([3], None))
+        await asyncio.sleep(0.05)
+        first = thread.work()
+        await asyncio.sleep(0.05)
+        assert first is not None and thread.work() == first
+        begun, end = threading.Event(), threading.Event()
+        busy = asyncio.create_task(thread.call(lambda: begun.set() or end.wait(20)))
+        await asyncio.to_thread(begun.wait, 20)
+        assert thread.work() is None  # what it is asked to do has its own deadline
+        end.set()
+        await busy
+        await thread.pause(drain=False)
+        assert thread.work() is None  # it is not to go on
+        await thread.resume()
+        assert thread.work() is not None
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+    with_engine(monkeypatch, use, Forgetful)
 
 
 def test_what_is_refused_is_told_to_its_request_alone(monkeypatch):

@@ -16,6 +16,7 @@ _spec.loader.exec_module(check_waits)
     [
         "ray.get(ref)",
         "ray.get(ref, timeout=5)",
+        "commands = queue.SimpleQueue()",
         "queue.get()",
         "thread.join()",
         "future.result()",
@@ -71,7 +72,7 @@ def test_only_into_a_queue_without_a_size_nobody_waits_to_put():
     def found(*made):
         return [line for line, _ in check_waits.unbounded("\n".join([*made, "self.q.put(item)"]))]
 
-    assert found("self.q = queue.Queue()") == found("self.q: Queue[int] = queue.SimpleQueue()") == []
+    assert found("self.q = queue.Queue()") == found("self.q: Queue[int] = queue.Queue()") == []
     assert found("self.q = queue.Queue(3)") == found("other.q = queue.Queue()") == [2]
     assert found("self.q = queue.Queue()", "self.q = asyncio.Queue(maxsize=2)") == [3]
 
@@ -107,8 +108,10 @@ def test_what_ends_by_itself_is_left_alone(line):
     assert not list(check_waits.unbounded(line))
 
 
-def test_rays_waits_are_not_imported_by_name():
+def test_what_is_refused_is_not_imported_by_name():
     assert list(check_waits.unbounded("import ray\nfrom ray import get, kill")) == [(2, "ray.get")]
+    found = check_waits.unbounded("from queue import Empty, SimpleQueue")
+    assert list(found) == [(1, "queue.SimpleQueue")]
 
 
 def test_the_code_has_none(capsys):

@@ -54,7 +54,7 @@ def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes
     """In the order of ``rows``. ``tokenizer``: the policy's; None where no reward looks at tokens."""
     settings = placed(config.rewards)
     with ExitStack() as stack:
-        lanes: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
+        lanes: queue.Queue[Scorer] = queue.Queue()
         made = []
         for _ in range(processes):
             pool = stack.enter_context(
