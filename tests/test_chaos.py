@@ -22,7 +22,7 @@ from chaos.__main__ import Chaos, _kinds, _options, long_groups, short_groups
 from chaos.events import Event
 from chaos.faults import Connection, CutConnection, Worker, reset
 from chaos.find import MARK, Family
-from chaos.job import End
+from chaos.job import End, Line
 from chaos.play import Plan, Play
 from chaos.report import goodput, table
 
@@ -141,6 +141,14 @@ def test_a_loss_that_nobody_noticed_in_time_is_told():
 
 def lost(kind, at, recovered=None, **values):
     return Event(kind, at=at, step=3, phase="sample", role="rollout", recovered=recovered, **values)
+
+
+def test_a_stage_that_hangs_for_no_reason_is_told():
+    late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
+    assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 90.0)]) is None
+    assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
+    for far in ([], [lost("SIGSTOP rollout", 60.0)], [lost("SIGSTOP rollout", 201.0)]):
+        assert verdict.hung([late], far).startswith("stage sample: batch 7 sampled came to no end in 120 s")
 
 
 def test_an_engine_that_never_comes_back_is_told_also_when_the_other_one_finishes_the_job():

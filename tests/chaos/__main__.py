@@ -151,6 +151,7 @@ class Chaos:
             or verdict.unbalanced(job.said(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "noticed": verdict.unnoticed(mine),
+            "alive": verdict.hung(job.lines, mine),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0]),
             "survived": _ended(job, mine),
             "named": verdict.silent(mine, said),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 import time
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 
 from .events import MISSED, Event
 from .find import Family, title
+from .job import Line
 
 Lines = Sequence[Mapping[str, Any]]
 # What a machine does differently at every run, and what tells of workers that were replaced.
@@ -31,6 +33,7 @@ _ENDS: Mapping[str, tuple[int, ...]] = {
     "torn file": (_KILLED,),
     "disk full": (1,),
 }
+_LATE_STAGE = re.compile(r"stage (.+?): not finished within ([\d.]+) s")
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
 
 
@@ -121,6 +124,16 @@ def unnoticed(events: Sequence[Event]) -> str | None:
                 return f"{event.kind} at step {event.step} was never noticed"
             if (after := event.noticed - event.at) > _NOTICED_S + _LATE_S:
                 return f"{event.kind} at step {event.step} was noticed after {after:.1f} s"
+    return None
+
+
+def hung(said: Iterable[Line], events: Sequence[Event]) -> str | None:
+    """A stage whose deadline passed without anything that was done to the job in that time."""
+    for line in said:
+        if late := _LATE_STAGE.search(line.text):
+            begin = line.at - float(late[2]) - _LATE_S
+            if not any(begin <= event.at <= line.at for event in events):
+                return f"stage {late[1]} came to no end in {late[2]} s, and nothing had been done to the job"
     return None
 
 
