@@ -25,7 +25,7 @@ from grpo_dist.checkpoint import (
     order_state,
     remove_partial,
 )
-from grpo_dist.concurrency import deadline
+from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.console import print_before_after
@@ -126,11 +126,23 @@ class Run:
             self.tracker.warn(f"the checkpoint that was being written is given up ({error})")
 
     async def newest(self) -> Place:
-        """Where it can go on from when it has to go back."""
+        """Where it can go on from when it has to go back. Files are read beside the loop, which watches over
+        actors meanwhile. Raises TimeoutError.
+        """
         await self.settle()
-        checkpoint = newest_whole(self.directory / CHECKPOINTS, self.tracker.warn)
-        state = load_state(checkpoint, self.identity) if checkpoint else None
-        return load_place(checkpoint, state, self.prepared.prompts)
+        damaged: list[str] = []
+
+        def find() -> Place:
+            checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
+            state = load_state(checkpoint, self.identity) if checkpoint else None
+            return load_place(checkpoint, state, self.prepared.prompts)
+
+        limit_s = self.config.cluster.timeouts.save_s  # they are as large as what is saved
+        async with deadline(limit_s, "recovery: the newest whole checkpoint is found"):
+            place = await in_thread(find)
+        for warning in damaged:
+            self.tracker.warn(warning)
+        return place
 
 
 def _imbalance(run: Run) -> str | None:

@@ -4,16 +4,20 @@ never disturbed.
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import fakes
 import pytest
+import test_checkpoint
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
-from grpo_dist.checkpoint import Place, State, load_progress
+from grpo_dist import training
+from grpo_dist.checkpoint import Place, State, load_progress, newest_whole
 from grpo_dist.config import Restarts
 from grpo_dist.driver import run
 from grpo_dist.errors import StateLost, Unhealthy
@@ -242,3 +246,35 @@ def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
     assert job.saved[2].health.avoid == () and job.saved[4].health.avoid == (4,)
     state = State(4, "", "", health=json.loads(json.dumps(asdict(job.saved[4].health))))
     assert load_progress(tmp_path, state, []).health == job.saved[4].health
+
+
+def test_while_checkpoints_are_read_the_loop_goes_on(tmp_path, monkeypatch):
+    """They take minutes where models are large, and others watch over actors meanwhile."""
+    directory = tmp_path / training.CHECKPOINTS
+    for step in (1, 2):
+        test_checkpoint.save(directory, step)
+    (directory / "step_000002" / "state.json").write_text("torn")
+    warned, ticks = [], []
+
+    class Checkpoints:
+        async def settle(self):
+            pass
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        return newest_whole(*arguments)
+
+    monkeypatch.setattr(training, "newest_whole", slow)
+    prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
+    tracker = SimpleNamespace(warn=warned.append)
+    run = training.Run(fakes.config(), fakes.config(), prepared, tmp_path, tracker, Checkpoints())
+
+    async def beside():
+        finding = asyncio.create_task(run.newest())
+        while not finding.done():
+            ticks.append(await asyncio.sleep(0.01))
+        return await finding
+
+    place = asyncio.run(beside())
+    assert place.step == 1 and len(ticks) > 3
+    assert len(warned) == 1 and "damaged checkpoint" in warned[0] and "step_000002" in warned[0]
