@@ -243,6 +243,23 @@ def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, m
     assert whole._held(job, {"recovered": None})
 
 
+@pytest.mark.parametrize(
+    ("overrides", "role", "told"),
+    [([], "rollout", True), (["max_staleness=1"], "policy", True), (["max_staleness=1"], "rollout", False)],
+)
+def test_other_numbers_are_told_but_for_those_of_an_engine_that_came_back_ahead(
+    tmp_path, monkeypatch, overrides, role, told
+):
+    whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, room.Room(tmp_path, None))
+    job = falling_job([])
+    job.begins, job.ends, job.run_dir = [1.0], [End(60.0, 0)], tmp_path
+    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
+    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    assert bool(whole._judge(job, LINES)["same numbers"]) == told
+
+
 def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
     job = falling_job([0])
     play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)

@@ -145,6 +145,7 @@ class Chaos:
         mine = [event for event in self._events if event.at >= job.begins[0]]
         other = verdict.difference(lines, undisturbed)
         lost = verdict.unscored(lines)
+        otherwise = bool(lost) or self._in_flight or self._fresher(mine)
         found = {
             "finished": verdict.unfinished(lines, steps),
             "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
@@ -159,11 +160,11 @@ class Chaos:
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
             # A sample that nobody could score is another number, and rightly so; and when weights come to
-            # samples in flight is a matter of moments.
-            "same numbers": None if lost or self._in_flight else other,
+            # samples in flight, or to an engine that comes back, is a matter of moments.
+            "same numbers": None if otherwise else other,
         }
         self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
-        unjudged = {"same numbers"} if lost or self._in_flight else set()
+        unjudged = {"same numbers"} if otherwise else set()
         for name, problem in found.items():
             print(f"  {name}: {problem or ('not judged' if name in unjudged else 'ok')}")
         if lost:
@@ -181,6 +182,12 @@ class Chaos:
     @property
     def _in_flight(self) -> bool:
         return self._override("weight_sync.mode", "drain") == "keep"
+
+    def _fresher(self, events: Sequence[Event]) -> bool:
+        """An engine that came back while the policy was ahead of what the others sample with has its weights:
+        newer ones than the one before it had.
+        """
+        return self._staleness > 0 and any(event.role == "rollout" for event in events)
 
     def _override(self, key: str, default: str) -> str:
         """What the command line says of ``key``, which `job.yaml` does not set."""
