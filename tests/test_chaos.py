@@ -145,7 +145,7 @@ def lost(kind, at, recovered=None, **values):
 
 def test_a_stage_that_hangs_for_no_reason_is_told():
     late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
-    assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 90.0)]) is None
+    assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 70.0)]) is None
     assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
     for far in ([], [lost("SIGSTOP rollout", 60.0)], [lost("SIGSTOP rollout", 201.0)]):
         assert verdict.hung([late], far).startswith("stage sample: batch 7 sampled came to no end in 120 s")

@@ -128,10 +128,12 @@ def unnoticed(events: Sequence[Event]) -> str | None:
 
 
 def hung(said: Iterable[Line], events: Sequence[Event]) -> str | None:
-    """A stage whose deadline passed without anything that was done to the job in that time."""
+    """A stage whose deadline passed without anything that was done to the job in that time, or so shortly
+    before that it was not noticed yet.
+    """
     for line in said:
         if late := _LATE_STAGE.search(line.text):
-            begin = line.at - float(late[2]) - _LATE_S
+            begin = line.at - float(late[2]) - _NOTICED_S - _LATE_S
             if not any(begin <= event.at <= line.at for event in events):
                 return f"stage {late[1]} came to no end in {late[2]} s, and nothing had been done to the job"
     return None
