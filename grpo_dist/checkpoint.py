@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import TypeAdapter
 
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
@@ -264,17 +265,13 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     )
     ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
     taken = {int(batch): places for batch, places in state.taken.items()}
-    watched = dict(state.health)
-    for name in {"grad_norms", "avoid"} & watched.keys():
-        watched[name] = tuple(watched[name])
-    order = order_state(state)
-    return Progress(ahead, state.kl_coef, taken, order, HealthState(**watched), begun, state.unassessed)
+    health = TypeAdapter(HealthState).validate_python(dict(state.health))
+    return Progress(ahead, state.kl_coef, taken, order_state(state), health, begun, state.unassessed)
 
 
 def order_state(state: State) -> OrderState:
     """What the order of prompts remembered."""
-    rates = {uid: (right, scored) for uid, (right, scored) in state.order.get("pass_rates", {}).items()}
-    return OrderState(state.order.get("position", 0), tuple(state.order.get("waiting", ())), rates)
+    return TypeAdapter(OrderState).validate_python(dict(state.order))
 
 
 def data_digest(prompts: Sequence[Prompt]) -> str:

@@ -2,8 +2,8 @@
 
 A watch compares what is known of a step with the bounds of `health`: of its batch before it is trained on, of
 its updates before each moves the weights where `health.action` is skip, and at the end of the step otherwise.
-What it must remember of earlier steps is a `HealthState`, which checkpoints keep, so that a resumed run
-decides the same.
+Of slow drift, which no bound is needed for, it warns (`drift`). What it must remember of earlier steps is a
+`HealthState`, which checkpoints keep, so that a resumed run decides and warns the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 from grpo_dist.bounds import GRAD_NORM, IN_A_ROW, UPDATE_METRICS, Bound, of_batch, of_run, of_update, passed
 from grpo_dist.config import Config
 from grpo_dist.config_checks import equal_rewards_teach
+from grpo_dist.drift import DRIFTING, begun, drifting, follow
 from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.progress import HealthState
 from grpo_dist.types import Group, has_signal
@@ -93,7 +94,7 @@ class HealthWatch:
                 "a matter of precision"
             )
 
-    def examine(self, metrics: dict[str, float]) -> list[Bound]:
+    def examine(self, step: int, metrics: dict[str, float]) -> list[Bound]:
         """Bounds that a step's ``metrics`` pass, compared with the steps before it; adds to them what watches
         count.
         """
@@ -102,7 +103,8 @@ class HealthWatch:
         settings, state = self._settings, self.state
         bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
         alarms = passed(bounds, metrics)
-        metrics["health/alarms"] = float(len(alarms))
+        followed = follow(state.followed, step, metrics)
+        metrics.update({"health/alarms": float(len(alarms)), DRIFTING: float(drifting(followed))})
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
         norms = [] if math.isnan(norm) or metrics[SKIPPED] else [norm]
@@ -111,6 +113,7 @@ class HealthWatch:
             best_reward=max(rewards, default=None),
             grad_norms=(*state.grad_norms, *norms)[-_REMEMBERED:],
             skipped=skipped,
+            followed=followed,
         )
         return alarms
 
@@ -118,8 +121,10 @@ class HealthWatch:
         self, step: int, alarms: Sequence[Bound], metrics: dict[str, float], groups: list[Group]
     ) -> None:
         """Warn of ``alarms``, or raise Unhealthy or Rollback: as `health.action` says. What was skipped has
-        been told of, so that only a run that skips on and on is stopped.
+        been told of, so that only a run that skips on and on is stopped. Warns of drift in any case.
         """
+        for message in begun(self.state.followed, step):
+            self._record.warn(f"step {step}: {message}")
         if self._skips:
             alarms = passed(of_run(self._settings), metrics)
         if not alarms:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from grpo_dist.data.order import OrderState
+from grpo_dist.drift import Followed
 from grpo_dist.types import Group
 
 
@@ -25,13 +26,15 @@ class SampledBatch:
 class HealthState:
     """What watches remember of the steps so far. ``best_reward``: the greatest mean of a step;
     ``grad_norms``: the latest, oldest first; ``skipped``: steps in a row, up to the last, with an update that
-    was not made; ``avoid``: steps that the run was rolled back from, and that are not trained on.
+    was not made; ``avoid``: steps that the run was rolled back from, and that are not trained on;
+    ``followed``: metrics that may drift, by name.
     """
 
     best_reward: float | None = None
     grad_norms: tuple[float, ...] = ()
     skipped: int = 0
     avoid: tuple[int, ...] = ()
+    followed: Mapping[str, Followed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

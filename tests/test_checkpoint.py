@@ -10,6 +10,7 @@ import pytest
 
 from grpo_dist.checkpoint import (
     Checkpoints,
+    State,
     check_data,
     list_checkpoints,
     load_progress,
@@ -20,12 +21,17 @@ from grpo_dist.checkpoint import (
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config
 from grpo_dist.data.order import OrderState
+from grpo_dist.drift import Followed, Period
 from grpo_dist.manifest import find_damage
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
-HEALTH = HealthState(0.75, (1.5, 2.5), 1)
+FOLLOWED = {
+    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 0.05), since=4),
+    "policy/entropy": Followed(((3, 0.5),)),
+}
+HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), FOLLOWED)
 ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
 
 
@@ -92,6 +98,11 @@ def test_what_was_saved_is_found_again(tmp_path):
     assert progress.health == HEALTH
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
+
+
+def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
+    progress = load_progress(tmp_path, State(1, "", "", health={"best_reward": 0.5}), PROMPTS)
+    assert progress.health == HealthState(0.5) and progress.order == OrderState()
 
 
 def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_path):

@@ -136,7 +136,7 @@ def watch(state=None, **settings):
 
 def alarms_of(metrics, state=None, **settings):
     metrics = dict(metrics)
-    return [bound.said(metrics) for bound in watch(state, **settings).examine(metrics)]
+    return [bound.said(metrics) for bound in watch(state, **settings).examine(1, metrics)]
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_a_reward_is_held_against_the_greatest_so_far():
     """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
-    found = [[a.key for a in health.examine({"reward/mean": r})] for r in rewards]
+    found = [[a.key for a in health.examine(1, {"reward/mean": r})] for r in rewards]
     assert found == [[], [], [], [], ["reward_below_share"]]
     assert health.state.best_reward == 0.8
     negative = watch(reward_below_share=0.5)  # a share of -1 would be above it
-    assert [negative.examine({"reward/mean": r}) for r in (-1.0, -3.0)] == [[], []]
+    assert [negative.examine(1, {"reward/mean": r}) for r in (-1.0, -3.0)] == [[], []]
 
 
 def test_a_gradient_is_held_against_the_median_of_those_before():
@@ -180,14 +180,14 @@ def test_a_gradient_is_held_against_the_median_of_those_before():
         "policy/grad_norm = 12.5 is above 4 x 3, its median (`health.grad_norm_spike`)"
     ]
     health = watch(HealthState(None, tuple(map(float, range(20)))))
-    health.examine({"policy/grad_norm": 20.0})
+    health.examine(1, {"policy/grad_norm": 20.0})
     assert health.state.grad_norms == tuple(map(float, range(1, 21)))
 
 
 def test_updates_that_are_never_made_pass_a_bound():
     health = watch(skipped_steps_above=2)
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
-    found = [[a.key for a in health.examine({"health/skipped_updates": n})] for n in skipped]
+    found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})] for n in skipped]
     assert found == [[], [], [], [], ["skipped_steps_above"]]
 
 
@@ -294,7 +294,7 @@ def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
 def test_the_norm_of_a_gradient_that_moved_nothing_is_no_measure_for_later_ones():
     health = watch()
     for norm, skipped in ((1.0, 0.0), (50.0, 1.0), (2.0, 0.0)):
-        health.examine({"policy/grad_norm": norm, "health/skipped_updates": skipped})
+        health.examine(1, {"policy/grad_norm": norm, "health/skipped_updates": skipped})
     assert health.state.grad_norms == (1.0, 2.0)
 
 
@@ -318,7 +318,7 @@ def test_a_resumed_run_remembers_what_watches_compare_with():
     train(world, config)
     assert len(world.warnings) == 1
     kept = world.saved[2].health
-    assert kept == HealthState(1.0, (1.0, 2.0), 0)
+    assert dataclasses.replace(kept, followed={}) == HealthState(1.0, (1.0, 2.0), 0)
     resumed = fakes.World(jitter=False)
     resumed.version = 2
     scored_by(resumed, lambda step, index: [rewards[2 + step]] * 2)

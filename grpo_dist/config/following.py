@@ -36,7 +36,9 @@ class Evaluation(Section):
 
 
 class Health(Section):
-    """What makes a step unfit to train on, and bounds of its metrics; null: not watched."""
+    """What makes a step unfit to train on, and bounds of its metrics; null: no bound. Slow drift of reward,
+    entropy, and shares cut off and garbage is warned of without one.
+    """
 
     action: Literal["skip", "warn", "stop", "rollback"] = Field(
         "skip",

@@ -139,6 +139,10 @@ METRICS = (
     Metric("health/bad_weights", "0 or 1", _STEP, "weights that are not finite after the step",
            "0, else the run ends"),
     Metric("health/alarms", "bounds", "count", "bounds of `health` that the step passed", "0"),
+    Metric("health/drifting", "metrics", "count",
+           "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
+           "whose mean over 20 steps is far from the run's best or first 20",
+           "0; when one begins to drift, a warning says what it is compared with"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     # Evaluation
     Metric("eval/<set>/pass@<k>", "share", "mean over problems",
