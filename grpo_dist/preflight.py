@@ -193,6 +193,7 @@ def _memory(sight: _Sight) -> str:
     from grpo_dist.plan.memory import Sizes
     from grpo_dist.plan.models import model_of
     from grpo_dist.plan.options import footprints, memory_problems
+    from grpo_dist.plan.reward_models import reward_model_workers, reward_models_of
     from grpo_dist.plan.workload import workload_of
 
     if sight.cluster is None and _goes_elsewhere(sight.config):
@@ -207,6 +208,7 @@ def _memory(sight: _Sight) -> str:
         workload_of(config, prompt_tokens=None),
         memory=card.memory if card else 0,
         colocated=_is_colocated(config, cluster.gpus),
+        reward_models=reward_models_of(config)[0],
     )
     lines = []
     for role, need in found.items():
@@ -219,7 +221,7 @@ def _memory(sight: _Sight) -> str:
         "policy": config.policy.num_workers,
         "rollout": config.rollout.num_workers,
         "reference": config.reference.num_workers,
-    }
+    } | reward_model_workers(config)
     if card is None:
         total = sum(need.total * counts[role] for role, need in found.items())
         remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 from fakes import config
 
-from grpo_dist.config import Restarts
+from grpo_dist.config import Restarts, RewardModel
 from grpo_dist.plan import clock, simulation
 from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.disturbances import Slow, at_least, rank_losses
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.losses import LossRates
 from grpo_dist.plan.rates import Reached
+from grpo_dist.plan.reward_models import KnownRewardModel
 from grpo_dist.plan.simulation import Scenario, simulate
+from grpo_dist.plan.timeline import as_text
 from grpo_dist.plan.workload import Workload
 from grpo_dist.restarts import Budget
 
@@ -34,6 +36,7 @@ class Times:
     update: float = 2.0
     sync: float = 0.3
     reference: float = 0.0
+    models: dict = field(default_factory=dict)  # seconds of each reward model
     reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
 
     def decode_step_s(self, sequences, context):
@@ -56,6 +59,10 @@ class Times:
 
     def reference_s(self, work):
         return self.reference
+
+    def reward_model_s(self, model, prompt, lengths):
+        assert (prompt, *lengths) == (20, 10, 10)
+        return self.models[model.settings.name]
 
 
 def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
@@ -210,6 +217,39 @@ def test_references_share_out_the_groups():
     found = run(times, **changes)  # 4 groups, 2 workers: two seconds after the samples
     assert found.step_s == pytest.approx(1.0 + 2.0 + 2.0 + 0.3)
     assert found.stage_s["logprobs"] == pytest.approx(2.0)
+
+
+def judges(**workers):
+    """Reward models with so many workers each; how long they take `Times` says."""
+    made = [RewardModel(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}
+
+
+def test_reward_models_score_at_once_and_before_a_grader():
+    """4 groups: of one worker's the last is scored after 4 times 0.75 s; the other model's two have long
+    been done by then. A grader follows.
+    """
+    times = Times(models={"slow": 0.75, "steps": 1.0})
+    found = run(times, goes_wrong=judges(slow=1, steps=2))
+    assert found.step_s == pytest.approx(1.0 + 4 * 0.75 + 0.5 + 2.0 + 0.3)
+    assert found.stage_s["reward_model"] == pytest.approx(4 * 0.75)
+    tracks = {name for name in found.bars if name.startswith("reward-model")}
+    assert tracks == {"reward-model-slow-0", "reward-model-steps-0", "reward-model-steps-1"}
+    own = found.bars["reward-model-slow-0"]
+    assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
+    text = as_text(found)
+    line = next(line for line in text if "reward-model-slow-0 |" in line)
+    assert line.count("m") > 30 and len({len(line) for line in text[:-1]}) == 1
+
+
+def test_a_reward_model_that_is_too_slow_bounds_the_step():
+    """One step ahead everything else hides behind it: 4 groups of 3 s on one worker, or 1.5 s on two."""
+    for workers, step_s in ((1, 12.0), (2, 6.0)):
+        times = Times(score=0.0, models={"slow": 3.0})
+        found = run(times, max_staleness=1, goes_wrong=judges(slow=workers))
+        # Mode drain: the next batch is scored before the sync of 0.3 s, and only then one more is sampled.
+        assert found.step_s == pytest.approx(step_s + 1.0 + 0.3)
+        assert found.idle["policy"] > 0.5 and found.idle["rollout"] > 0.8
 
 
 def test_who_shares_gpus_changes_turns_twice_a_step():

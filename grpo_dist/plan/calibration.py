@@ -55,8 +55,12 @@ class Calibration:
                 (roles.engine_threads, own.engine_threads),
             )
         )
+        thread = self.peaks.flops / own.policy_threads**_THREADS
         return replace(
-            self.peaks, flops=self.peaks.flops * policy, engine_flops=self.peaks.engine_flops * engine
+            self.peaks,
+            flops=self.peaks.flops * policy,
+            engine_flops=self.peaks.engine_flops * engine,
+            thread_flops=None if self.cpus is None else thread,
         )
 
 

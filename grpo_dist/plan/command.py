@@ -15,6 +15,7 @@ from grpo_dist.plan.calibration import calibrate
 from grpo_dist.plan.disturbances import EVEN, Slow
 from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Option, Planned, Setting, option_of, planned
+from grpo_dist.plan.reward_models import reward_models_of
 from grpo_dist.plan.sweep import best, cells
 from grpo_dist.plan.workload import workload_of
 
@@ -123,7 +124,10 @@ def _setting(
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens
     workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
-    return Setting(cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow)
+    known, unplanned = reward_models_of(config)
+    return Setting(
+        cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow, known, unplanned
+    )
 
 
 def _slow(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Slow:

@@ -22,7 +22,7 @@ from grpo_dist.planning import ATTENDED
 from grpo_dist.units import GIB
 
 # A CUDA context with the kernels of torch, NCCL's channels, and what the allocator cannot use.
-_GPU_RUNTIME = 2 * GIB
+GPU_RUNTIME = 2 * GIB
 # What is left on a GPU of a worker that has given its memory to the other one: its context, NCCL's channels,
 # an engine's CUDA graphs.
 _ASLEEP = 2 * GIB
@@ -128,7 +128,7 @@ def policy_rank(
     head = 0 if policy.lora else model.embedding * (8 + b if sizes.gpu and b == 2 else 4)
     parts["logits"] = blocks * sizes.chunk + head
     parts["buckets"] = _buckets(config, held, sizes)
-    parts["runtime"] = round(_GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["policy"])
+    parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["policy"])
     return Footprint(parts, host)
 
 
@@ -137,7 +137,7 @@ def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: 
     tokens = max(sizes.reference_micro_batch, config.max_length)
     s = model.shape
     widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
-    runtime = round(_GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["reference"])
+    runtime = round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["reference"])
     return Footprint(
         {
             "weights": model.parameters * sizes.itemsize,
@@ -164,7 +164,7 @@ def rollout_engine(
         "weights": model.parameters * b // tensor_parallel,
         "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
         "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
-        "runtime": round(_GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["rollout"]),
+        "runtime": round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["rollout"]),
     }
     if sizes.gpu:
         from actors.engine import GPU_MEMORY

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.bench.flops import Shape
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardModel
 from grpo_dist.errors import UserError
 
 # What a layer has beside the matrices of `Shape`, by model_type: biases of query, key and value; norms of
@@ -19,6 +19,9 @@ from grpo_dist.errors import UserError
 _BIAS = ("qwen2",)
 _HEAD_NORMS = ("qwen3",)
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
+_NOWHERE = (
+    "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,11 @@ class ModelShape:
     def computing(self) -> int:
         """Weights that multiply a token on its way to logits."""
         return self.shape.layers * self.shape.layer_weights + self.embedding
+
+    @property
+    def without_head(self) -> int:
+        """Parameters of the decoder alone, which a classifier has, too."""
+        return self.parameters if self.tied else self.parameters - self.embedding
 
     def kv_values(self) -> int:
         """Numbers in the key-value cache for one token."""
@@ -126,26 +134,45 @@ def model_of(config: Config) -> ModelShape:
         assert config.sft is not None  # the configuration was checked
         path = config.sft.model
     if path.startswith("random:"):
-        return _read(Path(path.removeprefix("random:")).expanduser(), path)
+        return _read(Path(path.removeprefix("random:")).expanduser(), _policy(path))
     if path.startswith("demo:"):
         from grpo_dist.demo.model import cached_model
 
         try:
-            return _read(cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json", path)
+            made = cached_model(path.removeprefix("demo:"), seed=config.seed) / "config.json"
+            return _read(made, _policy(path))
         except ValueError as error:
             raise UserError(str(error)) from error
-    local = Path(path).expanduser()
-    if local.is_dir():
-        return _read(local / "config.json", path)
-    if cached := _in_hub_cache(path, config.model.revision):
-        return _read(cached, path)
-    if known := published(path):
-        return known
+    if found := _at_hand(path, config.model.revision, _policy(path)):
+        return found
     raise UserError(
-        f"model.path = {path}: neither a directory here, nor in the Hugging Face cache, nor a family whose "
-        f"sizes are known ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
+        f"{_policy(path)}: {_NOWHERE} ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
         "model.path=random:config.json"
     )
+
+
+def classifier_of(settings: RewardModel) -> ModelShape:
+    """The decoder of a reward model, from where `model_of` looks. Raises UserError where its sizes cannot be
+    known.
+    """
+    where = f"path = {settings.path}"
+    if found := _at_hand(settings.path, settings.revision, where):
+        return found
+    raise UserError(f"{where}: {_NOWHERE}; put its config.json in a directory and plan with that as `path`")
+
+
+def _policy(path: str) -> str:
+    return f"model.path = {path}"
+
+
+def _at_hand(path: str, revision: str | None, where: str) -> ModelShape | None:
+    """Of a directory, of a hub id in the local cache, or of one known here."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _read(local / "config.json", where)
+    if cached := _in_hub_cache(path, revision):
+        return _read(cached, where)
+    return published(path)
 
 
 def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
@@ -159,14 +186,14 @@ def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _read(file: Path, what: str) -> ModelShape:
+def _read(file: Path, where: str) -> ModelShape:
+    """``where``: the key and its value, ``model.path = some/model``."""
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError(
-            f"model.path = {what}: {file} cannot be read ({error}); expected the config.json of a Hugging "
-            "Face model"
+            f"{where}: {file} cannot be read ({error}); expected the config.json of a Hugging Face model"
         ) from error
     if not isinstance(content, dict):
-        raise UserError(f"model.path = {what}: {file} is no object; expected a Hugging Face config.json")
-    return from_config_json(content, what)
+        raise UserError(f"{where}: {file} is no object; expected a Hugging Face config.json")
+    return from_config_json(content, where.partition(" = ")[2])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardModel
 from grpo_dist.config_files import changed
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.calibration import Calibration
@@ -23,6 +23,7 @@ from grpo_dist.plan.memory import (
 )
 from grpo_dist.plan.models import ModelShape
 from grpo_dist.plan.rates import Peaks, Rates, Reached
+from grpo_dist.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.plan.roles import Roles, roles_of
 from grpo_dist.plan.simulation import Scenario, Simulated, simulate
 from grpo_dist.plan.workload import Workload
@@ -34,7 +35,7 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 @dataclass(frozen=True)
 class Setting:
     """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none
-    fails.
+    fails. ``reward_models``: whose sizes are known; ``unplanned``: why those of the others, by name, are not.
     """
 
     cluster: ClusterShape
@@ -43,6 +44,8 @@ class Setting:
     calibration: Calibration | None
     lost_every_s: float = 0.0
     slow: Slow = EVEN
+    reward_models: tuple[KnownRewardModel, ...] = ()
+    unplanned: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,13 @@ def option_of(config: Config, setting: Setting) -> Option:
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
     sizes = Sizes.of(config, gpu=cluster.card is not None)
     memory = footprints(
-        config, model, sizes, setting.workload, memory=_card_memory(cluster), colocated=roles.colocated
+        config,
+        model,
+        sizes,
+        setting.workload,
+        memory=_card_memory(cluster),
+        colocated=roles.colocated,
+        reward_models=setting.reward_models,
     )
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
@@ -91,6 +100,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         # Whoever shares its GPUs with policy ranks is lost with them: `rank_losses` counts those.
         losses=LossRates(0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size),
         slow=setting.slow,
+        reward_models=setting.reward_models,
     )
     return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)
 
@@ -107,6 +117,7 @@ def footprints(
     *,
     memory: int,
     colocated: bool,
+    reward_models: Sequence[KnownRewardModel] = (),
 ) -> dict[str, Footprint]:
     """Of one worker of every role. ``memory``: bytes of a GPU; 0: there are none."""
     found: dict[str, Footprint] = {
@@ -115,6 +126,8 @@ def footprints(
     }
     if config.needs_reference:
         found["reference"] = reference_worker(config, model, sizes, workload)
+    for judge in reward_models:
+        found[role_of(judge.settings)] = reward_model_worker(config, judge, sizes)
     return found
 
 
@@ -126,6 +139,7 @@ def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: Cl
         return []
     limit, problems = int(cluster.card.memory * USABLE), []
     remedies = {"policy": _policy_remedy(config), "reference": "lower `reference.micro_batch_tokens`"}
+    remedies |= {role_of(model): _reward_model_remedy(model) for model in config.rewards.models}
     for role, remedy in remedies.items():
         if role in memory and memory[role].total > limit:
             problems.append(
@@ -152,6 +166,11 @@ def _policy_remedy(config: Config) -> str:
     if config.policy.zero_stage < 3:
         steps.append("raise `policy.zero_stage`")
     return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
+
+
+def _reward_model_remedy(model: RewardModel) -> str:
+    narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
+    return f"lower its `micro_batch_tokens`{narrower}, or use a smaller model"
 
 
 def _card_memory(cluster: ClusterShape) -> int:

@@ -19,6 +19,7 @@ from grpo_dist.config import Config
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.memory import Sizes, lora_parameters
 from grpo_dist.plan.models import ModelShape
+from grpo_dist.plan.reward_models import KnownRewardModel
 
 _HOST = 25e9  # bytes a second between a GPU and host memory, each way: PCIe 4 or 5 with pinned memory
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
@@ -57,7 +58,7 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class Peaks:
     """Of one device of a policy rank, and of one of an engine: a GPU, or the CPU threads of an actor.
-    ``node``: devices that share a node.
+    ``node``: devices that share a node. ``thread_flops``: of one CPU thread; None where there are GPUs.
     """
 
     flops: float
@@ -66,6 +67,7 @@ class Peaks:
     link: float
     network: float
     node: int
+    thread_flops: float | None = None
 
     @classmethod
     def of(cls, cluster: ClusterShape) -> Peaks:
@@ -166,6 +168,11 @@ class Rates:
     def reference_s(self, work: UpdateWork) -> float:
         """Log-probs of a group on one reference worker."""
         return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
+
+    def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
+        """Scores of a group by one worker of ``model``, which has a GPU, or one thread."""
+        flops = self.peaks.thread_flops or self.peaks.flops
+        return model.flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:
         """Weights, or the adapters, from the policy to the engines. ZeRO-3 gathers them first."""

@@ -14,6 +14,7 @@ from grpo_dist.plan.command import Plan
 from grpo_dist.plan.disturbances import RankLosses, rank_losses
 from grpo_dist.plan.memory import USABLE
 from grpo_dist.plan.options import Option, Planned, Setting
+from grpo_dist.plan.reward_models import reward_model_workers
 from grpo_dist.plan.simulation import Simulated
 from grpo_dist.plan.sweep import longest_s, waits_for_longest
 from grpo_dist.plan.timeline import LEGEND, as_text
@@ -21,6 +22,7 @@ from grpo_dist.units import GIB
 
 _STAGES = {
     "sample": "generation",
+    "reward_model": "scoring by models",
     "score": "scoring",
     "logprobs": "reference",
     "update": "training",
@@ -51,7 +53,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(_memory(shown.option, plan.setting.cluster, "best split"))
     say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
     console.print(_times(shown))
-    for line in [*_slow(shown), *_summary(shown, plan.setting), *warnings(shown)]:
+    for line in [*_slow(shown), *_summary(shown, plan.setting), *warnings(shown, plan.setting)]:
         say(line)
     if plan.found:
         console.print(_found(plan))
@@ -71,7 +73,7 @@ def reason(planned: Planned) -> str:
     run, scenario = planned.simulated, planned.option.scenario
     idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(stages, key=stages.__getitem__)
-    if longest in ("score", "logprobs") and stages[longest] > 0.9 * run.step_s:
+    if longest in ("reward_model", "score", "logprobs") and stages[longest] > 0.9 * run.step_s:
         return f"{_STAGES[longest]} bounds the step: its workers are busy all the time"
     if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
         return slow
@@ -112,7 +114,7 @@ def _waits_for_slow(planned: Planned) -> str:
     )
 
 
-def warnings(planned: Planned) -> list[str]:
+def warnings(planned: Planned, setting: Setting) -> list[str]:
     """What a real run would stumble over."""
     config, run, lines = planned.option.config, planned.simulated, []
     for key, seconds in (("sample_s", run.longest_batch_s), ("update_s", run.longest_update_s)):
@@ -121,10 +123,23 @@ def warnings(planned: Planned) -> list[str]:
             lines.append(
                 f"warning: {seconds:,.0f} s is beyond `cluster.timeouts.{key}` = {allowed:g}; raise it"
             )
-    if config.rewards.models:
-        lines.append(
-            "warning: reward models are given their GPUs, but neither their memory nor their time is planned"
-        )
+    return lines + _about_reward_models(config, setting)
+
+
+def _about_reward_models(config: Config, setting: Setting) -> list[str]:
+    """Which of them, or what of them, is not planned."""
+    lines = []
+    for model in config.rewards.models:
+        if why := setting.unplanned.get(model.name):
+            lines.append(
+                f"warning: reward model {model.name}: {why}; it is given {model.num_workers} worker(s), but "
+                "neither their memory nor their time is planned"
+            )
+        elif model.dtype == "float32" and setting.cluster.card:
+            lines.append(
+                f"warning: reward model {model.name}: float32 takes longer than planned, at the peak of half "
+                "precision"
+            )
     return lines
 
 
@@ -139,6 +154,11 @@ def _head(plan: Plan) -> list[str]:
     ]
     if workload.assumed:
         lines.append(f"assumed: {workload.assumed}")
+    if setting.reward_models:
+        lines.append(
+            "assumed: reward models read as many tokens as the policy writes; what their templates and step "
+            "marks add is left out"
+        )
     return lines
 
 
@@ -177,7 +197,8 @@ def _count(option: Option, role: str) -> str:
     config = option.config
     if role == "rollout":
         return f"{config.rollout.num_workers} (TP {config.rollout.tensor_parallel_size})"
-    return str(config.policy.num_workers if role == "policy" else config.reference.num_workers)
+    others = {"policy": config.policy.num_workers, "reference": config.reference.num_workers}
+    return str((others | reward_model_workers(config))[role])
 
 
 def _times(planned: Planned) -> Table:

@@ -21,6 +21,7 @@ from grpo_dist.plan.clock import run_virtually
 from grpo_dist.plan.disturbances import EVEN, Slow
 from grpo_dist.plan.losses import NO_LOSSES, LossRates
 from grpo_dist.plan.rates import Rates
+from grpo_dist.plan.reward_models import KnownRewardModel
 from grpo_dist.plan.workload import Workload
 from grpo_dist.plan.world import World
 from grpo_dist.recovery import Recovery
@@ -38,6 +39,7 @@ class Scenario:
     """What is simulated. ``seats``: sequences an engine decodes at once. ``colocated``: engines and policy
     take turns. ``signal_share``: groups whose rewards differ. ``losses``: of engines, and of policy ranks,
     after which all of them go back to the last checkpoint. ``slow``: who is slower than the others.
+    ``reward_models``: those that score, of those whose sizes are known.
     """
 
     config: Config
@@ -48,6 +50,7 @@ class Scenario:
     signal_share: float = 1.0
     losses: LossRates = NO_LOSSES
     slow: Slow = EVEN
+    reward_models: tuple[KnownRewardModel, ...] = ()
     warmup_steps: int = 1
     steps: int = 4
 
@@ -106,6 +109,7 @@ def simulate(scenario: Scenario) -> Simulated:
             signal_share=scenario.signal_share,
             loss_rates=scenario.losses,
             slow=scenario.slow,
+            reward_models=scenario.reward_models,
         )
         worlds.append(world)
         several = 4 if config.dynamic_sampling.enabled else 1  # batches, of which further prompts are drawn
@@ -145,7 +149,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
     def busy(stage: str) -> float:
         return covered_s((s for own in world.bars.values() for s in own if s.stage == stage), begin, end)
 
-    stages = ("sample", "score", "logprobs", "update", "sync", "turn")
+    stages = ("sample", "reward_model", "score", "logprobs", "update", "sync", "turn")
     engines = [name for name in world.bars if name.startswith("rollout")]
     sampling = [
         covered_s((s for s in world.bars[name] if s.stage == "sample"), begin, end) for name in engines

@@ -139,5 +139,8 @@ def bound(option: Option) -> float:
     if config.needs_reference:
         group = UpdateWork(((prompt, each),))
         stages.append(rates.reference_s(group) * batch.prompts_per_step / config.reference.num_workers)
+    for model in scenario.reward_models:
+        group_s = rates.reward_model_s(model, prompt, each)
+        stages.append(group_s * batch.prompts_per_step / model.settings.num_workers)
     seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
     return samples * (prompt + mean) / seconds

@@ -16,11 +16,15 @@ _MARKS = {
     "sync": "=",
     "turn": "<",
     "score": "g",
+    "reward_model": "m",
     "logprobs": "r",
     "restart": "x",
 }
 _SHOWN = {"rollout": 6, "policy": 1, "reference": 2, "reward": 2}  # workers of each role
-LEGEND = "s sample  U update  = weight sync  < change of turns  g grade  r reference  x restart"
+_REWARD_MODEL = "reward-model-"  # and its name: a role of its own, with as many shown as graders
+LEGEND = (
+    "s sample  U update  = weight sync  < change of turns  g grade  m reward model  r reference  x restart"
+)
 
 
 def as_text(run: Simulated, *, width: int = 96) -> list[str]:
@@ -28,14 +32,14 @@ def as_text(run: Simulated, *, width: int = 96) -> list[str]:
     filled most of each moment; below them where steps end.
     """
     begin, end = _window(run)
-    cell = (end - begin) / width
-    lines = []
-    for track in _tracks(run):
+    cell, tracks, lines = (end - begin) / width, _tracks(run), []
+    wide = max(12, *map(len, tracks))
+    for track in tracks:
         marks = "".join(_mark(run.bars[track], begin + i * cell, cell) for i in range(width))
-        lines.append(f"{track:>12} |{marks}|")
+        lines.append(f"{track:>{wide}} |{marks}|")
     ends = {min(width - 1, int((e - begin) / cell)) for e in run.ends[run.timed]}
-    lines.append(f"{'step ends':>12} |{''.join('^' if i in ends else ' ' for i in range(width))}|")
-    lines.append(f"{'':>12}  {begin:<.1f} s{f'{end:.1f} s':>{max(1, width - len(f'{begin:.1f} s'))}}")
+    lines.append(f"{'step ends':>{wide}} |{''.join('^' if i in ends else ' ' for i in range(width))}|")
+    lines.append(f"{'':>{wide}}  {begin:<.1f} s{f'{end:.1f} s':>{max(1, width - len(f'{begin:.1f} s'))}}")
     return lines
 
 
@@ -57,7 +61,8 @@ def _window(run: Simulated) -> tuple[float, float]:
 
 def _tracks(run: Simulated) -> list[str]:
     shown: list[str] = []
-    for role, count in _SHOWN.items():
+    models = {name.rpartition("-")[0] for name in run.bars if name.startswith(_REWARD_MODEL)}
+    for role, count in [*_SHOWN.items(), *((model, _SHOWN["reward"]) for model in sorted(models))]:
         own = [name for name in run.bars if name == role or name.rpartition("-")[0] == role]
         shown += sorted(own, key=lambda name: (len(name), name))[:count]
     return shown

@@ -15,6 +15,7 @@ import numpy as np
 
 from grpo_dist.admission import IN_HAND, Admission
 from grpo_dist.bounds import Bound
+from grpo_dist.concurrency import gather
 from grpo_dist.config import Config
 from grpo_dist.ledger import Account
 from grpo_dist.plan import stand_ins
@@ -22,6 +23,7 @@ from grpo_dist.plan.disturbances import EVEN, Slow, SlowTimes
 from grpo_dist.plan.engines import Engine, EngineLost
 from grpo_dist.plan.losses import Checkpoints, Losses, LossRates
 from grpo_dist.plan.rates import Rates, UpdateWork
+from grpo_dist.plan.reward_models import KnownRewardModel
 from grpo_dist.plan.workload import Workload
 from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
@@ -52,6 +54,7 @@ class World:
         signal_share: float = 1.0,
         loss_rates: LossRates,
         slow: Slow = EVEN,
+        reward_models: Sequence[KnownRewardModel] = (),
     ) -> None:
         self._config, self._rates, self._workload, self._colocated = config, rates, workload, colocated
         self._signal_share, self._slow = signal_share, slow
@@ -71,6 +74,10 @@ class World:
         self._admission = Admission(count, IN_HAND * seats, on_wait=self._note_queue)
         self._driver = asyncio.Lock()
         self._graders = _Servers(self, "reward", config.rewards.num_workers)
+        self._reward_models = [
+            (m, _Servers(self, f"reward-model-{m.settings.name}", m.settings.num_workers))
+            for m in reward_models
+        ]
         self._references = _Servers(self, "reference", config.reference.num_workers)
         self._version, self._asked = 0, 0
         self._samples = self._tokens = self._completion_tokens = 0  # of the step that is logged next
@@ -160,11 +167,23 @@ class World:
     # rewards and reference
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
+        """All reward models at once, and then a grader, as `actors.reward.RewardPool` does."""
+        if self._reward_models:
+            await self._modelled(int(prompt.token_ids[0]), rollouts)
         await self._graders.serve("score", self._rates.score_s(len(rollouts)))
         with self.apart():
             number = int(prompt.uid.rpartition("/")[2])
             signal = random.Random(f"{number} {self._version}").random() < self._signal_share
             return stand_ins.group(prompt, rollouts, signal=signal)
+
+    async def _modelled(self, prompt_tokens: int, rollouts: RolloutsRef) -> None:
+        with self.apart():
+            lengths = stand_ins.tokens_of(rollouts)
+            calls = [
+                (servers, self._rates.reward_model_s(model, prompt_tokens, lengths))
+                for model, servers in self._reward_models
+            ]
+        await gather(servers.serve("reward_model", seconds) for servers, seconds in calls)
 
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         with self.apart():
