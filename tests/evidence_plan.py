@@ -1,5 +1,6 @@
 """`grpo-dist plan` against what was measured on this machine: one benchmark calibrates it, and it predicts
-others of other lengths, batches and staleness. And its memory against the tensors that real ZeRO ranks hold.
+others of other lengths, batches and staleness. And its memory and its checkpoints against the tensors that
+real ZeRO ranks hold and the files they write.
 
     python -m pytest -s tests/evidence_plan.py
 
@@ -17,6 +18,7 @@ from fakes import config
 from grpo_dist.bench.result import Result
 from grpo_dist.bench.run import bench
 from grpo_dist.config_files import load_config
+from grpo_dist.plan.checkpoints import rank_bytes
 from grpo_dist.plan.command import make_plan
 from grpo_dist.plan.memory import Sizes, states
 from grpo_dist.plan.models import from_config_json
@@ -55,7 +57,7 @@ def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
     assert abs(off) < 0.15
 
 
-def test_ranks_hold_the_bytes_that_are_planned():
+def test_ranks_hold_and_write_the_bytes_that_are_planned():
     script = Path(__file__).with_name("rank_memory.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dtype"')]
@@ -75,3 +77,6 @@ def test_ranks_hold_the_bytes_that_are_planned():
         planned = sum(parts.values()) + kept
         print(f"{case['dtype']} stage {case['stage']}: planned {planned:,}, held {case['bytes']:,} bytes")
         assert case["bytes"] == pytest.approx(planned, rel=0.02)
+        written = rank_bytes(settings, model, sizes)
+        print(f"{case['dtype']} stage {case['stage']}: planned {written}, written {case['files']} bytes")
+        assert case["files"] == pytest.approx(written, rel=0.01, abs=100_000)  # beside names and settings

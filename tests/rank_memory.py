@@ -1,5 +1,6 @@
 """Bytes of all tensors that each of two policy ranks holds between the last backward pass of an update and
-its optimiser step, by dtype and ZeRO stage: prints one JSON object for each.
+its optimiser step, and of the files it writes for a checkpoint, by dtype and ZeRO stage: prints one JSON
+object for each.
 
     python tests/rank_memory.py
 """
@@ -7,7 +8,9 @@ its optimiser step, by dtype and ZeRO stage: prints one JSON object for each.
 import gc
 import json
 import os
+import re
 import tempfile
+from pathlib import Path
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 RANKS, BUCKET = 2, 1_000_000
@@ -25,6 +28,19 @@ def held():
     gc.collect()
     tensors = [o for o in gc.get_objects() if type(o) in (torch.Tensor, torch.nn.Parameter)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def saved(trainer, directory):
+    """Bytes of the files of each rank; what is of all ranks is the first's."""
+    import torch
+
+    trainer.save(directory)
+    torch.distributed.barrier()  # all have written
+    sizes = [0] * RANKS
+    for file in directory.rglob("*.pt"):
+        rank = re.search(r"zero_pp_rank_(\d+)", file.name)
+        sizes[int(rank[1]) if rank else 0] += file.stat().st_size
+    return sizes
 
 
 def rank(index, port, directory, dtype, stage):
@@ -50,9 +66,10 @@ def rank(index, port, directory, dtype, stage):
         old_logprobs=None, num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=16,
     )  # fmt: skip
     trainer.update([batch])  # makes the optimiser's moments
+    files = saved(trainer, Path(directory) / f"{dtype}_{stage}")
     trainer.accumulate(batch)
     if index == 0:
-        print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held()}), flush=True)
+        print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held(), "files": files}), flush=True)
     trainer.close()
     os._exit(0)  # nothing that ends slowly is waited for
 

@@ -61,7 +61,7 @@ class Times:
         return self.reference
 
     def reward_model_s(self, model, prompt, lengths):
-        assert (prompt, *lengths) == (20, 10, 10)
+        assert prompt == 20 and set(lengths) == {10}
         return self.models[model.settings.name]
 
 

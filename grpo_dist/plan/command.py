@@ -17,6 +17,7 @@ from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Option, Planned, Setting, option_of, planned
 from grpo_dist.plan.reward_models import reward_models_of
 from grpo_dist.plan.sweep import best, cells
+from grpo_dist.plan.whole_run import WholeRun, whole_run
 from grpo_dist.plan.workload import workload_of
 
 _HOUR_S = 3600.0
@@ -26,7 +27,7 @@ _HOUR_S = 3600.0
 class Plan:
     """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
     says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
-    first.
+    first. ``whole``: the run of ``simulated``, or of the first of ``found``.
     """
 
     setting: Setting
@@ -34,6 +35,7 @@ class Plan:
     simulated: Planned | None
     refused: str
     found: list[Planned]
+    whole: WholeRun
 
 
 def make_plan(
@@ -66,7 +68,9 @@ def make_plan(
         found = [p for cell in cells(config, wide=sweep) if (p := best(config, setting, cell))]
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
-    return Plan(setting, option, simulated, refused, _own_first(config, found))
+    found = _own_first(config, found)
+    whole = whole_run(simulated or found[0])
+    return Plan(setting, option, simulated, refused, found, whole)
 
 
 def plan(

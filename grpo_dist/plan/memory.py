@@ -49,13 +49,18 @@ class Footprint:
 class EngineFootprint(Footprint):
     """``cache``: bytes of the key-value cache on each GPU, negative where not even the weights fit;
     ``token_bytes``: what a token takes of it; ``longest``, ``mean``: sequences that fit of full and of mean
-    length.
+    length; ``most``: that are decoded at once, whatever they hold.
     """
 
     cache: int = 0
     token_bytes: int = 1
     longest: int = 0
     mean: int = 0
+    most: int = 1
+
+    def sequences_of(self, tokens: float) -> int:
+        """How many that hold so many tokens each are decoded at once."""
+        return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,7 @@ def rollout_engine(
         token_bytes=token_bytes,
         longest=room // config.max_length,
         mean=min(sequences, int(room // max(1.0, mean))),
+        most=sequences,
     )
 
 

@@ -53,7 +53,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         console.print(_memory(shown.option, plan.setting.cluster, "best split"))
     say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
     console.print(_times(shown))
-    for line in [*_slow(shown), *_summary(shown, plan.setting), *warnings(shown, plan.setting)]:
+    price, losses = plan.setting.cluster.price, losses_of(shown, plan.setting) is not None
+    besides = plan.whole.lines(price=price, losses=losses)
+    for line in [*_slow(shown), *_summary(shown, plan.setting), *besides, *warnings(shown, plan.setting)]:
         say(line)
     if plan.found:
         console.print(_found(plan))
@@ -232,7 +234,7 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
             f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
             f"${price * hours * steps:,.0f} the run"
             + (f" without losses{_with_losses(losses, price)}" if losses else "")
-            + f", at ${cluster.card.price:g} an hour for each GPU"
+            + f" (steps alone), at ${cluster.card.price:g} an hour for each GPU"
             + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
         )
     return lines

@@ -96,21 +96,11 @@ class Simulated:
 
 def simulate(scenario: Scenario) -> Simulated:
     """Run a few steps of the loop, as a benchmark does."""
-    config = _as_planned(scenario)
+    config = as_planned(scenario)
     worlds: list[World] = []
 
     async def session() -> None:
-        world = World(
-            config,
-            scenario.rates,
-            scenario.workload,
-            seats=scenario.seats,
-            colocated=scenario.colocated,
-            signal_share=scenario.signal_share,
-            loss_rates=scenario.losses,
-            slow=scenario.slow,
-            reward_models=scenario.reward_models,
-        )
+        world = world_of(scenario, config)
         worlds.append(world)
         several = 4 if config.dynamic_sampling.enabled else 1  # batches, of which further prompts are drawn
         prompts = stand_ins.prompts(several * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
@@ -138,6 +128,21 @@ def simulate(scenario: Scenario) -> Simulated:
     spent = time.process_time() - begin
     first = scenario.warmup_steps + config.max_staleness
     return _measured(worlds[0], slice(first, first + scenario.steps), spent, config)
+
+
+def world_of(scenario: Scenario, config: Config) -> World:
+    """Its workers, within a running loop. ``config``: as `as_planned` makes it."""
+    return World(
+        config,
+        scenario.rates,
+        scenario.workload,
+        seats=scenario.seats,
+        colocated=scenario.colocated,
+        signal_share=scenario.signal_share,
+        loss_rates=scenario.losses,
+        slow=scenario.slow,
+        reward_models=scenario.reward_models,
+    )
 
 
 def _measured(world: World, timed: slice, spent: float, config: Config) -> Simulated:
@@ -180,7 +185,7 @@ def _measured(world: World, timed: slice, spent: float, config: Config) -> Simul
     )
 
 
-def _as_planned(scenario: Scenario) -> Config:
+def as_planned(scenario: Scenario) -> Config:
     """Nothing beside the steps; where sampling runs ahead the last ones have nothing more to sample."""
     config = scenario.config
     every = config.checkpoint.every if scenario.losses.rank_s else 0

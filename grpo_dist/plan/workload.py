@@ -36,7 +36,7 @@ class Workload:
             return min(self.measured[seed % len(self.measured)], self.cap)
         drawn = length_of(seed, self.lengths, cap=self.cap)
         assert drawn is not None  # natural lengths are measured or assumed
-        return drawn
+        return min(drawn, self.cap)  # which may be below fixed lengths, as of an evaluation
 
     @property
     def mean(self) -> float:
