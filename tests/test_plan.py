@@ -323,6 +323,13 @@ def test_other_work_takes_other_times():
     assert one_ahead.stage_s["update"] == pytest.approx(5.0 * 2**0.8, rel=0.05)
 
 
+def test_a_reward_model_has_one_thread_where_there_are_no_gpus():
+    measured = calibrate(result(cpu_config()), parse_cluster("1x0xCPU"))
+    both = measured.peaks_of(measured.roles)  # the rank had two threads, 1.74 times as fast as one
+    assert measured.roles.policy_threads == 2
+    assert both.thread_flops == pytest.approx(both.flops / 2**0.8)
+
+
 @pytest.mark.parametrize(
     "changes, cluster, words",
     [

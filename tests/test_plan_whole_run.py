@@ -161,6 +161,12 @@ def test_a_checkpoint_waits_for_the_one_before():
     assert found.total_s == pytest.approx(3 * found.held_s + 2 * found.late_s + found.last_s)
 
 
+def test_a_single_checkpoint_waits_for_none():
+    found = saved(checkpoint={"every": 0})
+    assert (found.count, found.late_s) == (1, 0.0)
+    assert found.total_s == pytest.approx(found.held_s + found.last_s)
+
+
 def test_in_the_loop_all_that_is_written_is_waited_for():
     found = saved(checkpoint={"every": 50, "background": False})
     assert found.held_s == pytest.approx(14 * WEIGHTS / 1e9) and found.last_s == found.late_s == 0

@@ -152,6 +152,17 @@ def test_what_is_offloaded_must_fit_into_host_memory(here, monkeypatch):
         assert ("`policy.offload`" in found.said) is not fits
 
 
+def test_a_reward_model_must_fit_too(here, tmp_path):
+    large = {
+        "model_type": "qwen2", "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 152064,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(large))
+    own = f"rewards.models=[{{name: judge, path: {tmp_path}}}]"
+    said = wrong(findings(own, cluster="1x3xH100"))["memory"]
+    assert "reward model judge: a worker needs " in said and "use a smaller model" in said
+
+
 def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
     monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda: memory)

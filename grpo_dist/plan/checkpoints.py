@@ -43,7 +43,7 @@ class PlannedCheckpoints:
 def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     """Without the groups that are sampled ahead, whose tokens are few bytes beside the weights."""
     config, scenario = planned.option.config, planned.option.scenario
-    settings, rates = config.checkpoint, scenario.rates
+    settings, rates, count = config.checkpoint, scenario.rates, checkpoints(config)
     ranks, reference = rank_bytes(config, rates.model, rates.sizes), reference_bytes(config, rates)
     write_s = sum(ranks) / DISK
     held_s = reference / DISK  # which its worker writes while the loop waits
@@ -52,12 +52,12 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     late_s = last_s = 0.0
     if settings.background:
         held_s += max(ranks) / COPY
-        late_s = max(0.0, write_s - settings.every * planned.simulated.step_s)
+        late_s = max(0.0, write_s - settings.every * planned.simulated.step_s) if count > 1 else 0.0
         last_s = write_s
     else:
         held_s += write_s
     size = sum(ranks) + reference
-    return PlannedCheckpoints(checkpoints(config), size, settings.background, held_s, late_s, last_s)
+    return PlannedCheckpoints(count, size, settings.background, held_s, late_s, last_s)
 
 
 def checkpoints(config: Config) -> int:

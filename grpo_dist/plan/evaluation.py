@@ -105,6 +105,6 @@ def _prompts(source: DataSource, most: int | None) -> tuple[bool, int | None]:
     if source.path.startswith("demo:") or Path(source.path).expanduser().exists():
         try:
             return True, len(read(source.model_copy(update={"max_rows": bound})))
-        except ValueError:  # which the run itself refuses, and says why
+        except (OSError, ValueError):  # which the run itself refuses, and says why
             pass
     return False, bound

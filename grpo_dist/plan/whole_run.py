@@ -40,11 +40,12 @@ class WholeRun:
         if found is None:
             return []
         if found.prompts:
-            guessed = f", as many prompts in {', '.join(found.assumed)}" if found.assumed else ""
+            names = ", ".join(found.assumed)
+            guessed = f", as many prompts in {names} as `evaluation.max_prompts` or `max_rows` allows"
             lines.append(
                 f"evaluation: {found.prompts:,} prompt(s) with {found.samples_per_prompt} sample(s) each "
                 f"take {written(found.seconds, 's')}, {found.count} time(s): {self._share(found.total_s)}; "
-                f"assumed: completions as long as in training{guessed}"
+                f"assumed: completions as long as in training{guessed if names else ''}"
             )
         if found.left_out:
             lines.append(
