@@ -17,7 +17,7 @@ from grpo_dist.plan.memory import GIB, Sizes
 from grpo_dist.plan.models import classifier_of, from_config_json, published
 from grpo_dist.plan.options import Setting, option_of, planned
 from grpo_dist.plan.rates import Peaks, Rates, Reached
-from grpo_dist.plan.report import print_plan, reason
+from grpo_dist.plan.report import print_plan, reason, warnings
 from grpo_dist.plan.reward_models import reward_model_worker, reward_models_of
 from grpo_dist.plan.sweep import bound
 from grpo_dist.plan.workload import workload_of
@@ -184,6 +184,15 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
     assert "it is given 1 worker(s), but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
     assert "warning: reward model exact: float32 takes longer than planned" in text
+
+
+def test_a_deadline_that_scoring_passes_is_warned_of():
+    made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, split=False)
+    run = made.simulated.simulated
+    assert not warnings(made.simulated, made.setting)
+    slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
+    (line,) = warnings(replace(made.simulated, simulated=slow), made.setting)
+    assert line == "warning: 1,900 s is beyond `cluster.timeouts.sample_s` = 1800; raise it"
 
 
 def test_without_reward_models_nothing_is_said_of_them():

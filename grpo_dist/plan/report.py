@@ -119,7 +119,9 @@ def _waits_for_slow(planned: Planned) -> str:
 def warnings(planned: Planned, setting: Setting) -> list[str]:
     """What a real run would stumble over."""
     config, run, lines = planned.option.config, planned.simulated, []
-    for key, seconds in (("sample_s", run.longest_batch_s), ("update_s", run.longest_update_s)):
+    # A batch is sampled and scored within the first; which of its groups waited for a model is not known.
+    sampled_s = max(run.longest_batch_s, run.stage_s.get("reward_model", 0.0))
+    for key, seconds in (("sample_s", sampled_s), ("update_s", run.longest_update_s)):
         allowed = getattr(config.cluster.timeouts, key)
         if seconds > allowed:
             lines.append(
