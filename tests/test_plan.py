@@ -353,6 +353,9 @@ def test_a_benchmark_of_the_same_card_is_taken():
     measured = result(c, machine=machine, decode_steps=[])
     calibration = calibrate(measured, parse_cluster("4x8xA100-80GB"))
     assert calibration.cpus is None and calibration.reached.source.endswith("NVIDIA A100-SXM4-80GB")
+    # A rank has fewer CPU threads beside it where there are more ranks, and its GPU is the same.
+    fewer = replace(calibration.roles, policy_threads=calibration.roles.policy_threads // 4)
+    assert calibration.peaks_of(fewer) == calibration.peaks
 
 
 # The command

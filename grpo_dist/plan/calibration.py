@@ -46,7 +46,9 @@ class Calibration:
     cpus: int | None
 
     def peaks_of(self, roles: Roles) -> Peaks:
-        """Those of other numbers of CPU threads."""
+        """Those of other numbers of CPU threads, on which a GPU does not depend."""
+        if self.cpus is None:
+            return self.peaks
         own = self.roles
         policy, engine = (
             (planned / measured) ** _THREADS
@@ -55,12 +57,11 @@ class Calibration:
                 (roles.engine_threads, own.engine_threads),
             )
         )
-        thread = self.peaks.flops / own.policy_threads**_THREADS
         return replace(
             self.peaks,
             flops=self.peaks.flops * policy,
             engine_flops=self.peaks.engine_flops * engine,
-            thread_flops=None if self.cpus is None else thread,
+            thread_flops=self.peaks.flops / own.policy_threads**_THREADS,
         )
 
 
