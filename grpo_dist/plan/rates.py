@@ -4,6 +4,7 @@
     prefill  operations / peak
     update   operations / peak of the busiest rank + ZeRO's collectives + the optimiser's own pass
     sync     bytes / network
+    reference, reward models    operations / peak of one worker
 
 What is reached is an assumption (`Reached`), or comes from a benchmark of this project (`calibration`).
 """
