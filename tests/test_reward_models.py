@@ -41,6 +41,16 @@ def test_without_a_chat_template_problem_and_completion_are_read_as_they_are(tmp
     assert scores.rewards == pytest.approx([-1.0, 2.0, 0.5, 3.0])
 
 
+@pytest.mark.parametrize("kind", ["outcome", "process"])
+def test_nothing_is_kept_of_the_layers(tmp_path, kind):
+    """Keys and values of all of them, for the whole batch, if nobody says otherwise."""
+    model, kept = Classifier(RewardModel(name="m", path=by_hand(tmp_path, kind), kind=kind)), []
+    decoder = model._model.base_model
+    decoder.register_forward_hook(lambda _, __, output: kept.append(output.get("past_key_values")))
+    model.score("1+1", TEXTS, token_ids(TEXTS), TOKENIZER)
+    assert kept and not any(kept)
+
+
 def test_two_labels_give_the_probability_of_the_second(tmp_path):
     scores = score(by_hand(tmp_path, "outcome", labels=2, template=False), "outcome")
     assert scores.rewards == pytest.approx(sigmoid(np.array([-1.0, 2.0, 0.5, 3.0])))

@@ -1,7 +1,7 @@
 """Reward models of a plan: whose sizes are known here, what a worker takes of its GPU, what it computes.
 
     padded rows: problem | completion | padding     as many at once as `micro_batch_tokens` holds
-    weights | activations | keys and values | attention mask | runtime     of a worker
+    weights | activations | attention mask | runtime     of a worker
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def reward_model_workers(config: Config) -> dict[str, int]:
 def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -> Footprint:
     """At its fullest: with a full batch of the longest rows.
 
-    Nothing is kept for a backward pass, but transformers keeps the keys and values of all layers, as for
-    generation. The mask of padded rows is [rows, 1, T, T], once of a byte and once of the weights' type; with
-    a mask the heads of keys and values are repeated to those of the queries.
+    Nothing is kept from layer to layer. The mask of padded rows is [rows, 1, T, T], once of a byte and once
+    of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
     """
     s, b = model.shape.shape, 2 if _is_half(model.settings, sizes) else 4
     tokens = max(model.settings.micro_batch_tokens, config.max_length)
@@ -75,7 +74,6 @@ def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -
         {
             "weights": model.shape.without_head * b,
             "activations": tokens * widest * b,
-            "keys and values": tokens * model.shape.kv_values() * b,
             "attention mask": tokens * config.max_length * (1 + b),
             "runtime": GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME,
         }

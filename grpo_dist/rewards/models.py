@@ -206,6 +206,8 @@ def _load_model(settings: RewardModel, dtype: torch.dtype) -> Any:
             f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained classifier of kind "
             f"{settings.kind}"
         )
+    # Keys and values are for whoever goes on writing; they would be kept of all layers, for the whole batch.
+    model.config.get_text_config().use_cache = model.config.use_cache = False
     return model
 
 
