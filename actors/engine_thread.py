@@ -72,8 +72,7 @@ class EngineThread:
 
         def command() -> None:
             try:
-                self._check()
-                result = function()
+                result = self._carry_out(function)
             except BaseException as error:
                 self._tell(_fail, future, error)
             else:
@@ -148,8 +147,8 @@ class EngineThread:
         await asyncio.to_thread(self._thread.join)
 
     def _owes(self) -> bool:
-        """Requests are in hand, and nothing keeps the thread from a step of theirs. Other commands have
-        deadlines of their own.
+        """Requests are in hand, and nothing keeps the thread from a step of theirs. What else it is asked to
+        do has deadlines of its own.
         """
         from vllm.v1.core.sched.interface import PauseState
 
@@ -171,9 +170,8 @@ class EngineThread:
             self._engine = _make(arguments)
         except BaseException as error:
             self._failed = error
-        while self._obey():
-            if self._failed is None and self._core_has_work():
-                self._step()
+        while self._turn():
+            pass
         self._end()
 
     def _end(self) -> None:
@@ -185,6 +183,18 @@ class EngineThread:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
+    def _turn(self) -> bool:
+        """False: to end."""
+        try:
+            if not self._obey():
+                return False
+            if self._failed is None and self._core_has_work():
+                self._step()
+        except BaseException as error:  # of vLLM's own books: nobody is to wait for a thread that is gone
+            self._failed = error
+            self._tell(self._fail_all, error)
+        return True
+
     def _obey(self) -> bool:
         """Carry out what was asked, waiting for it where nothing is to be decoded; False: to end."""
         command: Callable[[], None] | None
@@ -192,13 +202,19 @@ class EngineThread:
         try:
             command = self._commands.get() if idle else self._commands.get_nowait()  # bounded: `shutdown`
             while command is not None:
-                self._obeying = True
                 command()
-                self._obeying = False
                 command = self._commands.get(timeout=_BURST_S) if idle else self._commands.get_nowait()
         except Empty:
             return True
         return False
+
+    def _carry_out(self, function: Callable[[], T]) -> T:
+        self._check()
+        self._obeying = True
+        try:
+            return function()
+        finally:
+            self._obeying = False
 
     def _core_has_work(self) -> bool:
         return bool(self._core.scheduler.has_requests() or self._core.batch_queue)

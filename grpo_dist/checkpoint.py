@@ -222,7 +222,12 @@ def load_state(checkpoint: Path, config: Config) -> State:
     """
     try:
         state = State(**json.loads((checkpoint / "state.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
+    except TypeError as error:
+        raise ValueError(
+            f"{checkpoint}: made by another version of grpo-dist ({error}); go on with that one, choose "
+            "another `name`, or set `checkpoint.resume=never`"
+        ) from error
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
             f"one before"

@@ -259,10 +259,14 @@ class Pipeline:
 
 
 def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> PromptOrder:
-    """The order of a run's prompts, as it remembers it."""
+    """The order of a run's prompts, as it remembers it.
+
+    All batches on their way together hold one epoch at most: where each held a whole one, epochs would be
+    sampled side by side, and some prompts twice before others once.
+    """
     own, dynamic = config.batch.prompts_per_step, config.dynamic_sampling
     further = (dynamic.max_extra_prompts or 3 * own) if dynamic.enabled else 0
-    most = max(own, min(own + further, len(prompts)))
+    most = max(own, min(own + further, len(prompts) // (config.max_staleness + 1)))
     if config.data.order == "pass_rate":
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
     if dynamic.enabled:

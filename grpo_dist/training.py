@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -33,7 +34,7 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.durable import LOCK, alone, check_room, write_text
 from grpo_dist.environment import write_environment
-from grpo_dist.errors import UserError, refusals
+from grpo_dist.errors import RunEnded, UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.ledger import DROPPED, LEDGER, imbalance, summary
 from grpo_dist.preemption import Interruption, ended_by_sigterm
@@ -127,22 +128,27 @@ class Run:
 
     async def newest(self) -> Place:
         """Where it can go on from when it has to go back. Files are read beside the loop, which watches over
-        actors meanwhile. Raises TimeoutError.
+        actors meanwhile. Raises RunEnded where that takes longer than all of them took to be written: to read
+        them again, with new workers, would take no less.
         """
         await self.settle()
         damaged: list[str] = []
+        written = max(1, len(list_checkpoints(self.directory / CHECKPOINTS)))
 
         def find() -> Place:
             checkpoint = newest_whole(self.directory / CHECKPOINTS, damaged.append)
             state = load_state(checkpoint, self.identity) if checkpoint else None
             return load_place(checkpoint, state, self.prepared.prompts)
 
-        limit_s = self.config.cluster.timeouts.save_s  # they are as large as what is saved
-        async with deadline(limit_s, "recovery: the newest whole checkpoint is found"):
-            place = await in_thread(find)
-        for warning in damaged:
-            self.tracker.warn(warning)
-        return place
+        limit_s = self.config.cluster.timeouts.save_s * written
+        try:
+            async with deadline(limit_s, "recovery: the newest whole checkpoint is found"):
+                return await in_thread(find)
+        except TimeoutError as error:
+            raise RunEnded(f"{error}. The same command goes on from it, when it can be read") from error
+        finally:
+            for warning in damaged:
+                self.tracker.warn(warning)
 
 
 def _imbalance(run: Run) -> str | None:
@@ -151,14 +157,27 @@ def _imbalance(run: Run) -> str | None:
     turns: Callable[[int], set[str]] | None = None
     often = None
     if config.data.order == "epochs" and config.dynamic_sampling.enabled:
-        order = order_state(load_state(list_checkpoints(run.directory / CHECKPOINTS)[-1], run.identity))
-        often = PromptStream(prompts, count, seed=config.seed, state=order).sampled()
+        try:
+            often = _sampled(run)
+        except ValueError as error:  # the run is finished all the same
+            return f"it cannot be checked: {error}"
     elif config.data.order == "epochs":
         uids = [prompt.uid for prompt in prompts]
         turns = partial(_turns, uids, config)
     return imbalance(
         run.directory / LEDGER, steps=config.steps, prompts_per_step=count, turns=turns, often=often
     )
+
+
+def _sampled(run: Run) -> Counter[str]:
+    """How often each prompt was to be sampled in all steps, by the last checkpoint. Raises ValueError."""
+    config, found = run.config, list_checkpoints(run.directory / CHECKPOINTS)
+    state = load_state(found[-1], run.identity) if found else None
+    if state is None or state.step != config.steps:
+        raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
+    per_batch = config.batch.prompts_per_step
+    stream = PromptStream(run.prepared.prompts, per_batch, seed=config.seed, state=order_state(state))
+    return stream.sampled()
 
 
 def _turns(uids: list[str], config: Config, step: int) -> set[str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from pathlib import Path
 
 import fakes
@@ -103,6 +104,16 @@ def test_what_was_saved_is_found_again(tmp_path):
 def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
     progress = load_progress(tmp_path, State(1, "", "", health={"best_reward": 0.5}), PROMPTS)
     assert progress.health == HealthState(0.5) and progress.order == OrderState()
+
+
+def test_one_of_another_version_is_not_to_be_deleted(tmp_path):
+    save(tmp_path, 3)
+    (found,) = list_checkpoints(tmp_path)
+    state = json.loads((found / "state.json").read_text())
+    (found / "state.json").write_text(json.dumps(state | {"chosen": {}}))
+    with pytest.raises(ValueError, match=r"another version of grpo-dist .*chosen.*; go on with that") as told:
+        load_state(found, fakes.config())
+    assert "delete" not in str(told.value)
 
 
 def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_path):

@@ -64,6 +64,12 @@ def test_a_step_is_a_function_of_seed_and_number_alone():
     assert forward != [step_prompts(100, 7, 6, k) for k in range(60)]
 
 
+def test_short_epochs_are_the_same_in_whatever_order_they_are_asked_for():
+    forward = [step_prompts(5, 4, 2, step) for step in range(200)]
+    steps = [150, 3, 199, 198, 0, 70, 71, 70]
+    assert [step_prompts(5, 4, 2, step) for step in steps] == [forward[step] for step in steps]
+
+
 def test_more_prompts_a_step_than_there_are_is_refused():
     with pytest.raises(ValueError, match="5 prompts a step cannot be drawn from 4"):
         step_prompts(4, 5, 0, 0)

@@ -295,6 +295,18 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
     assert max(counted.values()) - min(counted.values()) <= 1 + staleness
 
 
+@pytest.mark.parametrize(("n", "staleness"), [(40, 0), (40, 1), (16, 1), (40, 4)])
+def test_an_epoch_is_whole_before_the_next_also_where_a_step_may_ask_for_all_prompts(n, staleness):
+    """No step needs more than its own, and batches on their way hold what they may ask for."""
+    world = fakes.World()
+    only_some_differ(world, set())
+    extra = dynamic(max_extra_prompts=n)
+    config = fakes.config(steps=n // 4, max_staleness=staleness, dynamic_sampling=extra)
+    train(world, config, fakes.prompts(n))
+    counted = Counter(uid for own in world.accounts.values() for uids in own.values() for uid in uids)
+    assert counted == {f"p{i}": 1 for i in range(n)}
+
+
 def test_remax_samples_every_prompt_greedily_for_its_baseline():
     world = fakes.World()
     drawn, sample = [], world.sample

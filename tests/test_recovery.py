@@ -4,6 +4,7 @@ never disturbed.
 
 import asyncio
 import json
+import shutil
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -17,12 +18,21 @@ from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
 from grpo_dist import training
-from grpo_dist.checkpoint import Place, State, load_progress, newest_whole
+from grpo_dist.checkpoint import (
+    Place,
+    State,
+    data_digest,
+    fingerprint,
+    load_progress,
+    newest_whole,
+)
 from grpo_dist.config import Restarts
 from grpo_dist.driver import run
-from grpo_dist.errors import StateLost, Unhealthy
+from grpo_dist.errors import RunEnded, StateLost, Unhealthy
+from grpo_dist.ledger import LEDGER
 from grpo_dist.recovery import Recovery
 from grpo_dist.restarts import Budget
+from grpo_dist.step_lines import StepLines
 
 
 class Job(fakes.World):
@@ -248,26 +258,37 @@ def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
     assert load_progress(tmp_path, state, []).health == job.saved[4].health
 
 
-def test_while_checkpoints_are_read_the_loop_goes_on(tmp_path, monkeypatch):
-    """They take minutes where models are large, and others watch over actors meanwhile."""
-    directory = tmp_path / training.CHECKPOINTS
+class Saved:
+    async def settle(self):
+        pass
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run with a whole and a newer, damaged checkpoint, and what it warned of."""
     for step in (1, 2):
-        test_checkpoint.save(directory, step)
-    (directory / "step_000002" / "state.json").write_text("torn")
-    warned, ticks = [], []
-
-    class Checkpoints:
-        async def settle(self):
-            pass
-
-    def slow(*arguments):
-        time.sleep(0.3)
-        return newest_whole(*arguments)
-
-    monkeypatch.setattr(training, "newest_whole", slow)
+        test_checkpoint.save(tmp_path / training.CHECKPOINTS, step)
+    (tmp_path / training.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
+    warned = []
     prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
+    config = fakes.config(cluster={"timeouts": {"save_s": 0.4}})
     tracker = SimpleNamespace(warn=warned.append)
-    run = training.Run(fakes.config(), fakes.config(), prepared, tmp_path, tracker, Checkpoints())
+    return training.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved()), warned
+
+
+def slowly(monkeypatch, seconds):
+    def found(*arguments):
+        place = newest_whole(*arguments)
+        time.sleep(seconds)
+        return place
+
+    monkeypatch.setattr(training, "newest_whole", found)
+
+
+def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
+    """They take minutes where models are large, and others watch over actors meanwhile."""
+    (run, warned), ticks = saved, []
+    slowly(monkeypatch, 0.3)
 
     async def beside():
         finding = asyncio.create_task(run.newest())
@@ -278,3 +299,49 @@ def test_while_checkpoints_are_read_the_loop_goes_on(tmp_path, monkeypatch):
     place = asyncio.run(beside())
     assert place.step == 1 and len(ticks) > 3
     assert len(warned) == 1 and "damaged checkpoint" in warned[0] and "step_000002" in warned[0]
+
+
+def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(saved, monkeypatch):
+    """To a loss everybody would be started anew, and the same files read once more."""
+    run, warned = saved
+    slowly(monkeypatch, 2.0)
+
+    async def within():
+        async with Cluster(fakes.config()).losses_told():
+            await run.newest()
+
+    with pytest.raises(RunEnded, match=r"not finished within 0\.8 s\. The same command goes on"):
+        asyncio.run(within())
+    assert len(warned) == 1  # what was found out by then is told
+
+
+def test_books_are_held_against_the_last_checkpoint_and_a_finished_run_ends_well_without_it(tmp_path):
+    config = fakes.config(
+        steps=6, max_staleness=1, checkpoint={"every": 2},
+        dynamic_sampling={"enabled": True, "max_extra_prompts": 6},
+    )  # fmt: skip
+    job, prompts = fakes.World(), fakes.prompts(26)
+    asyncio.run(run(config, job.workers(), prompts, [], job, job))
+    ledger = StepLines(tmp_path / LEDGER, keep_through=0)
+    for step, books in job.accounts.items():
+        ledger.add(step, books)
+    for step, progress in job.saved.items():
+        last = tmp_path / training.CHECKPOINTS / f"step_{step:06d}"
+        last.mkdir(parents=True)
+        state = State(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
+        (last / "state.json").write_text(json.dumps(asdict(state)))
+    finished = SimpleNamespace(
+        config=config, identity=config, directory=tmp_path, prepared=SimpleNamespace(prompts=prompts)
+    )
+    assert training._imbalance(finished) is None
+    whole = (tmp_path / LEDGER).read_text()
+    uid = job.accounts[6]["trained"][0]
+    (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
+    assert "times, expected" in training._imbalance(finished)
+    (tmp_path / LEDGER).write_text(whole)
+    (last / "state.json").write_text("{")
+    assert "it cannot be checked" in training._imbalance(finished)
+    shutil.rmtree(last)
+    assert "no checkpoint of step 6" in training._imbalance(finished)
+    shutil.rmtree(tmp_path / training.CHECKPOINTS)
+    assert "no checkpoint of step 6" in training._imbalance(finished)

@@ -112,7 +112,9 @@ class DynamicSampling(Section):
 
     enabled: bool = Field(False, description="whether they are")
     max_extra_prompts: PositiveInt | None = Field(
-        None, description="most further prompts a step; null: three times batch.prompts_per_step"
+        None,
+        description="most further prompts a step; null: three times batch.prompts_per_step. Of small data "
+        "fewer: batches on their way together take an epoch at most",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
         1.0, description="further prompts asked at once for every group that is missing"

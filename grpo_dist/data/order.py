@@ -89,10 +89,29 @@ def _epoch(n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
     # beginning.
     if n >= 2 * per_step:
         return _follow(shuffled(n, seed, epoch - 1), n, per_step, seed, epoch)
-    order = shuffled(n, seed, 0)
-    for later in range(1, epoch + 1):
-        order = _follow(order, n, per_step, seed, later)
-    return order
+    return _short_epochs(n, per_step, seed).order(epoch)
+
+
+@lru_cache(maxsize=4)
+def _short_epochs(n: int, per_step: int, seed: int) -> _ShortEpochs:
+    return _ShortEpochs(n, per_step, seed)
+
+
+class _ShortEpochs:
+    """Each follows from all before it; asked for one after the other they are not begun anew each time."""
+
+    def __init__(self, n: int, per_step: int, seed: int) -> None:
+        self._settings = n, per_step, seed
+        self._epoch, self._order = 0, shuffled(n, seed, 0)
+
+    def order(self, epoch: int) -> np.ndarray:
+        n, per_step, seed = self._settings
+        if epoch < self._epoch:
+            self._epoch, self._order = 0, shuffled(n, seed, 0)
+        while self._epoch < epoch:
+            self._epoch += 1
+            self._order = _follow(self._order, n, per_step, seed, self._epoch)
+        return self._order
 
 
 def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:

@@ -6,7 +6,8 @@ is launched, and what it has not sampled when it is trained on goes to the batch
     launched   takes 4 of its own and 12 further ones: of those given back, oldest first, then from the stream
     trained    gives back those of the 12 that it has not asked for
 
-Every prompt of an epoch is sampled once. A place is a position in the epochs.
+Every prompt of an epoch is sampled once. Where several batches are on their way at its end, one may begin the
+next epoch before what another gives back of this one is sampled. A place is a position in the epochs.
 """
 
 from __future__ import annotations

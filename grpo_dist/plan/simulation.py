@@ -102,7 +102,8 @@ def simulate(scenario: Scenario) -> Simulated:
     async def session() -> None:
         world = world_of(scenario, config)
         worlds.append(world)
-        several = 4 if config.dynamic_sampling.enabled else 1  # batches, of which further prompts are drawn
+        # Batches with their further prompts, as many as are on their way.
+        several = 4 * (config.max_staleness + 1) if config.dynamic_sampling.enabled else 1
         prompts = stand_ins.prompts(several * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
 
         async def go_on(place: Place, workers: Workers) -> None:

@@ -71,7 +71,7 @@ class Chaos:
         promise, but not after one that is stuck.
         """
         calm = self._job("undisturbed")
-        if not self._play(calm, Plan([], [])) or not self._held(calm, {"survived": _ended(calm, [])}):
+        if not self._play(calm, Plan([], [])) or not self._held(calm, self._of_every_job(calm, [])):
             return self._problems
         undisturbed, own_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
         self._say(f"undisturbed: {len(undisturbed)} steps of {own_s:.2f} s")
@@ -140,21 +140,15 @@ class Chaos:
 
     def _judge(self, job: Job, undisturbed: verdict.Lines) -> dict[str, str | None]:
         """By promise: None, or what is wrong."""
-        lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
+        lines = verdict.read_metrics(job.run_dir)
         said = {launch: job.said(launch) for launch in range(len(job.begins))}
         mine = [event for event in self._events if event.at >= job.begins[0]]
         other = verdict.difference(lines, undisturbed)
         lost = verdict.unscored(lines)
         otherwise = bool(lost) or self._in_flight or self._fresher(mine)
-        found = {
-            "finished": verdict.unfinished(lines, steps),
-            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
-            or verdict.unbalanced(job.said(len(job.begins) - 1)),
-            "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
+        found = self._of_every_job(job, mine) | {
             "noticed": verdict.unnoticed(mine),
-            "alive": verdict.hung(job.lines, mine),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0]),
-            "survived": _ended(job, mine),
             "named": verdict.silent(mine, said),
             "orphans": verdict.orphans(job.family, _AGENTS_S),
             "shared memory": self._left_in_memory(),
@@ -170,6 +164,18 @@ class Chaos:
         if lost:
             print(f"  numbers are others from step {lost[0]} on, which has a sample without score: {other}")
         return found
+
+    def _of_every_job(self, job: Job, events: Sequence[Event]) -> dict[str, str | None]:
+        """Also of one to which nothing was done."""
+        lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
+        return {
+            "finished": verdict.unfinished(lines, steps),
+            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
+            or verdict.unbalanced(job.said(len(job.begins) - 1)),
+            "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
+            "alive": verdict.hung(job.lines, events),
+            "survived": _ended(job, events),
+        }
 
     def _mismatched(self, lines: verdict.Lines) -> str | None:
         """Samples that may be older than the weights have other log-probs under these."""

@@ -34,6 +34,7 @@ _ENDS: Mapping[str, tuple[int, ...]] = {
     "disk full": (1,),
 }
 _LATE_STAGE = re.compile(r"stage (.+?): not finished within ([\d.]+) s")
+_LOOK_S = 10.0  # that the job takes at most to find out where everybody is, before it says so
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
 
 
@@ -133,7 +134,7 @@ def hung(said: Iterable[Line], events: Sequence[Event]) -> str | None:
     """
     for line in said:
         if late := _LATE_STAGE.search(line.text):
-            begin = line.at - float(late[2]) - _NOTICED_S - _LATE_S
+            begin = line.at - _LOOK_S - float(late[2]) - _NOTICED_S - _LATE_S
             if not any(begin <= event.at <= line.at for event in events):
                 return f"stage {late[1]} came to no end in {late[2]} s, and nothing had been done to the job"
     return None
