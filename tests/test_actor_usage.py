@@ -3,12 +3,15 @@
 import asyncio
 import threading
 
+import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
 from actors.calls import one_at_a_time
 from actors.usage import ActorUsage
 from grpo_dist.usage import Metered, Usage, metered
+
+pytestmark = pytest.mark.machine
 
 
 class Slow(Metered):

@@ -29,6 +29,8 @@ from grpo_dist.tracking import Tracker
 from grpo_dist.types import Group, Prompt, Rollout, TrainBatch, pack_rollouts, unpack_rollouts
 from grpo_dist.workers import Workers
 
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

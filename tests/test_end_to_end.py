@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.ledger import imbalance
 
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = """
 name: run
@@ -102,6 +104,23 @@ def without_clock(lines):
     return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]
 
 
+STALE = (
+    "max_staleness=1",  # one line is the difference
+    "algorithm.advantage=remax",  # a greedy answer to every prompt besides
+    "steps=3",
+    "checkpoint.every=2",
+    "checkpoint.export=true",
+    "evaluation.after=true",
+)
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory):
+    """The directory of a finished run whose sampling is a step ahead, and what it said."""
+    directory = tmp_path_factory.mktemp("stale")
+    return directory, run(directory, *STALE).stdout
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
@@ -109,8 +128,8 @@ def uninterrupted(tmp_path_factory):
     return directory
 
 
-def test_first_step_is_on_policy_to_the_last_digit(uninterrupted):
-    start, first, *_ = metrics(uninterrupted)
+def test_first_step_is_on_policy_to_the_last_digit(stale):
+    start, first, *_ = metrics(stale[0])
     assert start["step"] == 0 and {"eval/add3/pass@1", "eval/add3/pass@1_stderr", "eval/add3/pass@2"} <= set(
         start
     )
@@ -121,6 +140,7 @@ def test_first_step_is_on_policy_to_the_last_digit(uninterrupted):
     assert first["policy/clip_low_share"] == first["policy/clip_high_share"] == 0
 
 
+@pytest.mark.evidence
 def test_weights_move_and_the_engine_follows(uninterrupted):
     last = metrics(uninterrupted)[-1]
     assert last["step"] == 6
@@ -129,6 +149,7 @@ def test_weights_move_and_the_engine_follows(uninterrupted):
     assert last["policy/lr"] == 0.0  # the linear schedule has ended
 
 
+@pytest.mark.evidence
 def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninterrupted, tmp_path):
     """The first run is killed after its checkpoint of step 3; the second, another process, goes on from
     there.
@@ -160,30 +181,21 @@ def test_a_run_that_is_asked_to_end_saves_its_step_and_leaves_nothing_behind(uni
     assert newest == f"step_{lines[-1]['step']:06d}"
 
 
-def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(uninterrupted):
-    done = run(uninterrupted, "steps=6", "policy.optimizer.lr=0.5", check=False)
+def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(stale):
+    done = run(stale[0], *STALE, "policy.optimizer.lr=0.5", check=False)
     assert done.returncode == 2
     assert "made with another configuration" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(tmp_path):
-    """One line is the difference: max_staleness=1. Sampling runs ahead, and every token says how old its
-    weights are.
-    """
-    overrides = (
-        "max_staleness=1",
-        "algorithm.advantage=remax",  # a greedy answer to every prompt besides
-        "steps=3",
-        "checkpoint.every=2",
-        "checkpoint.export=true",
-        "evaluation.after=true",
-    )
-    done = run(tmp_path, *overrides)
-    lines = metrics(tmp_path)
+def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(stale):
+    """Sampling runs ahead, and every token says how old its weights are."""
+    there, said = stale
+    lines = metrics(there)
     assert [line.get("rollout/staleness_max") for line in lines] == [None, 0, 1, 1]
-    assert "eval/add3/pass@1" in lines[-1]
-    assert "accuracy on held-out problems" in done.stdout and "run directory: runs/run" in done.stdout
-    directory = tmp_path / "runs/run"
+    assert lines[-1]["ref/kl"] > 1e-6 and "eval/add3/pass@1" in lines[-1]
+    assert "accuracy on held-out problems" in said and "run directory: runs/run" in said
+    assert "ledger: 12 prompts sampled = " in said and "does not balance" not in said
+    directory = there / "runs/run"
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert model.config.tie_word_embeddings
     assert "assistant" in AutoTokenizer.from_pretrained(directory / "model").chat_template

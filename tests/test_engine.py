@@ -25,6 +25,8 @@ from grpo_dist.layout import padded
 from grpo_dist.policy_model import TokenLogprobs
 from grpo_dist.types import Prompt, Sampling
 
+pytestmark = pytest.mark.machine
+
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "test") for i in range(4)]
 

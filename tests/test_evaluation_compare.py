@@ -81,6 +81,7 @@ def test_an_interval_of_no_difference_has_a_width():
     assert (found.value, found.p) == (0.0, 1.0) and -0.1 < found.low < 0 < found.high < 0.1
 
 
+@pytest.mark.evidence
 def test_intervals_of_differences_cover_the_truth_as_often_as_they_say():
     # Quantiles of Beta(1/2, 1/2) are sin^2: the mean of min(x + 0.1, 1) - x.
     x = np.sin(np.linspace(0, 1, 1_000_001) * math.pi / 2) ** 2

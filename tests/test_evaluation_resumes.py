@@ -11,6 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+pytestmark = pytest.mark.machine
+
 ARGUMENTS = (
     "sampling.max_new_tokens=16", "data.max_prompt_tokens=128", "data.eval.0.max_rows=96",
     "evaluation.samples_per_prompt=8", "evaluation.k=[1,4]", "rollout.kv_cache_gib=0.25",
@@ -42,6 +44,7 @@ def results(directory: Path) -> tuple[str, str]:
     return tuple((directory / "result" / name).read_text() for name in ("result.json", "problems.jsonl"))
 
 
+@pytest.mark.evidence
 @pytest.mark.timeout(1200)  # three engines start, one after the other
 def test_a_killed_evaluation_goes_on_to_the_same_bytes_and_then_answers_from_what_it_kept(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"

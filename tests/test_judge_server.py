@@ -17,6 +17,8 @@ from grpo_dist.rewards.chat_server import ChatServer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
 
+pytestmark = pytest.mark.machine
+
 START_S = 300.0
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 CHOICE = {"structured_outputs": {"choice": ["Yes", "No"]}}
@@ -68,6 +70,7 @@ def settings(base_url, **more):
     return {"base_url": base_url, "model": "judge", "extra_body": CHOICE} | short | more
 
 
+@pytest.mark.evidence
 def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
     with GraderPool(1, timeout_s=10.0) as pool:
         rewards = []
@@ -81,6 +84,7 @@ def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
     assert rewards[0][0] == rewards[0][3] == 1.0 and set(rewards[0]) <= {0.0, 1.0}
 
 
+@pytest.mark.evidence
 def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
     check_rewards(
         Rewards(functions=(Reward(function="judge", kwargs=settings(base_url)),)), max_new_tokens=10
@@ -91,6 +95,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
     assert "HTTP 404" in str(refusal.value)
 
 
+@pytest.mark.evidence
 def test_a_reply_without_a_choice_is_text_of_the_length_asked_for(base_url):
     server = ChatServer(base_url, "judge", timeout_s=120.0, max_tokens=3)
     replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}

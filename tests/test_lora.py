@@ -19,6 +19,8 @@ from grpo_dist.loss import batch_loss
 from grpo_dist.planning import shard
 from grpo_dist.policy_model import TokenLogprobs
 
+pytestmark = pytest.mark.machine
+
 SETTINGS = LoRA(rank=4, alpha=8)
 
 

@@ -12,6 +12,8 @@ from actors.policy import PolicyWorker
 from actors.weight_sync import WeightSync
 from grpo_dist.config import LoRA, Policy
 
+pytestmark = pytest.mark.machine
+
 
 class MovingAdapters(PolicyWorker):
     """A rank whose adapters can be pushed somewhere else."""

@@ -19,6 +19,8 @@ from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 
+pytestmark = pytest.mark.machine
+
 SEEDS = [1, 2, 3, 4]
 SAMPLING = Sampling(max_new_tokens=100)
 

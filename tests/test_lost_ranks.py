@@ -13,6 +13,8 @@ from test_policy_ranks import OpenWorker, on_all, start
 from grpo_dist.config import Restarts
 from grpo_dist.errors import StateLost
 
+pytestmark = pytest.mark.machine
+
 
 class MortalRank(OpenWorker):
     def arm(self, rank, what):
@@ -33,7 +35,11 @@ class MortalRank(OpenWorker):
     [
         (signal.SIGKILL, "policy-1 is lost"),
         pytest.param(signal.SIGSTOP, "policy-1 is lost", marks=pytest.mark.evidence),
-        (RuntimeError("Connection closed by peer"), r"failed \(Connection closed by peer\)"),
+        pytest.param(
+            RuntimeError("Connection closed by peer"),
+            r"failed \(Connection closed by peer\)",
+            marks=pytest.mark.evidence,
+        ),
     ],
 )
 def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it(

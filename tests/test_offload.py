@@ -15,6 +15,8 @@ from grpo_dist.hardware import thread_environment
 from grpo_dist.offload import check_offload, size_buffers
 from grpo_dist.planning import shard
 
+pytestmark = pytest.mark.machine
+
 FIRST, SECOND = (samples_of_groups.batch(seed=seed) for seed in (1, 2))
 
 
@@ -92,12 +94,9 @@ CPU = {
 }
 
 
-SLOW = ("optimiser, ZeRO-1", "optimiser, ZeRO-3")
 
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in CPU]
-)
+@pytest.mark.evidence
+@pytest.mark.parametrize("name", CPU)
 def test_offload_to_the_cpu_trains_as_without(forked_ranks, without, tiny_model, tmp_path, name):
     directory = tmp_path / "policy" if name in ("optimiser, ZeRO-2", "all, ZeRO-3") else None
     result = asyncio.run(two_updates(tiny_model, directory, **CPU[name]))

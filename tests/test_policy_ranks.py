@@ -20,6 +20,8 @@ from grpo_dist.loss import batch_loss
 from grpo_dist.planning import shard
 from grpo_dist.policy_model import TokenLogprobs
 
+pytestmark = pytest.mark.machine
+
 TEMPERATURE = 0.9
 BF16 = {"dtype": "bfloat16"}
 ALGORITHM = Algorithm(
@@ -169,7 +171,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     assert relative(flat(two), flat(one)) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.evidence), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.evidence) for s in (0, 2)), 3])
 def test_checkpoint_restores_weights_optimiser_and_schedule(ray_cluster, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
@@ -420,7 +422,7 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
 
 @pytest.mark.parametrize(
     ("stage", "optimizer_on"),
-    [pytest.param(1, "none", marks=pytest.mark.evidence), (2, "none"), (3, "cpu")],
+    [*(pytest.param(s, "none", marks=pytest.mark.evidence) for s in (1, 2)), (3, "cpu")],
 )
 def test_states_that_were_away_come_back_bit_by_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
     """Two steps with all states moved to host memory in between are two steps."""

@@ -16,6 +16,8 @@ from grpo_dist.layout import padded
 from grpo_dist.policy_model import TokenLogprobs
 from grpo_dist.types import Prompt, Rollout
 
+pytestmark = pytest.mark.machine
+
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 PROMPT = Prompt("p", np.array([11, 12, 13], np.int32), "1", "made")
 ROLLOUTS = tuple(

@@ -19,6 +19,8 @@ from grpo_dist.hardware import thread_environment
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.types import Prompt, Rollout, Sampling
 
+pytestmark = pytest.mark.machine
+
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 PROMPT = Prompt("p", np.array([1], np.int32), "2", "test", "1+1")
 TEXTS = ["1\n\n\\boxed{2}", "3\n\n\\boxed{2}", "1\n\n\\boxed{3}"]
@@ -112,6 +114,7 @@ def test_steps_survive_a_table(groups, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.evidence
 def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
     """The engine's random model answers nothing right; the process model scores whatever it says."""
     model = {"name": "steps", "path": by_hand(tmp_path, "process"), "kind": "process", "weight": 2.0}

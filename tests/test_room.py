@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -43,6 +47,7 @@ def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
     assert "of 1 s): " not in run.stderr  # a short wait is not told of
 
 
+@pytest.mark.evidence
 def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
     run = on_nodes("grown_on_nodes.py", **token)
@@ -52,6 +57,7 @@ def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
     assert re.search(r"waiting for room in the cluster \(\d+ of 180 s\): ", run.stderr)
 
 
+@pytest.mark.evidence
 def test_batches_beyond_the_object_store_are_spilled_and_come_to_their_rank_whole():
     run = on_nodes("spilled_on_nodes.py")
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]

@@ -25,6 +25,8 @@ import grpo_dist
 from grpo_dist import __version__
 from grpo_dist.config_files import load_config
 import ray
+
+pytestmark = pytest.mark.machine
 config = load_config("config.yaml")
 ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
 told = {

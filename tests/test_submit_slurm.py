@@ -17,6 +17,8 @@ from submitted import BIN, command, config_in, until
 from grpo_dist.submit.job import Record
 from grpo_dist.submit.slurm import print_logs
 
+pytestmark = pytest.mark.machine
+
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = ROOT / "launch/slurm.sbatch"
 
@@ -93,6 +95,7 @@ def test_the_run_has_all_nodes_and_is_queued_again_before_its_time_is_over(slurm
     assert calls(slurm)[-1] == f"scontrol requeue {job.job}"
 
 
+@pytest.mark.evidence
 def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm, tmp_path, start):
     number = f"{os.getpid()}1"
     Path(f"/tmp/ray-{number}-0").mkdir()  # left by an attempt that was killed
@@ -147,6 +150,7 @@ def test_what_prepares_a_job_may_read_variables_that_are_not_set(slurm, without_
     assert job.end() == 0, job.said()
 
 
+@pytest.mark.evidence
 def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")

@@ -25,6 +25,8 @@ from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 
+pytestmark = pytest.mark.machine
+
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=4)
 BUSY_S = 120  # for what takes seconds: new processes on a machine that is busy

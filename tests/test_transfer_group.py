@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
 import ray
 import test_policy_ranks
 import torch
@@ -11,6 +12,8 @@ from actors.transfer_group import TransferGroup
 from actors.transport import open_transport
 from actors.weight_stream import receive
 from grpo_dist.config import WeightSync
+
+pytestmark = pytest.mark.machine
 
 
 class Receiver:
@@ -62,6 +65,7 @@ async def exchange(model_dir, *, beside):
     return [port for _, ports in found for port in ports]
 
 
+@pytest.mark.evidence
 def test_every_process_gets_the_weights_from_the_rank_beside_it(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, beside=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # groups of their own

@@ -10,6 +10,8 @@ import pytest
 
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 
+pytestmark = pytest.mark.machine
+
 
 class Recorder:
     """Stands for the policy, the engines or a sync; every call is an event."""
@@ -146,6 +148,7 @@ print(json.dumps(seen))
 """
 
 
+@pytest.mark.evidence
 def test_engines_see_the_gpus_that_ray_gave_the_ranks():
     """On a Ray with two GPUs that exist in its books alone."""
     done = subprocess.run(

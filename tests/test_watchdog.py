@@ -21,6 +21,8 @@ from grpo_dist.concurrency import deadline
 from grpo_dist.config import Restarts
 from grpo_dist.stacks import calls_in_hand, look
 
+pytestmark = pytest.mark.machine
+
 LONG_S = 300  # beyond all tests of this file, also where the machine is busy
 
 
