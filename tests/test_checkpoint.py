@@ -29,7 +29,7 @@ from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
 FOLLOWED = {
-    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 0.05), since=4),
+    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
     "policy/entropy": Followed(((3, 0.5),)),
 }
 HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), FOLLOWED)

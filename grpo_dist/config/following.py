@@ -36,8 +36,9 @@ class Evaluation(Section):
 
 
 class Health(Section):
-    """What makes a step unfit to train on, and bounds of its metrics; null: no bound. Slow drift of reward,
-    entropy, and shares cut off and garbage is warned of without one.
+    """What makes a step unfit to train on, and bounds of its metrics; null: no bound. Drift of reward,
+    entropy, and shares cut off and garbage from what they were in the same run, from its first 5 steps on, is
+    warned of without one.
     """
 
     action: Literal["skip", "warn", "stop", "rollback"] = Field(

@@ -141,7 +141,7 @@ METRICS = (
     Metric("health/alarms", "bounds", "count", "bounds of `health` that the step passed", "0"),
     Metric("health/drifting", "metrics", "count",
            "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
-           "whose mean over 20 steps is far from the run's best or first 20",
+           "whose mean over 20 steps is far from the run's best, first 5 steps, or least",
            "0; when one begins to drift, a warning says what it is compared with"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     # Evaluation
