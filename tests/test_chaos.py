@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chaos import room, verdict
-from chaos.__main__ import Chaos, _kinds, _options, long_groups, short_groups
+from chaos.__main__ import Chaos, _ended, _kinds, _options, long_groups, short_groups
 from chaos.events import Event
 from chaos.faults import Connection, CutConnection, Worker, reset
 from chaos.find import MARK, Family
@@ -147,7 +147,7 @@ def test_a_stage_that_hangs_for_no_reason_is_told():
     late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
     assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 70.0)]) is None
     assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
-    for far in ([], [lost("SIGSTOP rollout", 60.0)], [lost("SIGSTOP rollout", 201.0)]):
+    for far in ([], [lost("SIGSTOP rollout", 40.0)], [lost("SIGSTOP rollout", 201.0)]):
         assert verdict.hung([late], far).startswith("stage sample: batch 7 sampled came to no end in 120 s")
 
 
@@ -298,6 +298,7 @@ def chaos(tmp_path, monkeypatch):
     whole.played = names
     monkeypatch.setattr(whole, "_job", job)
     monkeypatch.setattr(whole, "_play", play)
+    monkeypatch.setattr(whole, "_of_every_job", lambda job, events: {"survived": _ended(job, events)})
     monkeypatch.setattr(whole, "_judge", lambda job, _: {"noticed": whole.broken.get(job.disk.name)})
     monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
     return whole

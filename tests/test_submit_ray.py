@@ -18,6 +18,8 @@ from grpo_dist.errors import UserError
 from grpo_dist.submit import code, ray_jobs
 from grpo_dist.submit.job import Job
 
+pytestmark = pytest.mark.machine
+
 # In place of the driver: says where it is and what it has been given, waits to be ended, and ends in order.
 DRIVER = """
 import json, os, pathlib, signal, sys, time
@@ -25,8 +27,6 @@ import grpo_dist
 from grpo_dist import __version__
 from grpo_dist.config_files import load_config
 import ray
-
-pytestmark = pytest.mark.machine
 config = load_config("config.yaml")
 ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
 told = {
