@@ -396,7 +396,7 @@ def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ende
     assert event.look(job)
 
 
-@pytest.mark.machine
+# Not by itself, as other runs of all parts: it must stand other work, and mostly waits for processes.
 @pytest.mark.timeout(900)
 def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
     """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""

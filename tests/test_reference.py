@@ -64,6 +64,7 @@ def start(ray_cluster, tiny_model):
     return start
 
 
+@pytest.mark.evidence
 def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(start, tiny_model, tmp_path):
     async def session():
         policy = PolicyGroup(

@@ -24,6 +24,7 @@ def on_nodes(script, **variables):
     return run
 
 
+@pytest.mark.evidence
 def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
     run = on_nodes("rooms_on_nodes.py")
     told = run.stdout.splitlines()
