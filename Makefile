@@ -40,7 +40,7 @@ test: $(READY)
 chaos: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
-# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: about an hour on two
+# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: over an hour on two
 # cores.
 evidence: $(READY)
 	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
