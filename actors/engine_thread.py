@@ -191,8 +191,7 @@ class EngineThread:
             if self._failed is None and self._core_has_work():
                 self._step()
         except BaseException as error:  # of vLLM's own books: nobody is to wait for a thread that is gone
-            self._failed = error
-            self._tell(self._fail_all, error)
+            self._break(error)
         return True
 
     def _obey(self) -> bool:
@@ -225,8 +224,7 @@ class EngineThread:
         try:
             outputs = self._engine.step()
         except BaseException as error:
-            self._failed = error
-            self._tell(self._fail_all, error)
+            self._break(error)
             return
         finally:
             self._stepping = False
@@ -274,6 +272,11 @@ class EngineThread:
     def _refuse(self, request_id: str, error: BaseException) -> None:
         if future := self._futures.pop(request_id, None):
             _fail(future, error)
+
+    def _break(self, error: BaseException) -> None:
+        """Nothing can be asked of the engine any more; who waits is told."""
+        self._failed = error
+        self._tell(self._fail_all, error)
 
     def _fail_all(self, error: BaseException) -> None:
         for future in self._futures.values():

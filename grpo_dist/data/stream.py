@@ -56,14 +56,16 @@ class PromptStream:
     def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
         uids = {group.prompt.uid for group in sampled}
         for place in places:
-            if self._prompts[self.prompt(place)].uid not in uids:
+            if self._uid(place) not in uids:
                 insort(self._waiting, place)
 
     def sampled(self) -> Counter[str]:
         """How often each uid was sampled, when no batch is on its way."""
         waiting = set(self._waiting)
-        places = (place for place in range(self._position) if place not in waiting)
-        return Counter(self._prompts[self.prompt(place)].uid for place in places)
+        return Counter(self._uid(place) for place in range(self._position) if place not in waiting)
+
+    def _uid(self, place: int) -> str:
+        return self._prompts[self.prompt(place)].uid
 
     def _next(self) -> int:
         if self._waiting:

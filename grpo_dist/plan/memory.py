@@ -81,14 +81,18 @@ class Sizes:
         from grpo_dist.hardware import logprob_chunk_mib, micro_batch_tokens
 
         device: Any = "cuda" if gpu else "cpu"
-        half = config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and gpu)
         return cls(
             gpu,
-            2 if half else 4,
+            itemsize_of(config.model.dtype, gpu=gpu),
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
             logprob_chunk_mib(config.policy.logprob_chunk_mib, device) * 2**20,
         )
+
+
+def itemsize_of(dtype: str, *, gpu: bool) -> int:
+    """Bytes of a weight, as `hardware.resolve_dtype` decides it, which asks the GPU of this machine."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
 
 
 def lora_parameters(config: Config, model: ModelShape) -> int:

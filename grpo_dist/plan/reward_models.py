@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from grpo_dist.config import Config, RewardModel
 from grpo_dist.errors import UserError
-from grpo_dist.plan.memory import GPU_RUNTIME, Footprint, Sizes
+from grpo_dist.plan.memory import GPU_RUNTIME, Footprint, Sizes, itemsize_of
 from grpo_dist.plan.models import ModelShape, classifier_of
 from grpo_dist.planning import micro_batches
 from grpo_dist.units import GIB
@@ -67,7 +67,7 @@ def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -
     Nothing is kept from layer to layer. The mask of padded rows is [rows, 1, T, T], once of a byte and once
     of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
     """
-    s, b = model.shape.shape, 2 if _is_half(model.settings, sizes) else 4
+    s, b = model.shape.shape, itemsize_of(model.settings.dtype, gpu=sizes.gpu)
     tokens = max(model.settings.micro_batch_tokens, config.max_length)
     widest = max(3 * s.intermediate, 4 * s.heads * s.head_dim) + 3 * s.hidden
     return Footprint(
@@ -78,8 +78,3 @@ def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -
             "runtime": GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME,
         }
     )
-
-
-def _is_half(settings: RewardModel, sizes: Sizes) -> bool:
-    """As `hardware.resolve_dtype` decides on a machine with or without GPUs."""
-    return settings.dtype == "bfloat16" or (settings.dtype == "auto" and sizes.gpu)
