@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import faulthandler
+import fcntl
 import gc
 import os
 import re
@@ -28,7 +29,7 @@ from itertools import dropwhile
 from pathlib import Path
 from textwrap import indent
 from traceback import FrameSummary, StackSummary
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -36,6 +37,7 @@ from grpo_dist.concurrency import gather
 
 _SIGNAL = signal.SIGRTMIN + 8  # nobody's: schedulers and libraries have uses for SIGUSR1 and SIGUSR2
 _REACT_S = 3.0  # a process runs its signal handlers within microseconds, unless the kernel holds it
+_TURN_S = 2.5  # where somebody else looks at the same time
 _POLL_S = 0.02
 _FRAMES, _STACKS = 25, 8  # shown: innermost frames of a stack, stacks of a process
 
@@ -91,19 +93,28 @@ async def _look(process: int) -> str:
     memory = _memory(process)
     if memory is None or not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
         return f"not begun: its process still loads the code of a worker (state {status['State']})"
-    before = memory.stat().st_size
-    os.kill(process, _SIGNAL)
-    dump = await _written(memory, before)
+    with memory.open("rb") as file:
+        if not await _locked(file):
+            return f"others wait for its reaction to a signal, for {_TURN_S:g} s"
+        dump = await _dump(process, file)
     if not dump:
         state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()
         return f"no reaction to a signal in {_REACT_S:g} s (state {state}, in the kernel at {kernel})"
-    # Each once: threads at the same place, and two dumps where somebody else looks at the same time.
+    # Each once: threads are at the same place.
     stacks = list(dict.fromkeys(text for thread in _threads(dump) if (text := _text(thread))))
     return "in\n" + "\nand in\n".join(stacks[:_STACKS]) if stacks else "in no call, it waits for work"
 
 
 def _status(process: int) -> dict[str, str]:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return _status_of(Path(f"/proc/{process}"))
+
+
+def _status_of(task: Path) -> dict[str, str]:
+    """Of a process or thread in /proc; of one that has ended, nothing."""
+    try:
+        lines = (task / "status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -119,13 +130,48 @@ def _memory(process: int) -> Path | None:
     return None
 
 
-async def _written(memory: Path, before: int) -> str:
-    """What comes after ``before`` bytes, once nothing more does; "" where nothing comes in time."""
-    end, size = time.monotonic() + _REACT_S, before
-    while time.monotonic() < end and (size == before or memory.stat().st_size != size):
-        size = memory.stat().st_size
+async def _locked(file: IO[bytes]) -> bool:
+    """Whether this file is ours in time, until it is closed. One looker after the other: of two signals a
+    process may see one, and a dump begun for somebody else is no whole one.
+    """
+    end = time.monotonic() + _TURN_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            await asyncio.sleep(_POLL_S)
+    return False
+
+
+async def _dump(process: int, file: IO[bytes]) -> str:
+    """What the handler of ``process`` writes into its memory ``file``; "" where it does not begin in time."""
+    others, before = _in_handler(process), os.fstat(file.fileno()).st_size
+    size, end = before, time.monotonic() + _REACT_S
+    os.kill(process, _SIGNAL)
+    while time.monotonic() < end and not (size > before and _ended(process, others)):
         await asyncio.sleep(_POLL_S)
-    return memory.read_bytes()[before:].decode(errors="replace")
+        if (now := os.fstat(file.fileno()).st_size) > size:
+            size, end = now, time.monotonic() + _REACT_S
+    file.seek(before)
+    return file.read().decode(errors="replace")
+
+
+def _ended(process: int, others: set[str]) -> bool:
+    """Whether the handler has run. That nothing more comes does not tell: a process that gets no processor
+    stops in the middle of its dump.
+    """
+    pending = int(_status(process)["ShdPnd"], 16) >> (_SIGNAL - 1) & 1
+    return not pending and _in_handler(process) <= others
+
+
+def _in_handler(process: int) -> set[str]:
+    """Threads for which our signal is blocked, as it is in a thread that runs our handler."""
+    return {
+        thread.name
+        for thread in Path(f"/proc/{process}/task").iterdir()
+        if int(_status_of(thread).get("SigBlk", "0"), 16) >> (_SIGNAL - 1) & 1
+    }
 
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)

@@ -202,6 +202,39 @@ def test_processes_that_an_actor_started_are_looked_at_where_they_listen():
     assert asyncio.run(look([family.pid])) == {family.pid: "dead"}
 
 
+_LONG_DUMP = """
+import os, threading, time
+from grpo_dist.stacks import listen
+
+def thread(depth=60):
+    thread(depth - 1) if depth else time.sleep(60)
+
+def main_thread():
+    print(flush=True)
+    time.sleep(60)
+
+for _ in range(60):
+    threading.Thread(target=thread, daemon=True).start()
+os.nice(5)
+listen()
+main_thread()
+"""
+
+
+def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
+    """Its main thread, the last that it writes of, too: a pause in what it writes is not the end."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
+    slow = subprocess.Popen([sys.executable, "-c", _LONG_DUMP], stdout=subprocess.PIPE, text=True)
+    try:
+        slow.stdout.readline()
+        texts = [asyncio.run(look([slow.pid]))[slow.pid] for _ in range(10)]
+    finally:
+        for process in (slow, *busy):
+            process.kill()
+            process.communicate()
+    assert all(text.startswith("in\n") and text.endswith("in main_thread") for text in texts)
+
+
 def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
     made, _ = stuck
 
