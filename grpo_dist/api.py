@@ -32,8 +32,8 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
     Raises:
         UserError: what was given cannot be used, or this is no place for it: it must be called by the main
             thread of a program, outside of an event loop.
-        RunEnded: it ended before its last step, on purpose: SIGTERM, Ctrl-C or `health`. Called again it
-            goes on.
+        RunEnded: it ended before its last step, on purpose: SIGTERM, Ctrl-C or `health`; called again it
+            goes on. Or its ledger does not balance at the end.
     """
     settings = resolved(config, overrides)
     _check_place("train")

@@ -35,6 +35,7 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.durable import exchange, flush, publish
+from grpo_dist.identity import Change, changes, decisive, fingerprint, told
 from grpo_dist.manifest import find_damage, write_manifest
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
@@ -43,12 +44,6 @@ from grpo_dist.workers import Workers
 
 CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
-# Sections and keys that may change on resume.
-_FREE = (
-    "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
-)  # fmt: skip
-_SPLIT = {"policy.num_workers", "policy.zero_stage"}
-_TOLD = 3  # differences a message names
 _PARTIAL = ".partial_"
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -234,12 +229,48 @@ def load_state(checkpoint: Path, config: Config) -> State:
         ) from error
     if state.fingerprint != fingerprint(config):
         raise ValueError(
-            f"{checkpoint}: made with another configuration{_differences(checkpoint, config)}; only `steps` "
-            "(with a constant learning rate), evaluation, checkpoint, tracking, cluster and most health "
-            "settings may change on resume. Restore the old values, choose another `name`, or set "
-            "`checkpoint.resume=never`"
+            f"{checkpoint}: made with another configuration{_differences(checkpoint, config)}; `steps` (with "
+            "a constant learning rate), who computes what and in which portions, evaluation, checkpoint, "
+            "tracking, cluster and most health settings may change on resume. Restore the old values, choose "
+            "another `name`, or set `checkpoint.resume=never`"
         )
+    _check_disks(checkpoint, config)
     return state
+
+
+def other_layout(checkpoint: Path, config: Config) -> str:
+    """What of ``config`` computes the same otherwise than the run that wrote ``checkpoint``, for a message;
+    empty where nothing does.
+    """
+    changed = [change for change in _changes(checkpoint, config) if change.is_layout]
+    return f", with another layout ({told(changed)}): numbers agree but for rounding" if changed else ""
+
+
+def _check_disks(checkpoint: Path, config: Config) -> None:
+    """Raises ValueError where others than wrote the policy's state are to read it, and it is on disks of
+    theirs, or shall be.
+    """
+    changed = [change for change in _changes(checkpoint, config) if change.is_sharding]
+    offload = config.policy.offload
+    if changed and "nvme" in (offload.optimizer, offload.parameters, *(change.was for change in changed)):
+        raise ValueError(
+            f"{checkpoint}: {told(changed)}, but states on NVMe disks (`policy.offload`) cannot be dealt out "
+            "anew; restore the old values, choose another `name`, or set `checkpoint.resume=never`"
+        )
+
+
+def _differences(checkpoint: Path, config: Config) -> str:
+    """Where ``config`` is another run than that of ``checkpoint``; empty where nobody can tell."""
+    found = decisive(_changes(checkpoint, config), config)
+    return f" ({told(found)})" if found else ""
+
+
+def _changes(checkpoint: Path, config: Config) -> list[Change]:
+    """From the configuration that ``checkpoint`` was made with; none where that cannot be read."""
+    try:
+        return changes((checkpoint / "config.yaml").read_text(), config)
+    except (OSError, yaml.YAMLError):
+        return []
 
 
 def load_place(checkpoint: Path | None, state: State | None, prompts: Sequence[Prompt]) -> Place:
@@ -286,53 +317,3 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
         digest.update(prompt.uid.encode())
         digest.update(prompt.token_ids.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _differences(checkpoint: Path, config: Config) -> str:
-    """Where ``config`` differs from that of ``checkpoint``, for a message; empty where nobody can tell."""
-    try:
-        was = _flat(yaml.safe_load((checkpoint / "config.yaml").read_text()))
-    except (OSError, yaml.YAMLError):
-        return ""
-    now = _flat(yaml.safe_load(dump_config(config)))
-    changed = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
-    # A stage of a pipeline names others where its run had their directories: that is no difference.
-    kept = [key for key in changed if _counts(key, config) and "stage:" not in str(now.get(key))]
-    told = [f"`{key}` = {now.get(key)} was {was.get(key)}" for key in kept[:_TOLD]]
-    more = f" and {len(kept) - _TOLD} more" if len(kept) > _TOLD else ""
-    split = "; its optimiser state is split over ranks and by ZeRO stage" if _SPLIT & set(kept) else ""
-    return f" ({', '.join(told)}{more}{split})" if told else ""
-
-
-def _counts(key: str, config: Config) -> bool:
-    """Whether a value of ``key`` is part of the fingerprint."""
-    if key == "steps":
-        return config.policy.optimizer.schedule != "constant"
-    if key.startswith("health."):
-        return key == "health.min_signal_groups"
-    return key.split(".")[0] not in _FREE
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay whole."""
-    if not isinstance(tree, dict) or not tree:
-        return {path: tree}
-    return {
-        name: value
-        for key, inner in tree.items()
-        for name, value in _flat(inner, f"{path}.{key}" if path else str(key)).items()
-    }
-
-
-def fingerprint(config: Config) -> str:
-    """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
-    kept = config.model_dump(mode="json", exclude=set(_FREE))
-    # Which steps are trained on decides the numbers; when to warn or stop does not.
-    kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
-    if config.model.path != "sft":
-        kept.pop("sft")  # nothing is made from it
-    elif config.sft is not None:
-        kept["sft"].pop("threads")
-    if config.policy.optimizer.schedule != "constant":
-        kept["steps"] = config.steps  # the schedule ends there
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

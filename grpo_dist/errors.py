@@ -15,7 +15,7 @@ class UserError(ValueError):
 
 
 class RunEnded(Exception):
-    """A run that ended before its last step, on purpose. Its checkpoints stand."""
+    """A run that ended before its last step, on purpose, or at it with wrong books. Its checkpoints stand."""
 
     exit_code = 1
 

@@ -42,9 +42,16 @@ class PolicyFiles:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Raises ValueError where the file holds more than values: a pickle that would run something."""
+        return self._read(path, map_location=map_location)
+
+    def mapped(self, path: Path) -> Any:
+        """`load`, with tensors whose contents are read from the file when they are used."""
+        return self._read(str(path), map_location="cpu", mmap=True)
+
+    def _read(self, path: str, **how: Any) -> Any:
         try:
             with torch.serialization.safe_globals(_deepspeed_classes()):
-                return torch.load(path, map_location=map_location, weights_only=True)
+                return torch.load(path, weights_only=True, **how)
         except Exception as error:
             raise ValueError(
                 f"{Path(path)}: cannot be read as a policy state ({str(error).splitlines()[0]}); use another "

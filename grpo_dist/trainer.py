@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
@@ -51,6 +51,7 @@ from grpo_dist.planning import micro_batches, packed_micro_batches
 from grpo_dist.policy_files import PolicyFiles
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
 from grpo_dist.rendezvous import meeting_point
+from grpo_dist.resharding import SavedPolicy, Sharding, deal_out
 from grpo_dist.schedules import learning_rate
 from grpo_dist.sequence_parallel import SequenceGroup, check_heads
 from grpo_dist.types import TrainBatch
@@ -373,23 +374,34 @@ class Trainer:
         return self._files.written()
 
     def load(self, directory: Path) -> None:
-        """What `save` wrote, by as many ranks at the same ZeRO stage. Collective."""
-        path, state = None, {}
+        """What `save` wrote, also by other ranks or under another ZeRO stage. Collective. Raises ValueError
+        where there is nothing that can be read.
+        """
+        if not (directory / _TAG).is_dir():
+            raise ValueError(f"{directory}: no policy state; use another checkpoint")
+        own = Sharding.of(self.place.world_size, self.engine.config)
+        names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
+        saved = SavedPolicy(directory / _TAG, self._files.mapped, names)
+        if saved.sharding == own:
+            state = self._load_own(directory)
+        else:
+            deal_out(saved, self.engine, own)
+            state = saved.client_state
+        self._updates = state["updates"]
+        torch.set_rng_state(state["rng"])
+
+    def _load_own(self, directory: Path) -> Mapping[str, Any]:
+        """By as many ranks at the same ZeRO stage: DeepSpeed's own way, bit by bit."""
         on_disk = optimizer_device(self._policy) == "nvme"
         if on_disk:
             create_moments(self.engine.optimizer)
-        if (directory / _TAG).is_dir():
-            whole = self._policy.lora is None
-            path, state = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=whole)
+        whole = self._policy.lora is None
+        path, state = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=whole)
         if path is None:
-            raise ValueError(
-                f"{directory}: no policy state for {self.place.world_size} rank(s) at ZeRO stage "
-                f"{self._policy.zero_stage}; resume with the numbers the checkpoint's config.yaml names"
-            )
-        self._updates = state["updates"]
+            raise ValueError(f"{directory}: DeepSpeed finds no policy state there; use another checkpoint")
         if on_disk:
-            set_steps(self.engine.optimizer, self._updates)
-        torch.set_rng_state(state["rng"])
+            set_steps(self.engine.optimizer, state["updates"])
+        return state
 
     def export(self, directory: Path, *, tokenizer_dir: str, bucket_bytes: int = 1 << 28) -> None:
         """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0; trained

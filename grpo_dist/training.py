@@ -24,6 +24,7 @@ from grpo_dist.checkpoint import (
     load_state,
     newest_whole,
     order_state,
+    other_layout,
     remove_partial,
 )
 from grpo_dist.concurrency import deadline, in_thread
@@ -103,8 +104,7 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
     _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped)))
-    if wrong := _imbalance(run):
-        _say(f"warning: the ledger does not balance: {wrong}")
+    _check_books(run)
     return run_dir
 
 
@@ -151,19 +151,29 @@ class Run:
                 self.tracker.warn(warning)
 
 
+def _check_books(run: Run) -> None:
+    """Of a finished run. Raises RunEnded where they are wrong: it has not trained on what it was to."""
+    try:
+        wrong = _imbalance(run)
+    except ValueError as error:
+        _say(f"warning: the ledger cannot be checked: {error}")
+        return
+    if wrong:
+        raise RunEnded(
+            f"{run.directory}: the run is done, but the ledger does not balance: {wrong}. Some prompts were "
+            "trained on more often than others, or are told of wrongly; please report it, with the ledger"
+        )
+
+
 def _imbalance(run: Run) -> str | None:
-    """What is wrong with the books of a finished run."""
-    config, prompts, count = run.config, run.prepared.prompts, run.config.batch.prompts_per_step
+    """What is wrong with the books. Raises ValueError where what they are held against is not there."""
+    config, count = run.config, run.config.batch.prompts_per_step
     turns: Callable[[int], set[str]] | None = None
     often = None
     if config.data.order == "epochs" and config.dynamic_sampling.enabled:
-        try:
-            often = _sampled(run)
-        except ValueError as error:  # the run is finished all the same
-            return f"it cannot be checked: {error}"
+        often = _sampled(run)
     elif config.data.order == "epochs":
-        uids = [prompt.uid for prompt in prompts]
-        turns = partial(_turns, uids, config)
+        turns = partial(_turns, [prompt.uid for prompt in run.prepared.prompts], config)
     return imbalance(
         run.directory / LEDGER, steps=config.steps, prompts_per_step=count, turns=turns, often=often
     )
@@ -223,7 +233,7 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
             async with deadline(limit_s, stage, explain=cluster.where_stuck):
                 workers = await cluster.start_training(model_dir)
             if place.checkpoint is not None:
-                _say(f"resuming from {place}")
+                _say(f"resuming from {place}{other_layout(place.checkpoint, config)}")
             return workers
 
         recovery = Recovery(config, cluster, run.tracker, run.newest, model_dir)

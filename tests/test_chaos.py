@@ -45,7 +45,7 @@ def test_a_step_that_is_missing_or_there_twice_is_told():
 def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended():
     everything = [kind for kind in _kinds() if "starting" not in kind]
     assert sorted(f.kind for group in long_groups(None, everything) for f in group) == sorted(everything)
-    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 4}
+    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 5}
     for refusal, wanted, kills in (
         (None, everything, False),
         (None, ["torn file"], True),
@@ -71,7 +71,7 @@ def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
 def test_books_that_the_run_itself_finds_wrong_are_told():
     end = "trained.\nledger: 8 prompts sampled = 8 trained\n"
     assert verdict.unbalanced(end) is None
-    warned = end + "warning: the ledger does not balance: ledger.jsonl: prompt p3 was sampled 2 times\nbye\n"
+    warned = end + "but the ledger does not balance: ledger.jsonl: prompt p3 was sampled 2 times. Bye\n"
     assert verdict.unbalanced(warned) == "ledger.jsonl: prompt p3 was sampled 2 times"
     assert verdict.unbalanced("trained.\n") == "no totals at the end of the run"
 

@@ -17,6 +17,7 @@ from grpo_dist.checkpoint import (
     load_progress,
     load_state,
     newest_whole,
+    other_layout,
     remove_partial,
 )
 from grpo_dist.cli import main
@@ -302,14 +303,34 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused_before_anything_is_star
     assert "warning: damaged checkpoint, not used" in out
 
 
-@pytest.mark.parametrize(("key", "value"), [("num_workers", 2), ("zero_stage", 3)])
-def test_another_number_of_ranks_or_zero_stage_is_refused_with_the_reason(tmp_path, key, value):
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("policy", "num_workers", 2), ("policy", "zero_stage", 3), ("rollout", "num_workers", 3),
+     ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})],
+)  # fmt: skip
+def test_who_computes_in_which_portions_may_change_on_resume_and_is_told(tmp_path, section, key, value):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
-    was = getattr(fakes.config().policy, key)
-    words = rf"`policy\.{key}` = {value} was {was}; its optimiser state is split over ranks"
-    with pytest.raises(ValueError, match=words):
-        load_state(found, fakes.config(policy={key: value}))
+    was = getattr(getattr(fakes.config(), section), key)
+    other = fakes.config(**{section: {key: value}})
+    assert load_state(found, other).step == 1 and other_layout(found, fakes.config()) == ""
+    name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
+    words = f", with another layout (`{section}.{name}` = {value} was {was}): numbers agree but for rounding"
+    assert other_layout(found, other) == words
+
+
+@pytest.mark.parametrize("on_disk_before", [False, True])
+def test_what_is_on_disks_of_ranks_is_not_dealt_out_anew(tmp_path, on_disk_before):
+    def config(nvme, **policy):
+        offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)} if nvme else {}
+        return fakes.config(policy={"zero_stage": 3, "offload": offload} | policy)
+
+    save(tmp_path / "run", 1, config=config(on_disk_before))
+    (found,) = list_checkpoints(tmp_path / "run")
+    assert load_state(found, config(on_disk_before)).step == 1
+    for other in (config(not on_disk_before), config(True, num_workers=8)):
+        with pytest.raises(ValueError, match=r"step_000001: .* states on NVMe disks .* cannot be dealt out"):
+            load_state(found, other)
 
 
 def test_bounds_of_watches_may_change_on_resume_and_what_is_trained_on_may_not(tmp_path):

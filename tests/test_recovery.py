@@ -315,7 +315,7 @@ def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(
     assert len(warned) == 1  # what was found out by then is told
 
 
-def test_books_are_held_against_the_last_checkpoint_and_a_finished_run_ends_well_without_it(tmp_path):
+def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_end(tmp_path, capsys):
     config = fakes.config(
         steps=6, max_staleness=1, checkpoint={"every": 2},
         dynamic_sampling={"enabled": True, "max_extra_prompts": 6},
@@ -333,15 +333,21 @@ def test_books_are_held_against_the_last_checkpoint_and_a_finished_run_ends_well
     finished = SimpleNamespace(
         config=config, identity=config, directory=tmp_path, prepared=SimpleNamespace(prompts=prompts)
     )
-    assert training._imbalance(finished) is None
+
+    def said():
+        training._check_books(finished)
+        return capsys.readouterr().out
+
+    assert said() == ""
     whole = (tmp_path / LEDGER).read_text()
     uid = job.accounts[6]["trained"][0]
     (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
-    assert "times, expected" in training._imbalance(finished)
+    with pytest.raises(RunEnded, match=r"the ledger does not balance: .*times, expected"):
+        said()
     (tmp_path / LEDGER).write_text(whole)
     (last / "state.json").write_text("{")
-    assert "it cannot be checked" in training._imbalance(finished)
+    assert said().startswith("warning: the ledger cannot be checked: ")
     shutil.rmtree(last)
-    assert "no checkpoint of step 6" in training._imbalance(finished)
+    assert "no checkpoint of step 6" in said()
     shutil.rmtree(tmp_path / training.CHECKPOINTS)
-    assert "no checkpoint of step 6" in training._imbalance(finished)
+    assert "no checkpoint of step 6" in said()

@@ -15,12 +15,13 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
+import classifiers_made
 import psutil
 
 from grpo_dist.ledger import LEDGER, imbalance
 
 from . import room, verdict
-from .events import Event
+from .events import SUPERVISED, Event
 from .faults import TornFile, in_starts, in_steps
 from .job import CONFIG, Job
 from .play import Group, Plan, Play, Stuck
@@ -65,6 +66,7 @@ class Chaos:
         self._skipped: dict[str, str] = {}
         self._problems: list[str] = []
         self._shared = _shared_memory()
+        self._classifier = classifiers_made.random(base / "classifier", "outcome")
 
     def run(self) -> list[str]:
         """What is wrong, in words; empty when nothing is. The next job comes also after one that broke a
@@ -112,9 +114,10 @@ class Chaos:
     def _job(self, name: str) -> Job:
         temporary = self._base / "ray"
         temporary.mkdir(exist_ok=True)
-        steps = [f"steps={self._options.steps}"]
+        models = f"[{{name: quality, path: {self._classifier}}}]"
+        own = [f"steps={self._options.steps}", f"rewards.models={models}"]
         log = self._base / f"{name}.log"
-        job = Job(self._place.disk / name, temporary, log, [*steps, *self._options.overrides])
+        job = Job(self._place.disk / name, temporary, log, [*own, *self._options.overrides])
         self._jobs.append(job)
         return job
 
@@ -210,8 +213,7 @@ class Chaos:
 
 # What can be told apart comes at once: recovering is what takes long.
 _AT_ONCE = (
-    ("SIGKILL rollout", "SIGKILL reward", "SIGKILL reference", "SIGKILL grader"),
-    ("SIGSTOP rollout", "SIGSTOP reward", "SIGSTOP reference", "SIGSTOP grader"),
+    *(tuple(f"{name} {role}" for role in (*SUPERVISED, "grader")) for name in ("SIGKILL", "SIGSTOP")),
     ("disk full", "torn file"),
 )
 

@@ -11,7 +11,7 @@ from .find import lives
 from .job import Job
 
 # Roles whose workers are replaced in the job, and said to be.
-SUPERVISED = ("rollout", "reward", "reference")
+SUPERVISED = ("rollout", "reward", "reward-model-quality", "reference")
 # Those, and the one that goes back to a checkpoint as a whole.
 MISSED = (*SUPERVISED, "policy")
 

@@ -20,7 +20,7 @@ from typing import Protocol
 import psutil
 
 from . import room
-from .events import Event
+from .events import SUPERVISED, Event
 from .find import doing, is_stopped, role_of
 from .job import Job
 
@@ -238,7 +238,7 @@ def in_steps(refusal: str | None) -> list[Fault]:
     """One of each kind that comes while the job is in its steps. ``refusal``: see `room.Room`."""
     hurt = [
         Worker(role, number)
-        for role in ("rollout", "reward", "grader", "reference", "policy")
+        for role in (*SUPERVISED, "grader", "policy")
         for number in (signal.SIGKILL, signal.SIGSTOP)
     ]
     hurt += [

@@ -18,6 +18,7 @@ _ROUNDS, _GONE_S = 10, 5.0
 _TITLES = {
     "rollout": "ray::RolloutWorker",
     "reward": "ray::RewardWorker",
+    "reward-model-quality": "ray::RewardModelWorker",
     "reference": "ray::ReferenceWorker",
     "policy": "ray::PolicyWorker",
     "grader": "grpo_dist.rewards.child",

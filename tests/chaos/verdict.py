@@ -42,8 +42,8 @@ def unbalanced(said: str) -> str | None:
     """By what the run itself says at its end: it knows whose turn each step was."""
     if "\nledger: " not in said:
         return "no totals at the end of the run"
-    _, warned, what = said.partition("warning: the ledger does not balance: ")
-    return what.partition("\n")[0] if warned else None
+    _, warned, what = said.partition("the ledger does not balance: ")
+    return what.partition(". ")[0] if warned else None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,228 @@
+"""A policy state that other ranks wrote than read it, or under another ZeRO stage.
+
+    files of the ranks of then                     a rank of now
+      flat pieces, by parameter -- memory mapped --> its share of weights, float32 weights, Adam's averages
+
+DeepSpeed reads its own files only by as many ranks at the same stage. What they hold is told by DeepSpeed's
+`utils/zero_to_fp32.py`, which reads the weights alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a policy state is shared out. ``optimizer``, ``parameters``: where they are, none (with the
+    accelerator), cpu or nvme.
+    """
+
+    ranks: int
+    zero_stage: int
+    optimizer: str
+    parameters: str
+
+    @classmethod
+    def of(cls, ranks: int, settings: Mapping[str, Any]) -> Sharding:
+        """By the ``settings`` that DeepSpeed was given."""
+        zero = settings["zero_optimization"]
+        devices = (zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param"))
+        return cls(ranks, zero["stage"], *devices)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} rank(s) at ZeRO stage {self.zero_stage} (offload.optimizer "
+            f"{self.optimizer}, offload.parameters {self.parameters})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """``numel`` elements from ``start`` of what ``rank`` has, of one parameter."""
+
+    rank: int
+    start: int
+    numel: int
+
+
+class SavedPolicy:
+    """The files of one checkpoint, of all its ranks. ``load`` reads one, its tensors when they are used;
+    ``names`` are those of the trained parameters, in the model's order.
+
+    Raises ValueError where files are missing or hold other parameters.
+    """
+
+    def __init__(self, directory: Path, load: Callable[[Path], Any], names: list[str]) -> None:
+        self._directory, self._load, self._names = directory, load, names
+        self._model = load(self._only("*model_states.pt"))
+        self.sharding = Sharding.of(self._model["dp_world_size"], self._model["ds_config"])
+        self._flat: list[dict[str, list[Tensor]]] = []
+        self._pieces: dict[str, list[_Piece]] = {}
+        self.steps = 0.0  # of Adam, on which its bias correction depends
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    @property
+    def client_state(self) -> Mapping[str, Any]:
+        """What the trainer saved with it; of the first rank."""
+        return self._model
+
+    def open(self) -> None:
+        """Find every parameter; before `whole`."""
+        if self.sharding.zero_stage == 0:
+            self._open_undivided()
+        else:
+            for rank in range(self.sharding.ranks):
+                state = self._load(self._only(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
+                self._add_rank(rank, state["optimizer_state_dict"])
+        if self.sharding.zero_stage == 3:
+            self._divide_each()
+        if missing := [name for name in self._names if name not in self._pieces]:
+            raise ValueError(f"{self._directory}: no state of parameter {missing[0]}; use another checkpoint")
+
+    def whole(self, name: str, what: str) -> Tensor:
+        """Of a parameter, ``what``: `WEIGHTS` or one of `MOMENTS`. Float32 [elements], in host memory."""
+        pieces = self._pieces[name]
+        found = [cut for p in pieces for cut in _cut(self._flat[p.rank][what], p.start, p.numel)]
+        return torch.cat([piece.float() for piece in found])
+
+    def _only(self, pattern: str) -> Path:
+        found = sorted(self._directory.glob(pattern))
+        if not found:
+            raise ValueError(f"{self._directory}: no file {pattern}; use another checkpoint")
+        return found[0]
+
+    def _open_undivided(self) -> None:
+        """Every parameter is one rank's, and so are its averages; all ranks have the same."""
+        states = self._model["optimizer"]["state"]
+        for index, name in enumerate(self._names):
+            if name in (weights := self._model["module"]):
+                self._add_flat([weights[name]], [states.get(index, {})])
+                self._pieces[name] = [_Piece(index, 0, weights[name].numel())]
+
+    def _add_flat(self, weights: list[Tensor], states: list[Mapping[str, Any]]) -> None:
+        """Weights and, of the same lengths, the averages, which begin as zeros at Adam's first step."""
+        own = {WEIGHTS: weights}
+        for moment in MOMENTS:
+            pairs = zip(weights, states, strict=True)
+            own[moment] = [state.get(moment, torch.zeros_like(tensor)) for tensor, state in pairs]
+        self._flat.append(own)
+        self.steps = max(float(state.get("step", 0.0)) for state in states)
+
+    def _add_rank(self, rank: int, state: Mapping[str, Any]) -> None:
+        weights = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
+        base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))["state"]
+        self._add_flat(list(weights), [base.get(index, {}) for index in range(len(weights))])
+        start = 0
+        for group, addresses in zip(weights, state.get("param_slice_mappings", ()), strict=False):
+            for name, address in addresses.items():
+                piece = _Piece(rank, start + address.start, address.numel)
+                self._pieces.setdefault(name, []).append(piece)
+            start += group.numel()
+
+    def _divide_each(self) -> None:
+        """Under ZeRO-3 every rank has as much of each parameter; the last is filled up."""
+        start = 0
+        for shapes in self._model["param_shapes"]:
+            for name, shape in shapes.items():
+                share, left = -(-shape.numel() // self.sharding.ranks), shape.numel()
+                self._pieces[name] = []
+                for rank in range(self.sharding.ranks):
+                    self._pieces[name].append(_Piece(rank, start, min(share, left)))
+                    left -= self._pieces[name][-1].numel
+                start += share
+
+
+def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
+    """``numel`` elements from ``start`` of tensors end to end."""
+    for tensor in flat:
+        own = max(0, min(numel, tensor.numel() - start))
+        if own:
+            yield tensor.reshape(-1).narrow(0, start, own)
+        start, numel = max(0, start - tensor.numel()), numel - own
+
+
+def deal_out(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
+    """Give DeepSpeed's ``engine``, which shares out as ``own`` says, what ``saved`` has: each rank its part.
+    Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
+    """
+    if "nvme" in (own.optimizer, own.parameters, saved.sharding.optimizer, saved.sharding.parameters):
+        raise ValueError(
+            f"{saved}: written by {saved.sharding}, and this is {own}. What is on NVMe disks cannot be dealt "
+            "out anew; resume with what the checkpoint's config.yaml says"
+        )
+    saved.open()
+    trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    place = (_place_undivided, _place_in_partition, _place_in_partition, _place_in_each)[own.zero_stage]
+    with torch.no_grad():
+        place(saved, engine, trained)
+
+
+def _place_undivided(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+    states = {}
+    for index, (name, parameter) in enumerate(trained.items()):
+        parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
+        moments = {moment: saved.whole(name, moment).view_as(parameter) for moment in MOMENTS}
+        states[index] = {"step": torch.tensor(saved.steps)} | moments
+    groups = engine.optimizer.state_dict()["param_groups"]
+    engine.optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _place_in_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+    """ZeRO 1 and 2: a rank has a stretch of all parameters end to end, which may begin within one."""
+    inner = engine.optimizer.optimizer
+    flats = [group["params"][0] for group in inner.param_groups]
+    _make_moments(inner, flats, saved.steps)
+    for name, parameter in trained.items():
+        weights = saved.whole(name, WEIGHTS)
+        parameter.copy_(weights.view_as(parameter))
+        own: Any = parameter._hp_mapping  # type: ignore[attr-defined]
+        if own is None:  # it is in the partitions of others
+            continue
+        of_parameter, in_partition = own.lp_fragment_address, own.hp_fragment_address
+        for what in (WEIGHTS, *MOMENTS):
+            value = weights if what == WEIGHTS else saved.whole(name, what)
+            flat = flats[own.param_group_index]
+            target = flat if what == WEIGHTS else inner.state[flat][what]
+            share = value.narrow(0, of_parameter.start, of_parameter.numel)
+            target.narrow(0, in_partition.start, in_partition.numel).copy_(share)
+
+
+def _place_in_each(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+    """ZeRO 3: a rank has a share of each parameter."""
+    import deepspeed
+    from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
+
+    _make_moments(engine.optimizer.optimizer, engine.optimizer.fp32_partitioned_groups_flat, saved.steps)
+    for name, parameter in trained.items():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            weights = saved.whole(name, WEIGHTS)
+            parameter.copy_(weights.view_as(parameter))
+        size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        safe_set_local_fp32_param(parameter, _share(weights, size))
+        for moment in MOMENTS:
+            safe_set_local_optimizer_state(parameter, _share(saved.whole(name, moment), size), moment)
+
+
+def _share(value: Tensor, size: int) -> Tensor:
+    """What this rank has of ``value`` where every rank has ``size`` elements; the last is filled up."""
+    own = value[torch.distributed.get_rank() * size :][:size]
+    return torch.nn.functional.pad(own, (0, size - own.numel()))
+
+
+def _make_moments(inner: Any, flats: list[Tensor], steps: float) -> None:
+    """As the optimiser itself does at its first step: DeepSpeed's Adam for CPUs counts in Python."""
+    counts_in_python = type(inner).__name__ == "DeepSpeedCPUAdam"
+    for flat in flats:
+        step = int(steps) if counts_in_python else torch.tensor(steps, device=flat.device)
+        inner.state[flat] = {"step": step} | {moment: torch.zeros_like(flat.data) for moment in MOMENTS}
