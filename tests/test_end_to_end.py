@@ -170,6 +170,25 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
 
 
 @pytest.mark.evidence
+def test_a_killed_run_goes_on_with_fewer_ranks_and_in_other_portions(uninterrupted, tmp_path):
+    """The step after its checkpoint has the same samples, and moves the weights as two ranks would."""
+    run(tmp_path, "steps=6", check=False, kill_after="step_000003")
+    other = ("policy.num_workers=1", "policy.zero_stage=0", "batch.micro_batch_tokens=512")
+    done = run(tmp_path, "steps=6", *other)
+    (told,) = [line for line in done.stdout.splitlines() if line.startswith("resuming from")]
+    assert "step_000003, with another layout (`batch.micro_batch_tokens` = 512 was 256, " in told
+    assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): numbers agree but for" in told
+    ours, theirs = metrics(tmp_path), metrics(uninterrupted)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (ours, theirs))
+    assert fourth["reward/mean"] == expected["reward/mean"]
+    for key in ("policy/loss", "policy/grad_norm", "ref/kl", "policy/lr"):
+        assert fourth[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert ours[-1]["mismatch/logprob_diff_max"] < 1e-5
+    assert imbalance(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
+
+
+@pytest.mark.evidence
 def test_a_run_that_is_asked_to_end_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
     done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
     assert done.returncode == 75, done.stderr[-3000:]
