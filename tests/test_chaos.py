@@ -339,6 +339,16 @@ def test_an_end_that_does_not_say_why_is_told():
     assert verdict.silent([torn], {0: "", 1: said}) is None
 
 
+def test_what_ended_the_run_is_made_good_by_a_later_launch_alone():
+    """It finishes the step it is in, and saves it, before it ends as it was asked to."""
+    steps = [(1.0, 1), (2.5, 2), (3.0, 3)]
+    job = SimpleNamespace(lines=[], steps=lambda: steps, ends=[End(4.0, 75)])
+    event = Event("SIGTERM driver", at=2.0, step=1, phase="running", exit_code=75, launch_ended=0)
+    assert not event.look(job)
+    steps.append((30.0, 4))
+    assert event.look(job) and event.recovered == 30.0
+
+
 def test_recovery_is_the_one_in_its_place_and_a_further_step():
     job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
     event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")

@@ -48,7 +48,8 @@ class Event:
             if served is None:
                 return False
             since = served
-        after = self.at
+        # What ended a launch may have let it finish some more steps before.
+        after = self.at if self.launch_ended is None else job.ends[self.launch_ended].at
         if self.role == "policy" and self.exit_code is None:
             again = [x.at for x in list(job.lines) if x.at > self.at and "going on from" in x.text]
             if not again:
