@@ -32,7 +32,8 @@ from grpo_dist.kernels import build_in_own_directory
 from grpo_dist.loss import LossSettings
 from grpo_dist.planning import shard
 from grpo_dist.profiling import profiled, trace_path
-from grpo_dist.trainer import Rank, Trainer
+from grpo_dist.ranks import Rank
+from grpo_dist.trainer import Trainer
 from grpo_dist.types import TrainBatch
 from grpo_dist.usage import Metered, metered
 from grpo_dist.weight_buckets import ParameterSpec

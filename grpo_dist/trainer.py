@@ -7,13 +7,10 @@ call the same methods in the same order; each method that communicates says so.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
-from datetime import timedelta
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,8 @@ from grpo_dist.attention import choose_kernel
 from grpo_dist.bounds import GRAD_NORM, Bound, passed
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config
-from grpo_dist.durable import publish
+from grpo_dist.deepspeed_engine import initialize, own_files, zero3_loading
 from grpo_dist.hardware import (
-    collective_backend,
     device_type,
     logprob_chunk_mib,
     micro_batch_tokens,
@@ -42,15 +38,14 @@ from grpo_dist.lora import (
     add_adapters,
     base_parameters,
     empty_model,
-    write_adapter,
 )
-from grpo_dist.loss import LossSettings, Stats, add_stats, batch_loss, finish_stats, is_maximum
+from grpo_dist.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.model_export import write_model
 from grpo_dist.norm_gate import NormGate
 from grpo_dist.offload import check_offload, create_moments, optimizer_device, set_steps, size_buffers
 from grpo_dist.planning import micro_batches, packed_micro_batches
-from grpo_dist.policy_files import PolicyFiles
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
-from grpo_dist.rendezvous import meeting_point
+from grpo_dist.ranks import Rank, join, least_of_top, over_ranks
 from grpo_dist.resharding import SavedPolicy, Sharding, deal_out
 from grpo_dist.schedules import learning_rate
 from grpo_dist.sequence_parallel import SequenceGroup, check_heads
@@ -58,17 +53,6 @@ from grpo_dist.types import TrainBatch
 from grpo_dist.weight_buckets import ParameterSpec, make_buckets
 
 _TAG = "state"  # of DeepSpeed's checkpoint: one per directory, the directory's name says which step
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """This process among the ranks, and where they meet. ``timeout_s``: longest any collective may take."""
-
-    rank: int
-    world_size: int
-    host: str
-    port: int
-    timeout_s: float
 
 
 class Trainer:
@@ -104,9 +88,8 @@ class Trainer:
             empty = empty_model(model_dir, trust_remote_code=model.trust_remote_code)
             size_buffers(settings, max(-(-p.numel() // place.world_size) for p in empty.parameters()))
         torch.manual_seed(seed)
-        _join(place)
-        # transformers loads straight into ZeRO-3's partitions while this object is alive.
-        self._zero3 = _zero3_loading(settings) if policy.zero_stage == 3 else None
+        join(place)
+        self._zero3 = zero3_loading(settings) if policy.zero_stage == 3 else None
         causal_lm = load_causal_lm(
             model_dir,
             dtype=dtype,
@@ -124,9 +107,9 @@ class Trainer:
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
         module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib, ranks=self._shared)
         self.attention_cost = attention_cost(causal_lm)
-        self.engine = _initialize(module, policy, settings)
+        self.engine = initialize(module, policy, settings)
         self._gate = NormGate(self.engine.optimizer) if policy.zero_stage > 0 else None
-        self._files = _own_files(self.engine)
+        self._files = own_files(self.engine)
 
     def update(self, batches: Sequence[TrainBatch], bounds: Sequence[Bound] = ()) -> dict[str, float]:
         """One optimiser update per batch and epoch, this rank's rows of each. Collective.
@@ -189,7 +172,7 @@ class Trainer:
         logprobs, entropies = self.logprobs(batch)
         if share < 1.0:
             own = batch.loss_mask if self._speaks else torch.zeros_like(batch.loss_mask)
-            least = _least_of_top(entropies[own], share, self.device)
+            least = least_of_top(entropies[own], share, self.device)
             batch = replace(batch, policy_mask=batch.loss_mask & (entropies >= least))
         return batch if bypassed else replace(batch, old_logprobs=logprobs)
 
@@ -213,7 +196,7 @@ class Trainer:
             if not self._speaks:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
-        return finish_stats(_over_ranks(stats))
+        return finish_stats(over_ranks(stats))
 
     @torch.no_grad()
     def _note(self, part: TrainBatch, logprobs: Tensor) -> None:
@@ -410,7 +393,7 @@ class Trainer:
         whole = self._on_first_rank(self.iter_weights(bucket_bytes))
         low_rank = self._on_first_rank(self.iter_weights(bucket_bytes, adapters_only=True))
         if self.place.rank == 0:
-            _write_model(
+            write_model(
                 self.engine.module.model, whole, low_rank, directory, tokenizer_dir, self._trust_remote_code
             )
         dist.barrier()  # bounded: the process group has a deadline
@@ -437,61 +420,6 @@ class Trainer:
         return deepspeed.zero.GatheredParameters(parameters)
 
 
-def _join(place: Rank) -> None:
-    # Before deepspeed is imported: it reads them.
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR=place.host, MASTER_PORT=str(place.port))
-    if device_type() == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    rank, world_size = place.rank, place.world_size
-    dist.init_process_group(
-        collective_backend(),
-        store=meeting_point(
-            place.host, place.port, rank=rank, world_size=world_size, timeout_s=place.timeout_s
-        ),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=place.timeout_s),
-    )
-
-
-def _zero3_loading(settings: dict[str, Any]) -> Any:
-    from transformers.integrations import HfDeepSpeedConfig
-
-    return HfDeepSpeedConfig(settings)
-
-
-def _initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any]) -> Any:
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel("WARNING")
-    o = policy.optimizer
-    arguments: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    if optimizer_device(policy) != "none":
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-        optimizer: Any = DeepSpeedCPUAdam(parameters, adamw_mode=True, **arguments)
-    else:
-        optimizer = torch.optim.AdamW(parameters, fused=True, **arguments)
-    engine, *_ = deepspeed.initialize(
-        model=module, optimizer=optimizer, config=settings, dist_init_required=False
-    )
-    engine.train()
-    return engine
-
-
-def _own_files(engine: Any) -> Any:
-    """The `PolicyFiles` of ``engine`` from now on."""
-    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-
-    class Files(PolicyFiles, CheckpointEngine):
-        """As DeepSpeed knows them."""
-
-    engine.checkpoint_engine = Files()
-    return engine.checkpoint_engine
-
-
 def _blank(batch: TrainBatch) -> TrainBatch:
     """A row of two masked tokens that stands for no sample."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
@@ -503,52 +431,3 @@ def _blank(batch: TrainBatch) -> TrainBatch:
     return replace(
         batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None, row_ids=None
     )
-
-
-def _over_ranks(stats: Stats) -> Stats:
-    """Statistics of all ranks together, in two collectives whatever their number."""
-    names = sorted(stats)
-    out: Stats = {}
-    for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
-        chosen = [name for name in names if is_maximum(name) == maxima]
-        values = torch.stack([stats[name] for name in chosen])
-        dist.all_reduce(values, op=operation)  # bounded: the process group has a deadline
-        out |= dict(zip(chosen, values, strict=True))
-    return out
-
-
-def _least_of_top(own: Tensor, share: float, device: torch.device) -> float:
-    """The least of the greatest ``share`` of the values of all ranks together, at least one. Collective."""
-    count = torch.tensor([own.numel()], device=device)
-    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
-    dist.all_gather(counts, count)  # bounded: the process group has a deadline
-    padded = torch.full((max(int(max(counts)), 1),), -torch.inf, device=device)
-    padded[: own.numel()] = own.to(device)
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded)  # bounded: the process group has a deadline
-    total = sum(int(c) for c in counts)
-    values = torch.cat(gathered).sort(descending=True).values[:total]
-    return float(values[max(round(share * total), 1) - 1]) if total else 0.0
-
-
-def _write_model(
-    model: Any,
-    weights: dict[str, Tensor],
-    low_rank: dict[str, Tensor],
-    directory: Path,
-    tokenizer_dir: str,
-    trust_remote_code: bool,
-) -> None:
-    from transformers import AutoTokenizer
-
-    partial = directory.with_name(f".{directory.name}.partial")
-    model.config.use_cache = True  # off while training
-    model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
-    model.config.use_cache = False
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=trust_remote_code)
-    tokenizer.save_pretrained(partial)
-    if low_rank:
-        write_adapter(model, low_rank, partial / "adapter", base_model=tokenizer_dir)
-    if directory.exists():
-        shutil.rmtree(directory)
-    publish(partial, directory)

@@ -48,7 +48,8 @@ def rank(index, port, directory, dtype, stage):
 
     from grpo_dist.config import Model, Policy
     from grpo_dist.loss import LossSettings
-    from grpo_dist.trainer import Rank, Trainer
+    from grpo_dist.ranks import Rank
+    from grpo_dist.trainer import Trainer
     from grpo_dist.types import TrainBatch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}

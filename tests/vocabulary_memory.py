@@ -18,7 +18,8 @@ def main(entries):
     from actors.transport import free_port
     from grpo_dist.config import Model, Policy
     from grpo_dist.loss import LossSettings
-    from grpo_dist.trainer import Rank, Trainer
+    from grpo_dist.ranks import Rank
+    from grpo_dist.trainer import Trainer
     from grpo_dist.types import TrainBatch
 
     shape = Qwen2Config(
