@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
@@ -92,9 +94,17 @@ class SavedPolicy:
 
     def whole(self, name: str, what: str) -> Tensor:
         """Of a parameter, ``what``: `WEIGHTS` or one of `MOMENTS`. Float32 [elements], in host memory."""
-        pieces = self._pieces[name]
-        found = [cut for p in pieces for cut in _cut(self._flat[p.rank][what], p.start, p.numel)]
-        return torch.cat([piece.float() for piece in found])
+        return self.part(name, what, 0, sum(piece.numel for piece in self._pieces[name]))
+
+    def part(self, name: str, what: str, start: int, numel: int) -> Tensor:
+        """Of `whole`, ``numel`` elements from ``start``, or as many as there are; nothing else is read."""
+        found = [torch.empty(0)]
+        for piece in self._pieces[name]:
+            own = max(0, min(numel, piece.numel - start))
+            if own:
+                found += _cut(self._flat[piece.rank][what], piece.start + start, own)
+            start, numel = max(0, start - piece.numel), numel - own
+        return torch.cat([tensor.float() for tensor in found])
 
     def _only(self, pattern: str) -> Path:
         found = sorted(self._directory.glob(pattern))
@@ -115,7 +125,7 @@ class SavedPolicy:
         own = {WEIGHTS: weights}
         for moment in MOMENTS:
             pairs = zip(weights, states, strict=True)
-            own[moment] = [state.get(moment, torch.zeros_like(tensor)) for tensor, state in pairs]
+            own[moment] = [s[moment] if moment in s else torch.zeros_like(w) for w, s in pairs]
         self._flat.append(own)
         self.steps = max(float(state.get("step", 0.0)) for state in states)
 
@@ -184,17 +194,15 @@ def _place_in_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, T
     flats = [group["params"][0] for group in inner.param_groups]
     _make_moments(inner, flats, saved.steps)
     for name, parameter in trained.items():
-        weights = saved.whole(name, WEIGHTS)
-        parameter.copy_(weights.view_as(parameter))
+        parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
         own: Any = parameter._hp_mapping  # type: ignore[attr-defined]
         if own is None:  # it is in the partitions of others
             continue
         of_parameter, in_partition = own.lp_fragment_address, own.hp_fragment_address
+        flat = flats[own.param_group_index]
         for what in (WEIGHTS, *MOMENTS):
-            value = weights if what == WEIGHTS else saved.whole(name, what)
-            flat = flats[own.param_group_index]
             target = flat if what == WEIGHTS else inner.state[flat][what]
-            share = value.narrow(0, of_parameter.start, of_parameter.numel)
+            share = saved.part(name, what, of_parameter.start, of_parameter.numel)
             target.narrow(0, in_partition.start, in_partition.numel).copy_(share)
 
 
@@ -204,20 +212,17 @@ def _place_in_each(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
     _make_moments(engine.optimizer.optimizer, engine.optimizer.fp32_partitioned_groups_flat, saved.steps)
+    rank = dist.get_rank()
     for name, parameter in trained.items():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-            weights = saved.whole(name, WEIGHTS)
-            parameter.copy_(weights.view_as(parameter))
+            if rank == 0:
+                parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
         size: int = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
-        safe_set_local_fp32_param(parameter, _share(weights, size))
+        shares = {what: saved.part(name, what, rank * size, size) for what in (WEIGHTS, *MOMENTS)}
+        filled = {what: pad(share, (0, size - share.numel())) for what, share in shares.items()}
+        safe_set_local_fp32_param(parameter, filled[WEIGHTS])
         for moment in MOMENTS:
-            safe_set_local_optimizer_state(parameter, _share(saved.whole(name, moment), size), moment)
-
-
-def _share(value: Tensor, size: int) -> Tensor:
-    """What this rank has of ``value`` where every rank has ``size`` elements; the last is filled up."""
-    own = value[torch.distributed.get_rank() * size :][:size]
-    return torch.nn.functional.pad(own, (0, size - own.numel()))
+            safe_set_local_optimizer_state(parameter, filled[moment], moment)
 
 
 def _make_moments(inner: Any, flats: list[Tensor], steps: float) -> None:
