@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from grpo_dist.checkpoint import CHECKPOINTS, check_data, list_checkpoints, load_state, other_layout
 from grpo_dist.config import Config
 from grpo_dist.environment import installed
 from grpo_dist.errors import UserError
@@ -307,6 +308,21 @@ def _disk(sight: _Sight) -> str:
     return said
 
 
+def _resume(sight: _Sight) -> str:
+    """Whether the newest checkpoint is of this run; its checksums are looked at when it is loaded."""
+    from grpo_dist.training import check_unfinished
+
+    config, run_dir = sight.config, choose_run_dir(sight.config)
+    found = list_checkpoints(run_dir / CHECKPOINTS)
+    if not found:
+        return f"a new run, in {run_dir}"
+    state = load_state(found[-1], config)
+    if sight.prepared is not None:
+        check_data(found[-1], state, sight.prepared.prompts)
+    check_unfinished(config, run_dir, state.step)
+    return f"goes on from step {state.step} of {config.steps}, {found[-1]}{other_layout(found[-1], config)}"
+
+
 def _shared_memory(sight: _Sight) -> str:
     usage = shutil.disk_usage(_SHARED_MEMORY)
     said = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {_SHARED_MEMORY}"
@@ -350,8 +366,9 @@ _LOOKS: dict[str, Callable[[_Sight], str]] = {
     "placement": _placement,
     "memory": _memory,
     "disk": _disk,
+    "resume": _resume,
     "shared memory": _shared_memory,
     "ports": _ports,
     "trackers": _trackers,
 }
-_OF_A_NODE = ("disk", "shared memory", "ports")
+_OF_A_NODE = ("disk", "resume", "shared memory", "ports")

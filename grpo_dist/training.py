@@ -81,11 +81,7 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         check_fits(config)
         prepared = prepare(config, _say)
         place = load_place(newest, state, prepared.prompts)
-    if place.step >= config.steps and finished_steps(run_dir) == place.step:
-        raise UserError(
-            f"{run_dir}: the run is complete ({place.step} steps); choose another `name`, or set "
-            "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
-        )
+    check_unfinished(config, run_dir, place.step)
     remove_partial(run_dir / CHECKPOINTS)  # which may be what fills the disk
     try:
         write_text(run_dir / "config.yaml", dump_config(config))
@@ -303,6 +299,15 @@ async def _restore(config: Config, place: Place, workers: Workers) -> None:
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:
     return newest_whole(run_dir / CHECKPOINTS, _say) if config.checkpoint.resume == "auto" else None
+
+
+def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
+    """Raises UserError where the run in ``run_dir``, of which ``step`` steps are done, has no more to do."""
+    if step >= config.steps and finished_steps(run_dir) == step:
+        raise UserError(
+            f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
+            "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
+        )
 
 
 def finished_steps(run_dir: Path) -> int | None:

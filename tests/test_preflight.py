@@ -3,17 +3,21 @@
 import json
 import sys
 from collections import namedtuple
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
-from good_inputs import write
+from good_inputs import GOOD, write
 
 import grpo_dist.preflight
+from grpo_dist.checkpoint import State, data_digest
 from grpo_dist.cli import main
-from grpo_dist.config_files import load_config
+from grpo_dist.config_files import dump_config, load_config
+from grpo_dist.identity import fingerprint
 from grpo_dist.plan.accelerators import parse_cluster
 from grpo_dist.preflight import Finding, preflight, problems
+from grpo_dist.prepare import prepare
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -54,6 +58,28 @@ def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
     ):
         assert words in error
     assert "ok  reward: not looked at" in told and "ok  ports" in told
+
+
+def test_a_run_that_would_go_on_is_looked_at_too(here):
+    assert findings()["resume"].said == "a new run, in runs/run"
+    config = load_config("config.yaml")
+    checkpoint, other = Path("runs/run/checkpoints/step_000003"), ["policy.zero_stage=1"]
+    checkpoint.mkdir(parents=True)
+    prompts = prepare(config, print).prompts
+    state = State(3, fingerprint(config), data_digest(prompts))
+    (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
+    (checkpoint / "config.yaml").write_text(dump_config(config))
+    goes_on = f"goes on from step 3 of {config.steps}, {checkpoint}"
+    assert findings()["resume"].said == goes_on
+    told = findings(*other)["resume"]
+    assert not told.problem and f"{goes_on}, with another layout (`policy.zero_stage` = 1 was" in told.said
+    assert "`seed` = 7 was 0" in wrong(findings("seed=7"))["resume"]
+    write("train.jsonl", GOOD[1:])
+    assert "other training prompts" in wrong(findings())["resume"]
+    write("train.jsonl", GOOD)
+    Path("runs/run/DONE").write_text("3\n")
+    assert "the run is complete (3 steps)" in wrong(findings("steps=3"))["resume"]
+    assert findings("checkpoint.resume=never")["resume"].said == "a new run, in runs/run-2"
 
 
 def test_one_thing_to_fix_is_said_as_it_is():

@@ -271,7 +271,7 @@ def saved(tmp_path):
     (tmp_path / training.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
     prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
-    config = fakes.config(cluster={"timeouts": {"save_s": 0.4}})
+    config = fakes.config(cluster={"timeouts": {"save_s": 1.5}})
     tracker = SimpleNamespace(warn=warned.append)
     return training.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved()), warned
 
@@ -304,13 +304,13 @@ def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
 def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(saved, monkeypatch):
     """To a loss everybody would be started anew, and the same files read once more."""
     run, warned = saved
-    slowly(monkeypatch, 2.0)
+    slowly(monkeypatch, 6.0)
 
     async def within():
         async with Cluster(fakes.config()).losses_told():
             await run.newest()
 
-    with pytest.raises(RunEnded, match=r"not finished within 0\.8 s\. The same command goes on"):
+    with pytest.raises(RunEnded, match=r"not finished within 3 s\. The same command goes on"):
         asyncio.run(within())
     assert len(warned) == 1  # what was found out by then is told
 
