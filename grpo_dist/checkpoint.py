@@ -35,10 +35,12 @@ from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.durable import exchange, flush, publish
-from grpo_dist.identity import Change, changes, decisive, fingerprint, told
+from grpo_dist.identity import Change, changes, fingerprint, told
 from grpo_dist.manifest import find_damage, write_manifest
+from grpo_dist.offload import offload_devices
 from grpo_dist.progress import HealthState, Progress, SampledBatch
 from grpo_dist.samples import read_groups, write_groups
+from grpo_dist.secrets import HIDDEN
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
@@ -227,14 +229,17 @@ def load_state(checkpoint: Path, config: Config) -> State:
             f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
             f"one before"
         ) from error
-    if state.fingerprint != fingerprint(config):
+    changed = _changes(checkpoint, config)
+    if state.fingerprint != fingerprint(config) and (deciding := _deciding(changed, config)) != []:
+        # A stage of a pipeline names others where its run had their directories: that is no difference.
+        named = [change for change in deciding or () if "stage:" not in str(change.now)]
         raise ValueError(
-            f"{checkpoint}: made with another configuration{_differences(checkpoint, config)}; `steps` (with "
-            "a constant learning rate), who computes what and in which portions, evaluation, checkpoint, "
-            "tracking, cluster and most health settings may change on resume. Restore the old values, choose "
-            "another `name`, or set `checkpoint.resume=never`"
+            f"{checkpoint}: made with another configuration{f' ({told(named)})' if named else ''}; `steps` "
+            "(with a constant learning rate), who computes what and in which portions, evaluation, "
+            "checkpoint, tracking, cluster and most health settings may change on resume. Restore the old "
+            "values, choose another `name`, or set `checkpoint.resume=never`"
         )
-    _check_disks(checkpoint, config)
+    _check_disks(checkpoint, changed or [], config)
     return state
 
 
@@ -242,35 +247,37 @@ def other_layout(checkpoint: Path, config: Config) -> str:
     """What of ``config`` computes the same otherwise than the run that wrote ``checkpoint``, for a message;
     empty where nothing does.
     """
-    changed = [change for change in _changes(checkpoint, config) if change.is_layout]
-    return f", with another layout ({told(changed)}): numbers agree but for rounding" if changed else ""
+    changed = [change for change in _changes(checkpoint, config) or () if change.is_layout]
+    return f", with another layout ({told(changed)}): computed alike but for rounding" if changed else ""
 
 
-def _check_disks(checkpoint: Path, config: Config) -> None:
+def _deciding(changed: list[Change] | None, config: Config) -> list[Change] | None:
+    """Those that make ``config`` another run; none where the fingerprint is of another version of grpo-dist.
+    None: nobody can tell, for a value is hidden or nothing can be read.
+    """
+    if changed is None or HIDDEN in dump_config(config):
+        return None
+    return [change for change in changed if change.decides(config)]
+
+
+def _check_disks(checkpoint: Path, changed: list[Change], config: Config) -> None:
     """Raises ValueError where others than wrote the policy's state are to read it, and it is on disks of
     theirs, or shall be.
     """
-    changed = [change for change in _changes(checkpoint, config) if change.is_sharding]
-    offload = config.policy.offload
-    if changed and "nvme" in (offload.optimizer, offload.parameters, *(change.was for change in changed)):
+    other = [change for change in changed if change.is_sharding]
+    if other and "nvme" in (*offload_devices(config.policy).values(), *(change.was for change in other)):
         raise ValueError(
-            f"{checkpoint}: {told(changed)}, but states on NVMe disks (`policy.offload`) cannot be dealt out "
+            f"{checkpoint}: {told(other)}, but states on NVMe disks (`policy.offload`) cannot be dealt out "
             "anew; restore the old values, choose another `name`, or set `checkpoint.resume=never`"
         )
 
 
-def _differences(checkpoint: Path, config: Config) -> str:
-    """Where ``config`` is another run than that of ``checkpoint``; empty where nobody can tell."""
-    found = decisive(_changes(checkpoint, config), config)
-    return f" ({told(found)})" if found else ""
-
-
-def _changes(checkpoint: Path, config: Config) -> list[Change]:
-    """From the configuration that ``checkpoint`` was made with; none where that cannot be read."""
+def _changes(checkpoint: Path, config: Config) -> list[Change] | None:
+    """From the configuration that ``checkpoint`` was made with; None where that cannot be read."""
     try:
         return changes((checkpoint / "config.yaml").read_text(), config)
     except (OSError, yaml.YAMLError):
-        return []
+        return None
 
 
 def load_place(checkpoint: Path | None, state: State | None, prompts: Sequence[Prompt]) -> Place:

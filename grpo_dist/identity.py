@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import yaml
@@ -20,7 +22,9 @@ from grpo_dist.config_files import dump_config
 # Sections and keys that are not the run's.
 _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
+    "bench",
 )  # fmt: skip
+_FREE_KEYS = ("data.overlap",)
 # How the policy's state is shared out, and where it is.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",
@@ -31,6 +35,7 @@ _LAYOUT = (
     "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
     "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
     "rewards.num_workers", "rewards.processes_per_worker",
+    "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
     "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
     "weight_sync.backend", "weight_sync.bucket_mb",
@@ -49,23 +54,30 @@ class Change:
     @property
     def is_layout(self) -> bool:
         """Whether the same is computed by others, or in other portions."""
-        return self.key in _LAYOUT
+        return any(fnmatchcase(self.key, pattern) for pattern in _LAYOUT)
 
     @property
     def is_sharding(self) -> bool:
         """Whether the policy's state is shared out otherwise."""
         return self.key in _SHARDING
 
+    def decides(self, config: Config) -> bool:
+        """Whether it makes ``config`` another run; as `fingerprint` has it."""
+        section = self.key.split(".")[0]
+        if section == "steps":
+            return config.policy.optimizer.schedule != "constant"
+        if section == "health":
+            return self.key == "health.min_signal_groups"
+        if section == "sft":
+            return config.model.path == "sft" and self.key != "sft.threads"
+        return not self.is_layout and section not in _FREE and self.key not in _FREE_KEYS
+
 
 def fingerprint(config: Config) -> str:
     """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
-    kept = config.model_dump(mode="json", exclude=set(_FREE))
-    for key in _LAYOUT:
-        *sections, name = key.split(".")
-        own = kept
-        for section in sections:
-            own = own[section]
-        del own[name]
+    kept = without_layout(config.model_dump(mode="json", exclude=set(_FREE)))
+    for key in _FREE_KEYS:
+        _drop(kept, key.split("."))
     # Which steps are trained on decides the numbers; when to warn or stop does not.
     kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
@@ -77,17 +89,32 @@ def fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``settings``, sections of a configuration, without what `Change.is_layout` is about."""
+    kept = deepcopy(dict(settings))
+    for key in _LAYOUT:
+        _drop(kept, key.split("."))
+    return kept
+
+
+def _drop(tree: Any, path: Sequence[str]) -> None:
+    """The entry at ``path``, "*" for each of a list, where there is one."""
+    name, *rest = path
+    if name == "*" and isinstance(tree, list):
+        for inner in tree:
+            _drop(inner, rest)
+    elif isinstance(tree, dict) and name in tree:
+        if rest:
+            _drop(tree[name], rest)
+        else:
+            del tree[name]
+
+
 def changes(was: str, config: Config) -> list[Change]:
     """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError."""
     old, new = _flat(yaml.safe_load(was)), _flat(yaml.safe_load(dump_config(config)))
     keys = sorted(old.keys() | new.keys())
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
-
-
-def decisive(changes: Sequence[Change], config: Config) -> list[Change]:
-    """Those that make ``config`` another run."""
-    # A stage of a pipeline names others where its run had their directories: that is no difference.
-    return [c for c in changes if _decides(c, config) and "stage:" not in str(c.now)]
 
 
 def told(changes: Sequence[Change]) -> str:
@@ -96,18 +123,10 @@ def told(changes: Sequence[Change]) -> str:
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_TOLD]) + more
 
 
-def _decides(change: Change, config: Config) -> bool:
-    """As `fingerprint` has it."""
-    key = change.key
-    if key == "steps":
-        return config.policy.optimizer.schedule != "constant"
-    if key.startswith("health."):
-        return key == "health.min_signal_groups"
-    return not change.is_layout and key.split(".")[0] not in _FREE
-
-
 def _flat(tree: Any, path: str = "") -> Mapping[str, Any]:
-    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists stay whole."""
+    """``{"a": {"b": 1}, "c": [{"d": 2}]}`` -> ``{"a.b": 1, "c.0.d": 2}``; other lists stay whole."""
+    if isinstance(tree, list) and tree and all(isinstance(inner, dict) for inner in tree):
+        tree = dict(enumerate(tree))
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
     return {

@@ -39,12 +39,21 @@ def offload_config(policy: Policy) -> dict[str, Any]:
     return section
 
 
-def optimizer_device(policy: Policy) -> str:
-    """none, cpu or nvme: where the optimiser's state is, by our setting or by the user's own DeepSpeed
-    section.
+def offload_devices(policy: Policy) -> dict[str, str]:
+    """Of "optimizer" and "parameters" none, cpu or nvme: where they are, by our setting or by the user's own
+    DeepSpeed section.
     """
-    theirs = policy.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
-    return theirs.get("device", "none") if policy.offload.optimizer == "none" else policy.offload.optimizer
+    theirs = policy.deepspeed.get("zero_optimization", {})
+    ours = {name: getattr(policy.offload, name) for name in _KEYS}
+    return {
+        name: theirs.get(_KEYS[name], {}).get("device", "none") if device == "none" else device
+        for name, device in ours.items()
+    }
+
+
+def optimizer_device(policy: Policy) -> str:
+    """Of `offload_devices`, where the optimiser's state is."""
+    return offload_devices(policy)["optimizer"]
 
 
 def size_buffers(settings: dict[str, Any], largest: int) -> None:

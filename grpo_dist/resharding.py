@@ -127,7 +127,7 @@ class SavedPolicy:
             pairs = zip(weights, states, strict=True)
             own[moment] = [s[moment] if moment in s else torch.zeros_like(w) for w, s in pairs]
         self._flat.append(own)
-        self.steps = max(float(state.get("step", 0.0)) for state in states)
+        self.steps = max(self.steps, *(float(state.get("step", 0.0)) for state in states))
 
     def _add_rank(self, rank: int, state: Mapping[str, Any]) -> None:
         weights = state.get("single_partition_of_fp32_groups", state.get("fp32_flat_groups"))
@@ -226,8 +226,13 @@ def _place_in_each(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor
 
 
 def _make_moments(inner: Any, flats: list[Tensor], steps: float) -> None:
-    """As the optimiser itself does at its first step: DeepSpeed's Adam for CPUs counts in Python."""
+    """As the optimiser itself does at its first step: DeepSpeed's Adam for CPUs counts in Python. Those that
+    are there already stay, for DeepSpeed has views of them, too.
+    """
     counts_in_python = type(inner).__name__ == "DeepSpeedCPUAdam"
     for flat in flats:
-        step = int(steps) if counts_in_python else torch.tensor(steps, device=flat.device)
-        inner.state[flat] = {"step": step} | {moment: torch.zeros_like(flat.data) for moment in MOMENTS}
+        state = inner.state[flat]
+        state["step"] = int(steps) if counts_in_python else torch.tensor(steps, device=flat.device)
+        for moment in MOMENTS:
+            if moment not in state:
+                state[moment] = torch.zeros_like(flat.data)

@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from itertools import dropwhile
@@ -37,7 +38,8 @@ from grpo_dist.concurrency import gather
 
 _SIGNAL = signal.SIGRTMIN + 8  # nobody's: schedulers and libraries have uses for SIGUSR1 and SIGUSR2
 _REACT_S = 3.0  # a process runs its signal handlers within microseconds, unless the kernel holds it
-_TURN_S = 2.5  # where somebody else looks at the same time
+_TURN_S = 2.0  # where somebody else looks at the same time
+_WHOLE_S = 3.5  # one that reacts and gets little of the processor is heard so long; all at most 5.5 s
 _POLL_S = 0.02
 _FRAMES, _STACKS = 25, 8  # shown: innermost frames of a stack, stacks of a process
 
@@ -106,15 +108,13 @@ async def _look(process: int) -> str:
 
 
 def _status(process: int) -> dict[str, str]:
+    """Raises FileNotFoundError or ProcessLookupError where it is gone."""
     return _status_of(Path(f"/proc/{process}"))
 
 
 def _status_of(task: Path) -> dict[str, str]:
-    """Of a process or thread in /proc; of one that has ended, nothing."""
-    try:
-        lines = (task / "status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
+    """Of a process or thread in /proc."""
+    lines = (task / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
@@ -147,12 +147,13 @@ async def _locked(file: IO[bytes]) -> bool:
 async def _dump(process: int, file: IO[bytes]) -> str:
     """What the handler of ``process`` writes into its memory ``file``; "" where it does not begin in time."""
     others, before = _in_handler(process), os.fstat(file.fileno()).st_size
-    size, end = before, time.monotonic() + _REACT_S
+    size, begin = before, time.monotonic()
     os.kill(process, _SIGNAL)
-    while time.monotonic() < end and not (size > before and _ended(process, others)):
+    while time.monotonic() - begin < (_REACT_S if size == before else _WHOLE_S):
         await asyncio.sleep(_POLL_S)
-        if (now := os.fstat(file.fileno()).st_size) > size:
-            size, end = now, time.monotonic() + _REACT_S
+        size = os.fstat(file.fileno()).st_size
+        if size > before and _ended(process, others):
+            break
     file.seek(before)
     return file.read().decode(errors="replace")
 
@@ -167,11 +168,12 @@ def _ended(process: int, others: set[str]) -> bool:
 
 def _in_handler(process: int) -> set[str]:
     """Threads for which our signal is blocked, as it is in a thread that runs our handler."""
-    return {
-        thread.name
-        for thread in Path(f"/proc/{process}/task").iterdir()
-        if int(_status_of(thread).get("SigBlk", "0"), 16) >> (_SIGNAL - 1) & 1
-    }
+    found = set()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            if int(_status_of(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
+                found.add(thread.name)
+    return found
 
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)

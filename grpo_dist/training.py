@@ -97,10 +97,10 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         )
         run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
         final = asyncio.run(_train(run, place))
+        books = _checked_books(run)  # before it is called done: nothing goes on from wrong ones
     (run_dir / _DONE).write_text(f"{config.steps}\n")
     _print_result(run_dir, final)
-    _say(summary(run_dir / LEDGER, dropped=len(prepared.dropped)))
-    _check_books(run)
+    _say(books)
     return run_dir
 
 
@@ -147,18 +147,22 @@ class Run:
                 self.tracker.warn(warning)
 
 
-def _check_books(run: Run) -> None:
-    """Of a finished run. Raises RunEnded where they are wrong: it has not trained on what it was to."""
+def _checked_books(run: Run) -> str:
+    """The totals of a finished run. Raises RunEnded where it has not trained on what it was to."""
+    run.tracker.flush()
+    totals = summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
     try:
         wrong = _imbalance(run)
     except ValueError as error:
-        _say(f"warning: the ledger cannot be checked: {error}")
-        return
+        run.tracker.warn(f"the ledger cannot be checked: {error}")
+        return totals
     if wrong:
         raise RunEnded(
-            f"{run.directory}: the run is done, but the ledger does not balance: {wrong}. Some prompts were "
-            "trained on more often than others, or are told of wrongly; please report it, with the ledger"
+            f"{totals}\n{run.directory}: all steps are done, but the ledger does not balance: {wrong}. Some "
+            "prompts were trained on more often than others, or are told of wrongly; please report it, with "
+            "the ledger"
         )
+    return totals
 
 
 def _imbalance(run: Run) -> str | None:
@@ -183,7 +187,8 @@ def _sampled(run: Run) -> Counter[str]:
         raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
     per_batch = config.batch.prompts_per_step
     stream = PromptStream(run.prepared.prompts, per_batch, seed=config.seed, state=order_state(state))
-    return stream.sampled()
+    # Some are on their way where the run was to have more steps when they were launched.
+    return stream.sampled(place for places in state.taken.values() for place in places)
 
 
 def _turns(uids: list[str], config: Config, step: int) -> set[str]:
@@ -303,6 +308,11 @@ def _resumable(config: Config, run_dir: Path) -> Path | None:
 
 def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
     """Raises UserError where the run in ``run_dir``, of which ``step`` steps are done, has no more to do."""
+    if step > config.steps and finished_steps(run_dir) != step:
+        raise UserError(
+            f"`steps` = {config.steps}: {run_dir} has done {step} already; set it to {step} or more, or "
+            "choose another `name`"
+        )
     if step >= config.steps and finished_steps(run_dir) == step:
         raise UserError(
             f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "

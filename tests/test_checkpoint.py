@@ -315,7 +315,7 @@ def test_who_computes_in_which_portions_may_change_on_resume_and_is_told(tmp_pat
     other = fakes.config(**{section: {key: value}})
     assert load_state(found, other).step == 1 and other_layout(found, fakes.config()) == ""
     name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
-    words = f", with another layout (`{section}.{name}` = {value} was {was}): numbers agree but for rounding"
+    words = f", with another layout (`{section}.{name}` = {value} was {was}): computed alike but for rounding"
     assert other_layout(found, other) == words
 
 

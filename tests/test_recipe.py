@@ -171,6 +171,23 @@ def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world)
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
 
 
+def test_who_computes_in_which_portions_may_change_in_stages_that_are_done_or_begun(world):
+    world.fail_in = "reason"
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    before = [json.loads(path.read_text()) for path in sorted(Path("runs/p").glob("*/stage.json"))]
+    for path, record in zip(sorted(Path("runs/p").glob("*/stage.json")), before, strict=True):
+        assert "num_workers" not in record["settings"].get("policy", {})
+        record["settings"].setdefault("rollout", {})["num_workers"] = 1  # as an earlier version wrote it
+        path.write_text(json.dumps(record))
+    world.fail_in = None
+    layout = {"policy.num_workers": 2, "rollout.num_workers": 2, "batch.micro_batch_tokens": 512}
+    write(stages=[stage | {"overrides": stage.get("overrides", {}) | layout} for stage in STAGES])
+    run()
+    assert world.ran == ["cold", "reason", "reason", "reject", "again"]
+    assert world.before["reason"]["eval/add3/pass@1"] == 0.1  # of a stage with other engines
+
+
 @pytest.mark.parametrize("fails_with", [KeyboardInterrupt, UserError])
 def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, fails_with):
     """Also where nothing could be kept: the samples stay."""

@@ -315,7 +315,7 @@ def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(
     assert len(warned) == 1  # what was found out by then is told
 
 
-def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_end(tmp_path, capsys):
+def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_end(tmp_path):
     config = fakes.config(
         steps=6, max_staleness=1, checkpoint={"every": 2},
         dynamic_sampling={"enabled": True, "max_extra_prompts": 6},
@@ -330,24 +330,24 @@ def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_e
         last.mkdir(parents=True)
         state = State(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
         (last / "state.json").write_text(json.dumps(asdict(state)))
+    warned = []
+    tracker = SimpleNamespace(warn=warned.append, flush=lambda: None)
     finished = SimpleNamespace(
-        config=config, identity=config, directory=tmp_path, prepared=SimpleNamespace(prompts=prompts)
-    )
-
-    def said():
-        training._check_books(finished)
-        return capsys.readouterr().out
-
-    assert said() == ""
+        config=config, identity=config, directory=tmp_path, tracker=tracker,
+        prepared=SimpleNamespace(prompts=prompts, dropped=[]),
+    )  # fmt: skip
+    totals = training._checked_books(finished)
+    assert totals.startswith("ledger: ") and not warned
     whole = (tmp_path / LEDGER).read_text()
     uid = job.accounts[6]["trained"][0]
     (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
-    with pytest.raises(RunEnded, match=r"the ledger does not balance: .*times, expected"):
-        said()
+    with pytest.raises(RunEnded, match=r"^ledger: .*\n.*the ledger does not balance: .*times, expected"):
+        training._checked_books(finished)
     (tmp_path / LEDGER).write_text(whole)
     (last / "state.json").write_text("{")
-    assert said().startswith("warning: the ledger cannot be checked: ")
-    shutil.rmtree(last)
-    assert "no checkpoint of step 6" in said()
-    shutil.rmtree(tmp_path / training.CHECKPOINTS)
-    assert "no checkpoint of step 6" in said()
+    assert training._checked_books(finished) == totals
+    assert warned.pop().startswith("the ledger cannot be checked: ")
+    for gone in (last, tmp_path / training.CHECKPOINTS):
+        shutil.rmtree(gone)
+        assert training._checked_books(finished) == totals
+        assert "no checkpoint of step 6" in warned.pop()

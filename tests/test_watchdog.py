@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import ray
@@ -17,6 +18,7 @@ import actors.watchdog
 from actors.calls import kill, one_at_a_time
 from actors.supervision import Team, Watched
 from actors.watchdog import deadline_of, numbered, where_stuck
+from grpo_dist import stacks
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Restarts
 from grpo_dist.stacks import calls_in_hand, look
@@ -221,18 +223,59 @@ main_thread()
 """
 
 
-def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
-    """Its main thread, the last that it writes of, too: a pause in what it writes is not the end."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * os.cpu_count())]
-    slow = subprocess.Popen([sys.executable, "-c", _LONG_DUMP], stdout=subprocess.PIPE, text=True)
+@contextmanager
+def starved(program):
+    """A process of ``program`` that has printed a line, and shares a CPU with four that never rest."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(own)})  # which processes inherit
+    try:
+        command = [sys.executable, "-c"]
+        busy = [subprocess.Popen([*command, "while True: pass"]) for _ in range(4)]
+        slow = subprocess.Popen([*command, program], stdout=subprocess.PIPE, text=True)
+    finally:
+        os.sched_setaffinity(0, own)
     try:
         slow.stdout.readline()
-        texts = [asyncio.run(look([slow.pid]))[slow.pid] for _ in range(10)]
+        yield slow
     finally:
         for process in (slow, *busy):
             process.kill()
             process.communicate()
+
+
+def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
+    """Its main thread, the last that it writes of, too: a pause in what it writes is not the end."""
+    with starved(_LONG_DUMP) as slow:
+        texts = [asyncio.run(look([slow.pid]))[slow.pid] for _ in range(10)]
     assert all(text.startswith("in\n") and text.endswith("in main_thread") for text in texts)
+
+
+@pytest.mark.parametrize("look_number", [1, 2])
+def test_a_process_that_dies_while_it_is_looked_at_hides_no_other(monkeypatch, look_number):
+    """Before the signal, or while its dump is waited for."""
+    program = "import time; from grpo_dist.stacks import listen; listen(); print(flush=True); time.sleep(60)"
+    command, looks = [sys.executable, "-c", program], []
+    dies, other = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
+
+    def status(process):
+        looks.append(process)
+        if process == dies.pid and looks.count(process) == look_number:
+            dies.kill()
+            dies.wait()
+        return known(process)
+
+    known = stacks._status
+    monkeypatch.setattr(stacks, "_status", status)
+    try:
+        for process in (dies, other):
+            process.stdout.readline()
+        found = asyncio.run(look([dies.pid, other.pid]))
+    finally:
+        for process in (dies, other):
+            process.kill()
+            process.communicate()
+    assert looks.count(dies.pid) == look_number
+    assert found[dies.pid] == "dead" and found[other.pid].startswith("in\n")
 
 
 def test_whoever_looks_at_the_same_time_sees_the_same(stuck):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from grpo_dist.data.order import OrderState, shuffled
 from grpo_dist.types import Group, Prompt
@@ -59,10 +59,10 @@ class PromptStream:
             if self._uid(place) not in uids:
                 insort(self._waiting, place)
 
-    def sampled(self) -> Counter[str]:
-        """How often each uid was sampled, when no batch is on its way."""
-        waiting = set(self._waiting)
-        return Counter(self._uid(place) for place in range(self._position) if place not in waiting)
+    def sampled(self, on_the_way: Iterable[int] = ()) -> Counter[str]:
+        """How often each uid was sampled, but for ``on_the_way``: places of batches not trained on yet."""
+        not_yet = {*self._waiting, *on_the_way}
+        return Counter(self._uid(place) for place in range(self._position) if place not in not_yet)
 
     def _uid(self, place: int) -> str:
         return self._prompts[self.prompt(place)].uid

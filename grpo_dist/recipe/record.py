@@ -18,6 +18,7 @@ from typing import Any, Literal
 from grpo_dist.cache import fingerprint
 from grpo_dist.changes import changes
 from grpo_dist.durable import write_text
+from grpo_dist.identity import without_layout
 from grpo_dist.recipe.config import Kind, Stage, paths
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.secrets import HIDDEN, masked
@@ -83,7 +84,7 @@ def settings(stage: Stage) -> dict[str, Any]:
 
 
 def _settings(stage: Stage) -> dict[str, Any]:
-    config = stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind])
+    config = without_layout(stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind]))
     if stage.kind != "sft" and stage.config.model.path != "sft":
         config.pop("sft")
     if stage.kind == "sft":
@@ -125,7 +126,7 @@ def sampled_with(record: Record) -> Record:
 
 def differences(old: Record, new: Record) -> list[str]:
     """In words, one item for every setting and input: "`steps` was 40 and is 60"."""
-    found = changes(old.settings, new.settings)
+    found = changes(without_layout(old.settings), new.settings)
     for name in dict.fromkeys([*old.inputs, *new.inputs]):
         if old.inputs.get(name) != new.inputs.get(name):
             stage = name.removeprefix("stage:")

@@ -18,6 +18,7 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.durable import publish, write_text
 from grpo_dist.errors import refusals
+from grpo_dist.identity import without_layout
 from grpo_dist.prepare import Say
 from grpo_dist.recipe.check import evaluates
 from grpo_dist.recipe.config import Kind, Stage
@@ -97,6 +98,7 @@ def known_measures(stage: Stage, earlier: dict[str, Record]) -> Measures:
 
 def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
     """What decides the measures of a model, besides the model."""
+    settings = without_layout(settings)
     data = {key: value for key, value in settings["data"].items() if key not in ("train", "overlap")}
     when = ("every", "before", "after")
     evaluation = {key: value for key, value in settings["evaluation"].items() if key not in when}
