@@ -74,6 +74,7 @@ def test_a_run_that_would_go_on_is_looked_at_too(here):
     told = findings(*other)["resume"]
     assert not told.problem and f"{goes_on}, with another layout (`policy.zero_stage` = 1 was" in told.said
     assert "`seed` = 7 was 0" in wrong(findings("seed=7"))["resume"]
+    assert "`steps` = 2: runs/run has done 3 already" in wrong(findings("steps=2"))["resume"]
     write("train.jsonl", GOOD[1:])
     assert "other training prompts" in wrong(findings())["resume"]
     write("train.jsonl", GOOD)

@@ -78,6 +78,7 @@ def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
         counted.update(f"p{i}" for i in needed)
         order.trained(places, of(needed))
         assert len(order.state.waiting) <= (ahead + 3) * n
+    assert order.sampled(place for places in launched for place in places) == counted
     while launched:
         order.trained(launched.popleft(), [])
     assert order.sampled() == counted
