@@ -182,7 +182,7 @@ def test_a_killed_run_goes_on_with_fewer_ranks_and_in_other_portions(uninterrupt
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (ours, theirs))
     assert fourth["reward/mean"] == expected["reward/mean"]
-    for key in ("policy/loss", "policy/grad_norm", "ref/kl", "policy/lr"):
+    for key in ("loss/total", "policy/grad_norm", "ref/kl", "policy/lr"):
         assert fourth[key] == pytest.approx(expected[key], rel=1e-4), key
     assert ours[-1]["mismatch/logprob_diff_max"] < 1e-5
     assert imbalance(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
