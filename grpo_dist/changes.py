@@ -8,12 +8,17 @@ from typing import Any
 
 def changes(old: Any, new: Any) -> list[str]:
     """One item for every key of nested mappings and lists: "`steps` was 40 and is 60"."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = flat(old), flat(new)
     return [
         f"`{key}` was {before.get(key)} and is {after.get(key)}"
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key)
     ]
+
+
+def flat(value: Any) -> dict[str, Any]:
+    """``{"a": {"b": 1}, "c": [{"d": 2}]}`` -> ``{"a.b": 1, "c.0.d": 2}``; what is empty stays as it is."""
+    return dict(_entries(value))
 
 
 def listed(items: Sequence[str], most: int = 4) -> str:
@@ -22,9 +27,9 @@ def listed(items: Sequence[str], most: int = 4) -> str:
     return ", ".join([*items[:most], *more])
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _entries(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict | list) and value:
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+            yield from _entries(inner, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, value

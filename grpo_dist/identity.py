@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.changes import flat
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 
@@ -112,7 +113,7 @@ def _drop(tree: Any, path: Sequence[str]) -> None:
 
 def changes(was: str, config: Config) -> list[Change]:
     """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError."""
-    old, new = _flat(yaml.safe_load(was)), _flat(yaml.safe_load(dump_config(config)))
+    old, new = flat(yaml.safe_load(was)), flat(yaml.safe_load(dump_config(config)))
     keys = sorted(old.keys() | new.keys())
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -121,16 +122,3 @@ def told(changes: Sequence[Change]) -> str:
     """The first of them, in words."""
     more = f" and {len(changes) - _TOLD} more" if len(changes) > _TOLD else ""
     return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_TOLD]) + more
-
-
-def _flat(tree: Any, path: str = "") -> Mapping[str, Any]:
-    """``{"a": {"b": 1}, "c": [{"d": 2}]}`` -> ``{"a.b": 1, "c.0.d": 2}``; other lists stay whole."""
-    if isinstance(tree, list) and tree and all(isinstance(inner, dict) for inner in tree):
-        tree = dict(enumerate(tree))
-    if not isinstance(tree, dict) or not tree:
-        return {path: tree}
-    return {
-        name: value
-        for key, inner in tree.items()
-        for name, value in _flat(inner, f"{path}.{key}" if path else str(key)).items()
-    }

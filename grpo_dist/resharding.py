@@ -9,7 +9,7 @@ DeepSpeed reads its own files only by as many ranks at the same stage. What they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,14 +57,13 @@ class _Piece:
 
 
 class SavedPolicy:
-    """The files of one checkpoint, of all its ranks. ``load`` reads one, its tensors when they are used;
-    ``names`` are those of the trained parameters, in the model's order.
+    """The files of one checkpoint, of all its ranks. ``load`` reads one, its tensors when they are used.
 
     Raises ValueError where files are missing or hold other parameters.
     """
 
-    def __init__(self, directory: Path, load: Callable[[Path], Any], names: list[str]) -> None:
-        self._directory, self._load, self._names = directory, load, names
+    def __init__(self, directory: Path, load: Callable[[Path], Any]) -> None:
+        self._directory, self._load = directory, load
         self._model = load(self._only("*model_states.pt"))
         self.sharding = Sharding.of(self._model["dp_world_size"], self._model["ds_config"])
         self._flat: list[dict[str, list[Tensor]]] = []
@@ -79,17 +78,17 @@ class SavedPolicy:
         """What the trainer saved with it; of the first rank."""
         return self._model
 
-    def open(self) -> None:
-        """Find every parameter; before `whole`."""
+    def open(self, names: Sequence[str]) -> None:
+        """Find every trained parameter, ``names`` in the model's order; before `whole`."""
         if self.sharding.zero_stage == 0:
-            self._open_undivided()
+            self._open_undivided(names)
         else:
             for rank in range(self.sharding.ranks):
                 state = self._load(self._only(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
                 self._add_rank(rank, state["optimizer_state_dict"])
         if self.sharding.zero_stage == 3:
             self._divide_each()
-        if missing := [name for name in self._names if name not in self._pieces]:
+        if missing := [name for name in names if name not in self._pieces]:
             raise ValueError(f"{self._directory}: no state of parameter {missing[0]}; use another checkpoint")
 
     def whole(self, name: str, what: str) -> Tensor:
@@ -112,10 +111,10 @@ class SavedPolicy:
             raise ValueError(f"{self._directory}: no file {pattern}; use another checkpoint")
         return found[0]
 
-    def _open_undivided(self) -> None:
+    def _open_undivided(self, names: Sequence[str]) -> None:
         """Every parameter is one rank's, and so are its averages; all ranks have the same."""
         states = self._model["optimizer"]["state"]
-        for index, name in enumerate(self._names):
+        for index, name in enumerate(names):
             if name in (weights := self._model["module"]):
                 self._add_flat([weights[name]], [states.get(index, {})])
                 self._pieces[name] = [_Piece(index, 0, weights[name].numel())]
@@ -171,8 +170,8 @@ def deal_out(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
             f"{saved}: written by {saved.sharding}, and this is {own}. What is on NVMe disks cannot be dealt "
             "out anew; resume with what the checkpoint's config.yaml says"
         )
-    saved.open()
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+    saved.open([*trained])
     place = (_place_undivided, _place_in_partition, _place_in_partition, _place_in_each)[own.zero_stage]
     with torch.no_grad():
         place(saved, engine, trained)

@@ -363,8 +363,7 @@ class Trainer:
         if not (directory / _TAG).is_dir():
             raise ValueError(f"{directory}: no policy state; use another checkpoint")
         own = Sharding.of(self.place.world_size, self.engine.config)
-        names = [name for name, p in self.engine.module.named_parameters() if p.requires_grad]
-        saved = SavedPolicy(directory / _TAG, self._files.mapped, names)
+        saved = SavedPolicy(directory / _TAG, self._files.mapped)
         if saved.sharding == own:
             state = self._load_own(directory)
         else:

@@ -6,6 +6,7 @@ import fakes
 import pytest
 import test_checkpoint
 
+from grpo_dist.changes import flat
 from grpo_dist.checkpoint import list_checkpoints, load_state
 from grpo_dist.config_files import dump_config
 from grpo_dist.identity import (
@@ -13,7 +14,6 @@ from grpo_dist.identity import (
     _FREE_KEYS,
     _LAYOUT,
     Change,
-    _flat,
     changes,
     fingerprint,
     told,
@@ -29,7 +29,7 @@ def config(**changed):
 
 def test_the_keys_that_may_change_are_keys():
     """A key that was renamed would decide again, without a word."""
-    everything = _flat(config().model_dump(mode="json"))
+    everything = flat(config().model_dump(mode="json"))
     for pattern in _LAYOUT:
         own = pattern.replace("*", "0")
         assert own in everything and Change(own, 1, 2).is_layout, pattern

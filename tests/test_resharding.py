@@ -19,8 +19,8 @@ class ToldWorker(OpenWorker):
         """What is in a checkpoint: name -> WEIGHTS, MOMENTS -> every number; and Adam's count of steps."""
         trainer = self._trainer
         names = [name for name, p in trainer.engine.module.named_parameters() if p.requires_grad]
-        found = SavedPolicy(directory / "state", trainer._files.mapped, names)
-        found.open()
+        found = SavedPolicy(directory / "state", trainer._files.mapped)
+        found.open(names)
         every = (WEIGHTS, *MOMENTS)
         return {name: {what: found.whole(name, what) for what in every} for name in names}, found.steps
 
