@@ -29,11 +29,20 @@ BENCH ?= configs/bench/cpu_13m.yaml
 bench: $(READY)
 	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
 
-# What takes the whole machine comes after the rest, which is shared out among two processes. Either may have none
-# of the tests that ARGS choose (5).
+# $(call both,FIRST,SECOND) runs both commands, whatever the first one returns, and fails if either failed. pytest returns
+# 5 where ARGS select no test: one of the two may have none.
+define both
+@first=0; second=0; set -x; \
+$(1) || first=$$?; \
+$(2) || second=$$?; \
+{ set +x; } 2> /dev/null; \
+case $$first,$$second in 0,0 | 0,5 | 5,0) ;; *) echo "failed: exit codes $$first and $$second"; exit 1 ;; esac
+endef
+
+# The first half runs in two processes. Tests that need the whole machine are the second half.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not evidence and not machine" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m "machine and not evidence" $(ARGS) || [ $$? -eq 5 ]
+	$(call both,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not evidence and not machine" $(ARGS),\
+	    $(BIN)/python -m pytest -m "machine and not evidence" $(ARGS))
 
 # A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A
 # shorter one: make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
@@ -43,10 +52,10 @@ chaos: $(READY)
 # Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: over an hour on two
 # cores.
 evidence: $(READY)
-	$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
+	$(call both,$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
 	    tests/evidence_offload.py tests/evidence_resume.py tests/evidence_nodes.py tests/evidence_hosts.py \
-	    tests/evidence_plan.py $(ARGS)
-	$(BIN)/python -m pytest -m evidence tests $(ARGS)
+	    tests/evidence_plan.py $(ARGS),\
+	    $(BIN)/python -m pytest -m evidence tests $(ARGS))
 
 # The steps of the image in a clean copy of this checkout: what launch/setup.sh installs is complete and works.
 install-check: $(READY)

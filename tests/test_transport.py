@@ -423,9 +423,11 @@ def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
 
 def test_one_thread_is_given_back():
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
     with one_thread():
         assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
 
 
 def rebuild(*arguments):
