@@ -5,8 +5,8 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-# Before torch is imported. Threads of OpenMP wait for each other at every operation: with tensors as small as these,
-#, two threads on a busy machine take ten times as long as one. Engines and ranks set their own number.
+# Before torch is imported. Threads of OpenMP wait for each other at every operation: on tensors as small as
+# these, two threads on a busy machine take ten times as long as one. Engines and ranks set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 install_import_hook(["grpo_dist.algorithms", "grpo_dist.logprobs", "grpo_dist.loss"], "beartype.beartype")
