@@ -55,7 +55,7 @@ evidence: $(READY)
 	$(call both,$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
 	    tests/evidence_offload.py tests/evidence_resume.py tests/evidence_nodes.py tests/evidence_hosts.py \
 	    tests/evidence_plan.py $(ARGS),\
-	    $(BIN)/python -m pytest -m evidence tests $(ARGS))
+	    GRPO_DIST_TEST_SEED=all $(BIN)/python -m pytest -m evidence tests $(ARGS))
 
 # The steps of the image in a clean copy of this checkout: what launch/setup.sh installs is complete and works.
 install-check: $(READY)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-_READY_S = 60.0
+_READY_S = 900.0
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Shared fixtures. Shapes written in signatures are checked while tests run, and only then."""
 
 import os
+import random
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -9,13 +10,21 @@ from jaxtyping import install_import_hook
 # these, two threads on a busy machine take ten times as long as one. Engines and ranks set their own number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Before test files are imported, and for the processes that share them out.
+os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
+
 install_import_hook(["grpo_dist.algorithms", "grpo_dist.logprobs", "grpo_dist.loss"], "beartype.beartype")
 
 import pytest  # noqa: E402
+from drawn import SEED  # noqa: E402
 from good_inputs import CONFIG, GOOD, write  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_report_header() -> str:
+    return f"cases drawn with {SEED}={os.environ[SEED]}"
 
 
 @pytest.fixture(scope="session")

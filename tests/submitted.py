@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from patience import HANG_S
+
 from grpo_dist.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +46,8 @@ def command(capsys, *arguments):
     return code, said.out + said.err
 
 
-def until(true, seconds, what):
-    deadline = time.monotonic() + seconds
+def until(true, what):
+    deadline = time.monotonic() + HANG_S
     while not (found := true()):
         assert time.monotonic() < deadline, what() if callable(what) else what
         time.sleep(0.2)
@@ -76,7 +78,7 @@ def ray_head(directory):
             [BIN / "ray", "start", *options], stdout=out, stderr=out, env=environment, start_new_session=True
         )
     try:
-        until((place / "ray_current_cluster").is_file, 90, lambda: (directory / "head.out").read_text())
+        until((place / "ray_current_cluster").is_file, lambda: (directory / "head.out").read_text())
         yield {
             "GCS_ADDRESS": (place / "ray_current_cluster").read_text(),
             "RAY_ADDRESS": f"http://127.0.0.1:{port}",
@@ -98,5 +100,5 @@ def health(process=None, **environment):
     own |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(
         ["bash", ROOT / "docker/healthcheck.sh", str(process or os.getpid())], env=own | environment,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=HANG_S,
     ).returncode  # fmt: skip

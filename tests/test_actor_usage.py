@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import ray
+from patience import HANG_S
 from ray.exceptions import ActorDiedError
 
 from actors.calls import one_at_a_time
@@ -45,7 +46,7 @@ class Whole:
 def test_an_actor_with_a_queue_tells_what_it_did_without_working_it_off(ray_cluster):
     actor = one_at_a_time(Slow).options(num_cpus=0).remote()
     queued = [actor.work.remote(number) for number in range(4)]
-    usage = ActorUsage({"reference": [Whole(actor)]}, queueing={"reference"}, timeout_s=60)
+    usage = ActorUsage({"reference": [Whole(actor)]}, queueing={"reference"}, timeout_s=HANG_S)
     assert "memory/reference_gib" in asyncio.run(usage.read())
     assert not ray.wait(queued, num_returns=1, timeout=0)[0]  # nothing is finished, yet it answered
     ray.get(actor.go.options(concurrency_group="beside").remote())
@@ -82,7 +83,7 @@ class Restarted:
 
 def test_restarts_are_counted_and_a_lost_actor_holds_nobody_up():
     team = Restarted(Usage({"sample": 2.0}), ActorDiedError())
-    usage = ActorUsage({"rollout": [team], "reference": []}, queueing=(), timeout_s=60)
+    usage = ActorUsage({"rollout": [team], "reference": []}, queueing=(), timeout_s=HANG_S)
     metrics = asyncio.run(usage.read())
     assert metrics["restarts/rollout"] == 2.0 and metrics["time/rollout_sample_busy_s"] == 2.0
     assert list(usage.latest) == ["rollout-0"] and "restarts/reference" not in metrics

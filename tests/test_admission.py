@@ -6,6 +6,7 @@ import heapq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG_S
 
 from grpo_dist.admission import Admission
 
@@ -56,7 +57,7 @@ def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             assert await admission.admit(1, 1) == 0
 
     asyncio.run(session())

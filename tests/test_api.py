@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 import grpo_dist
 from grpo_dist import Config, UserError, evaluate_model, load_config, train
@@ -19,7 +20,9 @@ SMALL = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"
 
 
 def python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
+from patience import HANG_S
 
 from grpo_dist.api import resolved
 from grpo_dist.cli import _parser
@@ -26,7 +27,6 @@ INLINE = sorted({(str(p.relative_to(ROOT)), command) for p in documents() for co
 BASE = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
 # Commands whose first argument is a file or run of the reader's own, not a configuration.
 OTHER_FILES = {"pipeline", "status", "logs", "stop", "report", "score", "compare", "--compare"}
-LONGEST_S = 300
 
 
 def of(*languages: str) -> list[Block]:
@@ -192,7 +192,7 @@ def run_block(block: Block, place: Path) -> str:
     said = ""
     for command in commands:
         done = subprocess.run(
-            command, cwd=place, capture_output=True, text=True, env=environment, timeout=LONGEST_S
+            command, cwd=place, capture_output=True, text=True, env=environment, timeout=HANG_S
         )
         assert done.returncode == 0, f"{block}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
         said += done.stdout

@@ -18,6 +18,7 @@ import samples_of_groups
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import HANG_S
 
 from grpo_dist import driver
 from grpo_dist.batching import make_batch
@@ -202,7 +203,9 @@ def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
 
 def test_simulated_actors_are_light():
     code = "import sys, actors.simulated; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pyarrow.parquet as pq
 import pytest
+from patience import HANG_S, wait_for_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.ledger import imbalance
@@ -66,7 +67,7 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
             time.sleep(0.1)
         if kill_after:
             process.send_signal(number)
-        process.wait(timeout=400)
+        wait_for_end(process, lambda: [path.stat().st_size for path in (out, err)])
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     if kill_after and number == signal.SIGKILL:
@@ -74,9 +75,9 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
         # not wait for it, and finds at its end that they are gone.
         KILLED.append(mark)
         return done
-    assert not survivors(mark, seconds=15)
+    assert not survivors(mark, seconds=HANG_S)
     while KILLED:
-        assert not survivors(KILLED.pop(), seconds=90)
+        assert not survivors(KILLED.pop(), seconds=HANG_S)
     return done
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from patience import HANG_S
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker
@@ -121,20 +122,20 @@ class OnALoop:
 class World(OnALoop):
     """The engine, the rank and their sync."""
 
-    def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
+    def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
         super().__init__()
-        self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker))
+        self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker, rollout))
         self.version = 0
 
-    async def _start(self, model_dir, policy_settings, worker):
+    async def _start(self, model_dir, policy_settings, worker, rollout):
         model = Model(path="tiny")
-        settings = RolloutSettings(max_num_seqs=16)
+        settings = RolloutSettings(max_num_seqs=16, **rollout)
         sync = SyncSettings(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
         rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())
-        return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=60)
+        return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=HANG_S)
 
     async def sample(self, prompt, seeds, **sampling):
         reference = await self.rollouts.sample(

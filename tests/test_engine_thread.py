@@ -6,10 +6,12 @@ import ctypes
 import inspect
 import queue
 import threading
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from patience import HANG_S
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 from vllm.distributed.device_communicators.pynccl_wrapper import (
     NCCL_UNIQUE_ID_BYTES,
@@ -64,6 +66,7 @@ class Engine:
         self.model_executor = self
         self.engine_core = SimpleNamespace(engine_core=self, shutdown=self._ended)
         self.log, self.cache_cleared, self.ended = [], 0, False
+        self.step_s = 0.0  # that a step takes
 
     def add_request(self, request_id, prompt, params):
         (tokens,) = prompt["prompt_token_ids"]
@@ -72,6 +75,7 @@ class Engine:
         self.scheduler.left[request_id] = tokens
 
     def step(self):
+        time.sleep(self.step_s)
         stepped = sorted(self.scheduler.steppable())
         self.scheduler.running = set(stepped)
         self.log.append(len(stepped))
@@ -117,7 +121,7 @@ def with_engine(monkeypatch, use, engine_class=Engine):
         thread = EngineThread({})
         await thread.start()
         try:
-            return await asyncio.wait_for(use(thread, engine), 20)
+            return await asyncio.wait_for(use(thread, engine), HANG_S)
         finally:
             await thread.shutdown()
 
@@ -152,7 +156,7 @@ def test_a_burst_that_is_over_before_it_is_waited_for_holds_nobody_up():
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(HANG_S)
     assert tried
 
 
@@ -181,13 +185,13 @@ def test_an_engine_that_owes_something_and_does_nothing_stands_still(monkeypatch
     async def use(thread, engine):
         assert thread.work() is None  # nobody waits for it
         waiting = asyncio.create_task(thread.generate([3], None))
+        while (first := thread.work()) is None:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
-        first = thread.work()
-        await asyncio.sleep(0.05)
-        assert first is not None and thread.work() == first
+        assert thread.work() == first
         begun, end = threading.Event(), threading.Event()
-        busy = asyncio.create_task(thread.call(lambda: begun.set() or end.wait(20)))
-        await asyncio.to_thread(begun.wait, 20)
+        busy = asyncio.create_task(thread.call(lambda: begun.set() or end.wait(HANG_S)))
+        await asyncio.to_thread(begun.wait, HANG_S)
         assert thread.work() is None  # what it is asked to do has its own deadline
         end.set()
         await busy
@@ -240,28 +244,32 @@ def test_a_model_that_does_not_load_is_told_at_the_start(monkeypatch):
 
 
 async def pause_in_flight(thread, engine, *, drain):
+    """Whether what was in flight is finished by the pause: without one it takes a quarter of an hour."""
+    engine.step_s = 0.01 if not drain else 0.0
     running = asyncio.create_task(thread.generate([2_000 if drain else 100_000], None))
     while not engine.log:
         await asyncio.sleep(0.001)
     await thread.pause(drain=drain)
+    engine.step_s = 0.0
     steps, done = len(engine.log), running.done()
     later = asyncio.create_task(thread.generate([1], None))
     await asyncio.sleep(0.05)
     assert len(engine.log) == steps and not later.done() and engine.cache_cleared == 1
     await thread.resume()
-    await asyncio.wait_for(asyncio.gather(running, later), 20)
+    await asyncio.gather(running, later)
     return done
 
 
 def test_a_step_that_runs_ahead_is_delivered_before_the_pause(monkeypatch):
     async def use(thread, engine):
+        engine.step_s = 0.01
         running = asyncio.create_task(thread.generate([100_000], None))
         while not engine.batch_queue:
             await asyncio.sleep(0)
         await thread.pause(drain=False)
-        left = list(engine.batch_queue)
+        engine.step_s, left = 0.0, list(engine.batch_queue)
         await thread.resume()
-        await asyncio.wait_for(running, 20)
+        await running
         return left
 
     assert with_engine(monkeypatch, use, EngineAhead) == []

@@ -10,10 +10,12 @@ from math import comb
 import fakes
 import numpy as np
 import pytest
+from patience import HANG_S
 
 from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
+from grpo_dist.plan.clock import run_virtually
 from grpo_dist.rewards.pool import GraderPool
 
 NAN = float("nan")
@@ -154,7 +156,9 @@ def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_i
         )
         sets = [EvalSet("held", fakes.prompts(4))]  # done after 0, 0.5, 1 and 1.5 s
         world = Slow()
-        return asyncio.run(evaluate(settings, world.workers(), sets, world, step=0, explain=stuck))
+        return run_virtually(
+            lambda: evaluate(settings, world.workers(), sets, world, step=0, explain=stuck)
+        )
 
     assert "eval/held/pass@1" in evaluated(1.2)
     with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):
@@ -162,7 +166,7 @@ def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_i
 
 
 def test_answers_are_numbered_as_mathematics():
-    with GraderPool(2) as pool:
+    with GraderPool(2, timeout_s=HANG_S) as pool:
         texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]
         assert final_answers(texts, lambda: pool) == ["1.50", "18", "", "x+1"]
         answers = ["0.5", "\\frac12", "", "3", "x+1", "3.00", "1+x", "\\frac{6}{2}", "y"]

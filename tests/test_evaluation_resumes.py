@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
@@ -31,7 +32,7 @@ def evaluate(directory: Path, *more: str, kill_after: int | None = None) -> str:
             time.sleep(0.02)
         if kill_after:
             process.send_signal(signal.SIGKILL)
-        code = process.wait(timeout=400)
+        code = process.wait(timeout=HANG_S)
     assert code == (-signal.SIGKILL if kill_after else 0), err.read_text()[-5000:]
     return out.read_text()
 
@@ -45,7 +46,6 @@ def results(directory: Path) -> tuple[str, str]:
 
 
 @pytest.mark.evidence
-@pytest.mark.timeout(1200)  # three engines start, one after the other
 def test_a_killed_evaluation_goes_on_to_the_same_bytes_and_then_answers_from_what_it_kept(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
@@ -80,7 +80,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes_and_then_answers_from_wha
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
     )
     assert done.returncode == 0 and "all 96 problems are done" in done.stdout, done.stderr[-3000:]
     assert results(cut) == results(whole)

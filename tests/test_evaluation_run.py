@@ -17,6 +17,7 @@ from grpo_dist.concurrency import progressing
 from grpo_dist.config_files import load_config
 from grpo_dist.durable import alone
 from grpo_dist.evaluation import store
+from grpo_dist.plan.clock import run_virtually
 from grpo_dist.recipe import stages
 from grpo_dist.types import Group
 
@@ -307,9 +308,9 @@ def test_a_deadline_is_for_the_next_step_and_not_for_all_of_them():
                 await asyncio.sleep(seconds)
                 still_going()
 
-    asyncio.run(steps(8, 0.1))
+    run_virtually(lambda: steps(8, 0.1))
     with pytest.raises(TimeoutError, match=r"stage evaluate: the next prompt: not finished within 0\.5 s"):
-        asyncio.run(steps(1, 5.0))
+        run_virtually(lambda: steps(1, 5.0))
 
 
 def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):

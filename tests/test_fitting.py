@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import HANG_S
 from test_placement import config, shape
 
 from actors import cluster
@@ -210,7 +211,7 @@ def test_the_address_of_a_job_server_is_refused_in_words(here):
     """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
     command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]
     environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2, done.stderr
     assert "error: cluster.address = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
 

@@ -2,14 +2,14 @@
 cases.
 """
 
-import time
-
 import pytest
+from patience import cpu_s
 from test_hostile_answers import HOSTILE
 
 from grpo_dist.rewards.format import think_answer_format
 
 WORDS = "x" * 60_000
+LINEAR_S = 10.0  # each takes less than a second; the square of its length takes minutes
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,8 @@ WORDS = "x" * 60_000
     ],
 )
 def test_the_time_a_completion_takes_is_linear_in_its_length(completion, score):
-    begin = time.monotonic()
-    assert think_answer_format(completion) == score
-    assert time.monotonic() - begin < 1.0
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(completion) == score
 
 
 N = 20_000
@@ -51,9 +50,8 @@ BOXES = {
 @pytest.mark.parametrize("name", BOXES)
 def test_boxes_after_a_thought_that_are_made_to_confuse(name):
     text, score = BOXES[name]
-    begin = time.monotonic()
-    assert think_answer_format(f"<think>t</think>{text}") == score
-    assert time.monotonic() - begin < 3.0
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(f"<think>t</think>{text}") == score
 
 
 @pytest.mark.parametrize(
@@ -71,15 +69,13 @@ def test_boxes_after_a_thought_that_are_made_to_confuse(name):
     ],
 )
 def test_tags_that_are_made_to_confuse(text):
-    begin = time.monotonic()
-    assert think_answer_format(text) == 0.0
-    assert time.monotonic() - begin < 3.0
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(text) == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
 def test_no_hostile_answer_holds_up_the_format_behind_a_thought(name):
-    begin = time.monotonic()
-    assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
-    own_tags = "<think>" in HOSTILE[name]
-    assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not own_tags)
-    assert time.monotonic() - begin < 10.0  # ten megabytes is one of them
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
+        own_tags = "<think>" in HOSTILE[name]
+        assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not own_tags)

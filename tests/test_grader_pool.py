@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from patience import HANG_S, in_time
 
 import grpo_dist
 from grpo_dist.rewards.pool import Failure, GraderPool
@@ -110,8 +111,8 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    """Those still alive after ten seconds."""
-    end = time.monotonic() + 10
+    """Those that do not end."""
+    end = time.monotonic() + HANG_S
     while time.monotonic() < end and any(map(alive, pids)):
         time.sleep(0.05)
     return [pid for pid in pids if alive(pid)]
@@ -133,18 +134,18 @@ def test_a_bomb_loses_its_own_pair_only(pool: GraderPool) -> None:
     pairs = [(boxed(i), str(i)) for i in range(8)]
     pairs[2:2] = [(boxed(BOMBS[0]), "5")]
     pairs[6:6] = [(boxed(BOMBS[1]), "5")]
-    begin = time.monotonic()
-    grades = pool.grade(pairs)
+    plain = [i for i in range(10) if i not in (2, 6)]
+    grades = in_time(pool, lambda: pool.grade(pairs), lambda grades: [grades[i] for i in plain])
     assert [g.outcome for g in grades] == ["correct"] * 2 + ["timeout"] + ["correct"] * 3 + ["timeout"] + [
         "correct"
     ] * 3
     assert [math.isnan(g.reward) for g in grades] == [g.outcome == "timeout" for g in grades]
-    assert time.monotonic() - begin < 60  # and not forever
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_no_bomb_is_right_or_outlives_its_deadline(pool: GraderPool, bomb: str) -> None:
-    first, second = pool.grade([(boxed(bomb), "\\frac{1}{2}"), (boxed("0.5"), "\\frac{1}{2}")])
+    pairs = [(boxed(bomb), "\\frac{1}{2}"), (boxed("0.5"), "\\frac{1}{2}")]
+    first, second = in_time(pool, lambda: pool.grade(pairs), lambda grades: grades[1:])
     assert first.outcome in ("wrong", "timeout", "error")
     assert second.outcome == "correct"
 
@@ -201,8 +202,14 @@ def test_an_answer_whose_process_was_killed_is_scored_again(patient: GraderPool,
 
 
 def test_functions_fail_one_call_at_a_time(pool: GraderPool) -> None:
-    results = pool.call("reward_samples:sleeps", [{"completion": c, "answer": ""} for c in ("0", "600", "0")])
-    assert results == [1.0, Failure("timeout", "no result within 2 s"), 1.0]
+    calls = [{"completion": c, "answer": ""} for c in ("0", "6000", "0")]
+    results = in_time(pool, lambda: pool.call("reward_samples:sleeps", calls), lambda all_: all_[::2])
+    late = results[1]
+    assert isinstance(late, Failure) and late.outcome == "timeout" and results[::2] == [1.0, 1.0]
+
+
+def test_calls_that_fail_say_how(patient: GraderPool) -> None:
+    pool = patient
     assert call(pool, "fails", completion="k") == Failure("error", "KeyError: 'k'")
     assert call(pool, "leaves") == Failure("error", "SystemExit: 3")
     died = call(pool, "dies")
@@ -232,7 +239,8 @@ def test_a_function_that_cannot_be_loaded_does_not_lift_the_limit_of_memory(code
 def test_importing_does_not_count_against_the_deadline(code: str) -> None:
     Path(code, "slow_import.py").write_text("import time\ntime.sleep(1.5)\ndef one(completion): return 1.0\n")
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
-        assert pool.call("slow_import:one", [{"completion": ""}]) == [1.0]
+        results = in_time(pool, lambda: pool.call("slow_import:one", [{"completion": ""}]), list)
+        assert results == [1.0]
 
 
 def module_in(directory: Path, name: str, value: float) -> None:
@@ -303,10 +311,10 @@ def test_nothing_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) 
     with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
         assert isinstance(call(pool, "sleeps", completion="600"), Failure)
         assert len(killed) == 1
-        assert call(pool, "length", completion="abc") == 3.0
-        assert len(killed) == 1
+        assert in_time(pool, lambda: [call(pool, "length", completion="abc")], list) == [3.0]
+        before = len(killed)
         assert isinstance(call(pool, "sleeps", completion="600"), Failure)
-    assert len(killed) == len(set(killed)) == 2
+    assert len(killed) == len(set(killed)) == before + 1
 
 
 def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
@@ -315,7 +323,7 @@ def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
     with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
         monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # not seen to have ended
         assert isinstance(call(pool, "sleeps", completion="600"), Failure)
-        assert call(pool, "length", completion="abc") == 3.0
+        assert in_time(pool, lambda: [call(pool, "length", completion="abc")], list) == [3.0]
 
 
 def test_closing_ends_every_process() -> None:

@@ -8,6 +8,7 @@ import pytest
 from answers_made import answers, spec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import in_time
 
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores
@@ -52,7 +53,7 @@ def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
     """Each between two plain ones, a right and a wrong one, in an order that is not the table's."""
     names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))
     pairs = [p for n in names for p in ((HOSTILE[n], "12345"), ("\\boxed{7}", "7"), ("\\boxed{8}", "7"))]
-    grades = pool.grade(pairs)
+    grades = in_time(pool, lambda: pool.grade(pairs), lambda found: [*found[1::3], *found[2::3]])
     assert [g.outcome for g in grades[1::3]] == ["correct"] * len(names)
     assert [g.outcome for g in grades[2::3]] == ["wrong"] * len(names)
     unscored = {name: g for name, g in zip(names, grades[::3], strict=True) if not g.reward <= 0}
@@ -75,7 +76,7 @@ def test_any_text_and_any_gold_get_a_grade(
 ) -> None:
     completion, answer = "".join(pieces), "".join(gold)
     pairs = [(completion, "7"), (text, "7"), (f"{text}\\boxed{{{completion}}}", answer), ("\\boxed{7}", "7")]
-    *others, plain = pool.grade(pairs)
+    *others, plain = in_time(pool, lambda: pool.grade(pairs), lambda found: found[-1:])
     assert plain.outcome == "correct"
     for grade in others:
         assert math.isnan(grade.reward) == (grade.outcome in ("timeout", "error"))
@@ -87,19 +88,22 @@ SETTINGS = {"language": {"scripts": ["latin"]}, "overlong": {"buffer_tokens": 20
 GROUP = ("the sum is \\boxed{7}", "", "the sum is \\boxed{8}")
 
 
-def scored(scorer: Scorer, text: str) -> Scores:
+def scored(pool: GraderPool, text: str) -> Scores:
     group = (GROUP[0], text, GROUP[2])
-    return scorer.score(answers(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"}))
+    batch = answers(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"})
+    scorer = Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
+    return in_time(pool, lambda: scorer.score(batch), lambda found: [found.outcomes[0], found.outcomes[2]])
 
 
 @pytest.fixture(scope="module")
-def scorer(pool: GraderPool) -> Scorer:
-    return Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
+def calm(pool: GraderPool) -> Scores:
+    """Rewards beside a harmless answer."""
+    return scored(pool, "seven")
 
 
-def unharmed(scorer: Scorer, text: str) -> None:
+def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
     """Every reward of the others is what it is beside a harmless answer, and this one has one or none."""
-    calm, found = scored(scorer, "seven"), scored(scorer, text)
+    found = scored(pool, text)
     for kind in KINDS:
         before, after = calm.parts[kind], found.parts[kind]
         assert [after[0], after[2]] == [before[0], before[2]], kind
@@ -107,11 +111,15 @@ def unharmed(scorer: Scorer, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(scorer: Scorer, name: str) -> None:
-    unharmed(scorer, HOSTILE[name])
+def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(
+    pool: GraderPool, calm: Scores, name: str
+) -> None:
+    unharmed(pool, calm, HOSTILE[name])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300), thought=st.booleans())
-def test_no_text_at_all_touches_another_answers_rewards(scorer: Scorer, text: str, thought: bool) -> None:
-    unharmed(scorer, f"<think>t</think>{text}" if thought else text)
+def test_no_text_at_all_touches_another_answers_rewards(
+    pool: GraderPool, calm: Scores, text: str, thought: bool
+) -> None:
+    unharmed(pool, calm, f"<think>t</think>{text}" if thought else text)

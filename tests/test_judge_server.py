@@ -11,6 +11,7 @@ import urllib.request
 
 import pytest
 from answers_made import answers, spec
+from patience import HANG_S
 
 from grpo_dist.config import Reward, Rewards
 from grpo_dist.rewards.chat_server import ChatServer
@@ -72,7 +73,7 @@ def settings(base_url, **more):
 
 @pytest.mark.evidence
 def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
-    with GraderPool(1, timeout_s=10.0) as pool:
+    with GraderPool(1, timeout_s=HANG_S) as pool:
         rewards = []
         for _ in range(2):
             scorer = Scorer([spec("judge", "judge", kwargs=settings(base_url))], pool)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 BUILD = """
 import ctypes, sys
@@ -37,7 +38,7 @@ def build(directory: Path) -> subprocess.Popen:
 
 def test_who_was_killed_while_building_holds_nobody_up(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # at once: one waits for the other
-    found = [process.communicate(timeout=120)[0].split() for process in (first, second)]
+    found = [process.communicate(timeout=HANG_S)[0].split() for process in (first, second)]
     library = Path(found[0][1])
     assert found == [["42", str(library)]] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
     # What a kill in the middle leaves: half of the library, and a file that marks the build for torch.
@@ -52,7 +53,7 @@ def test_who_was_killed_while_building_holds_nobody_up(tmp_path):
         waiting.wait(6)
     holder.kill()
     holder.wait(10)
-    assert waiting.communicate(timeout=120)[0].split()[0] == "42"
+    assert waiting.communicate(timeout=HANG_S)[0].split()[0] == "42"
 
 
 def test_a_kernel_that_is_never_built_is_told(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import samples_of_groups
 import torch
+from drawn import drawn
 from peft import PeftModel
 from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, relative
 from transformers import AutoModelForCausalLM
@@ -89,7 +90,9 @@ def expected_gradients(model_dir, tensors, batch):
     return {name: p.grad for name, p in adapter_parameters(model)}
 
 
-@pytest.mark.parametrize(("ranks", "stage", "micro_batch_tokens"), [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)])
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens"), drawn("adapters", [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)], 2)
+)
 def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     forked_ranks, tiny_model, ranks, stage, micro_batch_tokens
 ):
@@ -124,7 +127,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     assert relative(flat(gradients), flat(expected_gradients(tiny_model, low_rank, second))) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.evidence), 3])
+@pytest.mark.parametrize("stage", drawn("adapters of a checkpoint", [(2,), (3,)], 1))
 def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  (other processes) load, update; the export is the model and its adapter."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)

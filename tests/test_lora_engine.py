@@ -38,7 +38,8 @@ class MovingAdapters(PolicyWorker):
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
     settings = Policy(zero_stage=2, lora=LoRA(rank=4, alpha=8, sync="adapter"))
-    world = World(tiny_model, settings, MovingAdapters)
+    # What is compiled is the matter of `test_engine`, and takes most of a minute.
+    world = World(tiny_model, settings, MovingAdapters, enforce_eager=True)
     yield world
     world.close()
 

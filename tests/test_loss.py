@@ -256,7 +256,7 @@ def check_split(whole, dtype, how, split):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_no_split_of_the_rows_changes_gradient_or_metrics(whole, dtype, policy_loss, data):
     """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5

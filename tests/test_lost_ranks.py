@@ -3,11 +3,11 @@
 import asyncio
 import os
 import signal
-import time
 
 import psutil
 import pytest
 import samples_of_groups
+from patience import HANG_S
 from test_policy_ranks import OpenWorker, on_all, start
 
 from grpo_dist.config import Restarts
@@ -54,19 +54,16 @@ def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it
         staged = group.stage([samples_of_groups.batch()])
         await group.update(staged)
         processes = await on_all(group, "arm", 1, what)
-        began = time.monotonic()
         with pytest.raises(StateLost, match=words):
             await group.update(staged)
-        took = time.monotonic() - began
         if isinstance(what, signal.Signals):
             with pytest.raises(StateLost, match=words):  # and so is who asks later
                 await group.save(tmp_path)
         await group.shutdown()
-        return took, processes
+        return processes
 
-    took, processes = asyncio.run(lose())
-    assert took < 15
-    _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], timeout=15)
+    processes = asyncio.run(lose())
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in processes if psutil.pid_exists(p)], HANG_S)
     assert not alive  # the one that was stopped, and the one that waited, too
 
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import sympy.parsing.sympy_parser
+from patience import HANG_S
 
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
@@ -188,7 +189,7 @@ FOUND = [
 def test_the_answer_found_is_the_text_that_is_compared() -> None:
     completions, found = zip(*FOUND, strict=True)
     assert [answer_found(completion) for completion in completions] == list(found)
-    with GraderPool(1) as pool:
+    with GraderPool(1, timeout_s=HANG_S) as pool:
         assert pool.find(completions) == list(found)
 
 
@@ -296,7 +297,7 @@ def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     every = read_cases(shared_data / "equivalence_cases.jsonl")
     # Half of the hard ones, for time; grpo_dist.rewards.measure takes all.
     cases = [c for c in every if c.subset == "plain"] + [c for c in every if c.subset == "hard"][::2]
-    with GraderPool(2, timeout_s=20.0) as pool:
+    with GraderPool(2, timeout_s=HANG_S) as pool:
         judged = judge_with_ours(cases, pool, threads=2)
     plain = summary([j for j in judged if j.case.subset == "plain"])
     hard = summary([j for j in judged if j.case.subset == "hard"])
@@ -316,7 +317,7 @@ def test_real_solutions_are_judged_as_their_authors_did(shared_data, tmp_path) -
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text(encoding="utf-8").splitlines()[::4]
     sample = tmp_path / "sample.jsonl"
     sample.write_text("\n".join(lines), encoding="utf-8")
-    with GraderPool(2, timeout_s=20.0) as pool:
+    with GraderPool(2, timeout_s=HANG_S) as pool:
         total, differ = graded_solutions(sample, pool)
     assert total == len(lines)
     assert differ == []

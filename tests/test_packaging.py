@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 from grpo_dist.config_files import load_config
 from grpo_dist.recipe.config import load_pipeline
@@ -25,7 +26,9 @@ print(len(names))
 
 
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
 
 
 def test_whole_package_imports_without_ray_vllm_and_deepspeed():

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import samples_of_groups
 import torch
+from drawn import drawn
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker, loss_settings
@@ -134,16 +135,17 @@ def reference(tiny_model, batch):
 @pytest.mark.parametrize(
     ("ranks", "stage", "micro_batch_tokens", "how"),
     [
-        (1, 0, 10_000, {}),
-        (1, 2, 40, {"packing": False}),
-        (2, 0, 40, {}),
-        pytest.param(2, 1, 10_000, {}, marks=pytest.mark.evidence),
-        (2, 2, 40, {}),
-        (2, 2, 40, {"shared": 2}),
+        *drawn("one rank", [(1, 0, 10_000, {}), (1, 2, 40, {"packing": False})], 1),
+        *drawn("stages", [(2, 0, 40, {}), (2, 1, 10_000, {}), (2, 2, 40, {})], 1),
         (2, 3, 40, {}),
-        pytest.param(2, 3, 10_000, {"shared": 2}, marks=pytest.mark.evidence),
-        pytest.param(4, 2, 40, {"shared": 2}, marks=pytest.mark.evidence),
-        pytest.param(4, 0, 10_000, {"shared": 4}, marks=pytest.mark.evidence),
+        *drawn(
+            "shared",
+            [
+                (2, 2, 40, {"shared": 2}), (2, 3, 10_000, {"shared": 2}),
+                (4, 2, 40, {"shared": 2}), (4, 0, 10_000, {"shared": 4}),
+            ],
+            1,
+        ),
     ],
 )
 def test_gradient_is_that_of_the_whole_batch(
@@ -173,7 +175,7 @@ def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     assert relative(flat(two), flat(one)) < 1e-5
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.evidence) for s in (0, 2)), 3])
+@pytest.mark.parametrize("stage", drawn("checkpoint", [(0,), (2,), (3,)], 1))
 def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
     """update, save, update  ==  update, save, (another process) load, update."""
     first, second = samples_of_groups.batch(seed=1), samples_of_groups.batch(seed=2)
@@ -212,7 +214,7 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
+    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 2),
 )
 def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -256,7 +258,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
 
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
-    [(2, 0, {}), pytest.param(2, 2, {}, marks=pytest.mark.evidence), (2, 3, {}), (1, 1, BF16)],
+    drawn("beyond a bound", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
 )
 def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
     forked_ranks, tiny_model, tmp_path, ranks, stage, how
@@ -331,12 +333,7 @@ FAMILY = {
 }  # fmt: skip
 
 
-SLOW = ("the tokens of highest entropy", "ratios to the engine")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.evidence) if n in SLOW else n for n in FAMILY]
-)
+@pytest.mark.parametrize("name", drawn("family", [(name,) for name in FAMILY], 1))
 def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny_model, name):
     """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
     changes, epochs = FAMILY[name]

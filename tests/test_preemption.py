@@ -11,6 +11,7 @@ from pathlib import Path
 import fakes
 import pytest
 import torch
+from patience import HANG_S
 
 from grpo_dist.cli import _guarded
 from grpo_dist.data.order import step_prompts
@@ -271,6 +272,6 @@ def test_a_run_that_is_asked_to_end_while_it_starts_has_time_to_put_away_what_it
         env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=HANG_S,
     )
     assert (done.returncode, done.stdout) == (75, "put away\n"), done.stderr[-3000:]

@@ -5,7 +5,7 @@ never disturbed.
 import asyncio
 import json
 import shutil
-import time
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import fakes
 import pytest
 import test_checkpoint
+from patience import HANG_S, wait_until
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
@@ -271,15 +272,21 @@ def saved(tmp_path):
     (tmp_path / training.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
     prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
-    config = fakes.config(cluster={"timeouts": {"save_s": 1.5}})
     tracker = SimpleNamespace(warn=warned.append)
-    return training.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved()), warned
+
+    def run(save_s):
+        config = fakes.config(cluster={"timeouts": {"save_s": save_s}})
+        return training.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved())
+
+    return run, warned
 
 
-def slowly(monkeypatch, seconds):
+def slowly(monkeypatch, until):
+    """Checkpoints are not found before ``until()`` is true."""
+
     def found(*arguments):
         place = newest_whole(*arguments)
-        time.sleep(seconds)
+        wait_until(until, "nobody waits for it")
         return place
 
     monkeypatch.setattr(training, "newest_whole", found)
@@ -287,8 +294,9 @@ def slowly(monkeypatch, seconds):
 
 def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
     """They take minutes where models are large, and others watch over actors meanwhile."""
-    (run, warned), ticks = saved, []
-    slowly(monkeypatch, 0.3)
+    (made, warned), ticks = saved, []
+    run = made(save_s=HANG_S)
+    slowly(monkeypatch, lambda: len(ticks) > 3)
 
     async def beside():
         finding = asyncio.create_task(run.newest())
@@ -303,14 +311,18 @@ def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
 
 def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(saved, monkeypatch):
     """To a loss everybody would be started anew, and the same files read once more."""
-    run, warned = saved
-    slowly(monkeypatch, 6.0)
+    made, warned = saved
+    run, ended = made(save_s=0.5), threading.Event()
+    slowly(monkeypatch, lambda: warned and ended.is_set())
 
     async def within():
-        async with Cluster(fakes.config()).losses_told():
-            await run.newest()
+        try:
+            async with Cluster(fakes.config()).losses_told():
+                await run.newest()
+        finally:
+            ended.set()
 
-    with pytest.raises(RunEnded, match=r"not finished within 3 s\. The same command goes on"):
+    with pytest.raises(RunEnded, match=r"not finished within 1 s\. The same command goes on"):
         asyncio.run(within())
     assert len(warned) == 1  # what was found out by then is told
 

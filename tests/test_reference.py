@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from patience import HANG_S
 from transformers import AutoModelForCausalLM
 
 from actors.policy import PolicyGroup, PolicyWorker
@@ -77,7 +78,7 @@ def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(star
         frozen = await pool.logprobs(PROMPT, ROLLOUTS)
         moved = await policy.ranks[0].move.remote()
         settings = WeightSync(bucket_mb=1, backend="gloo")
-        sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=60)
+        sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=HANG_S)
         await sync.refresh()
         mixed = await pool.logprobs(PROMPT, ROLLOUTS)
         await pool.save(tmp_path / "reference.safetensors")

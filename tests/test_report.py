@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
+from patience import HANG_S
 
 from grpo_dist.cli import main
 from grpo_dist.demo.tokenizer import character_tokenizer
@@ -307,7 +308,7 @@ def test_ctrl_c_ends_a_server_in_order(tmp_path):
             line = process.stdout.readline()
             assert b"<!DOCTYPE html>" in ask(re.search(r"http://127\.0\.0\.1:\d+/", line)[0])[1]
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=HANG_S)
         finally:
             process.kill()
     assert process.returncode == 0 and errors == ""
@@ -357,7 +358,7 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
 
 def test_a_report_does_without_torch():
     code = "import sys, grpo_dist.report.command; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
 
 
 def test_ranges_of_steps():
@@ -429,11 +430,11 @@ def served(tmp_path):
             thread.start()
             yield run, server.url
             server.shutdown()
-            thread.join(timeout=10)
+            thread.join(timeout=HANG_S)
 
 
 def ask(url, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=HANG_S) as answer:
         body = answer.read()
         return answer, gzip.decompress(body) if answer.headers["Content-Encoding"] else body
 
@@ -503,7 +504,7 @@ def test_a_server_listens_on_ipv6_too():
         assert server.url.startswith("http://[::1]:")
         assert json.loads(ask(server.url + "manifest")[1]) == {"live": True, "runs": []}
         server.shutdown()
-        thread.join(timeout=10)
+        thread.join(timeout=HANG_S)
 
 
 def test_a_server_answers_to_its_own_name_only(served):
@@ -517,7 +518,7 @@ def test_a_server_that_was_told_to_be_seen_has_any_name():
         thread.start()
         _, body = ask(f"http://127.0.0.1:{server.server_port}/manifest", Host="head-node:80")
         server.shutdown()
-        thread.join(timeout=10)
+        thread.join(timeout=HANG_S)
     assert json.loads(body) == {"live": True, "runs": []}
 
 

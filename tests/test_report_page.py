@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from browser import chromium
 from made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
+from patience import HANG_S
 
 from grpo_dist.evaluation.estimates import wilson
 from grpo_dist.report.answers import Answers
@@ -298,7 +299,7 @@ def served(run):
             yield server.url
         finally:
             server.shutdown()
-            thread.join(timeout=10)
+            thread.join(timeout=HANG_S)
 
 
 def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path):

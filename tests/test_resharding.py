@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import samples_of_groups
 import torch
+from drawn import drawn
 from test_policy_ranks import OpenWorker, on_all, start
 
 from grpo_dist.config import LoRA
@@ -81,18 +82,19 @@ def offloaded(*what, ranks, stage):
 
 @pytest.mark.parametrize(
     ("chain", "exact"),
-    [
-        pytest.param(TO_ALL_STAGES, True, id="stages"),
-        pytest.param(SHARED_SEQUENCES, True, id="sequences", marks=pytest.mark.evidence),
-        pytest.param(with_all(TO_ALL_STAGES, lora=LoRA(rank=4)), True, id="lora", marks=pytest.mark.evidence),
-        pytest.param(
-            [TO_ALL_STAGES[2], offloaded("optimizer", ranks=1, stage=1),
-             offloaded("optimizer", "param", ranks=2, stage=3), ONE],
-            True, id="offload", marks=pytest.mark.evidence,
-        ),
-        # Gradients in bfloat16 are others for other rows in one matrix.
-        pytest.param(with_all(TO_ALL_STAGES[1:-1], dtype="bfloat16"), False, id="bfloat16"),
-    ],
+    drawn(
+        "chains",
+        [
+            (TO_ALL_STAGES, True),
+            (SHARED_SEQUENCES, True),
+            (with_all(TO_ALL_STAGES, lora=LoRA(rank=4)), True),
+            ([TO_ALL_STAGES[2], offloaded("optimizer", ranks=1, stage=1),
+              offloaded("optimizer", "param", ranks=2, stage=3), ONE], True),
+            # Gradients in bfloat16 are others for other rows in one matrix.
+            (with_all(TO_ALL_STAGES[1:-1], dtype="bfloat16"), False),
+        ],
+        1,
+    ),
 )  # fmt: skip
 def test_every_number_arrives_and_training_goes_on(forked_ranks, tiny_model, tmp_path, chain, exact):
     told = trained(tiny_model, tmp_path / "0", **chain[0])

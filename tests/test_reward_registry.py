@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from answers_made import answers, spec
+from patience import HANG_S, in_time
 
 from grpo_dist.config import Reward, Rewards
 from grpo_dist.rewards.pool import GraderPool
@@ -47,7 +48,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(code: str) -> Iterator[GraderPool]:
-    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+    with GraderPool(2, timeout_s=HANG_S, code_paths=[code]) as pool:
         yield pool
 
 
@@ -81,13 +82,16 @@ def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
     assert scores.outcomes == ["correct", "wrong", "correct"]
 
 
-def test_a_timeout_makes_its_own_sample_nan(pool: GraderPool) -> None:
-    scores = Scorer([spec("math", "math")], pool).score(
-        answers(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
-    )
-    assert scores.outcomes == ["correct", "timeout", "correct"]
-    assert np.isnan(scores.rewards).tolist() == [False, True, False]
-    scores = Scorer([spec("e", "my_rewards:endless")], pool).score(answers(["a", "loop", "b"], "4"))
+def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
+    hostile = answers(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
+    endless = answers(["a", "loop", "b"], "4")
+    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+        scorer = Scorer([spec("math", "math")], pool)
+        scores = in_time(pool, lambda: scorer.score(hostile), lambda found: found.outcomes[::2])
+        assert scores.outcomes == ["correct", "timeout", "correct"]
+        assert np.isnan(scores.rewards).tolist() == [False, True, False]
+        pool._timeout_s = 3.0
+        scores = Scorer([spec("e", "my_rewards:endless")], pool).score(endless)
     assert scores.outcomes == ["", "", ""]
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
 
@@ -231,13 +235,15 @@ def test_text_rewards(pool: GraderPool) -> None:
     assert scores.outcomes == ["", ""]
 
 
-def test_a_gate_decides_which_samples_a_part_counts_for(pool: GraderPool) -> None:
+def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
     specs = [
         spec("math", "math", 1.0),
         spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="math", gate_above=0.5),
     ]
     group = answers(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
-    scores = Scorer(specs, pool).score(group)
+    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+        scorer = Scorer(specs, pool)
+        scores = in_time(pool, lambda: scorer.score(group), lambda found: found.outcomes[:2])
     assert scores.parts["overlong"].tolist() == [-0.25, -0.5, -0.75]
     assert scores.rewards[:2].tolist() == [0.5, 0.0]
     assert np.isnan(scores.rewards[2])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ray
 from classifiers_made import BY_HAND, by_hand
+from patience import HANG_S
 
 from actors.cluster import Cluster
 from actors.placement import Resources, placement
@@ -176,7 +177,7 @@ def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path
 
 def _gone(actor):
     """Whether no actor of that name is alive, within half a minute."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + HANG_S
     while time.monotonic() < end:
         try:
             ray.get_actor(actor)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def on_nodes(script, **variables):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} | variables
     command = [sys.executable, str(ROOT / "tests" / script)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return run
 

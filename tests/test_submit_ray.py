@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from patience import HANG_S
 from submitted import command, config_in, health, ray_head, until
 
 from grpo_dist import __version__
@@ -74,7 +75,7 @@ def outside(*arguments, **environment):
     done = subprocess.run(
         [sys.executable, "-c", _COMMAND, *map(str, arguments)],
         env=os.environ | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S,
     )  # fmt: skip
     return done.returncode, done.stdout
 
@@ -93,7 +94,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, 
         assert job == f"{Job(load_config(path), path, ()).name}-1"
         assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
 
-        printed = until(lambda: driver_said(run), 90, lambda: outside("status", run))
+        printed = until(lambda: driver_said(run), lambda: outside("status", run))
         # The code that was here, not what is installed there.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
@@ -108,15 +109,15 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, 
         assert outside("stop", run)[0] == 0
         # Ends with the job, which had the time to save its checkpoint.
         assert "checkpoint saved" in outside("logs", "--follow", run)[1]
-        until(lambda: "STOPPED" in outside("status", run)[1], 20, "not stopped")
+        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
         assert "is over: STOPPED" in outside("stop", run)[1]
 
         (run / "submitted.json").unlink()  # as if the next submission came from another machine
         assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
-        until(lambda: driver_said(run), 90, "the second job says nothing")
+        until(lambda: driver_said(run), "the second job says nothing")
         outside("stop", run)
-        until(lambda: "STOPPED" in outside("status", run)[1], 20, "not stopped")
+        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
 
         status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
         assert status == 2 and "token" in said.lower()
@@ -330,7 +331,7 @@ def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
         run = project / "runs/tiny"
         assert command(capsys, "submit", config_in(project), "--to", "ray")[0] == 0
         said = command(capsys, "logs", "--follow", run)[1]
-        until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], 30, said)
+        until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
         assert (run / "DONE").read_text() == "2\n"
         assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
         status, said = command(capsys, "submit", config_in(project), "--to", "ray")

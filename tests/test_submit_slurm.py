@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import HANG_S
 from slurm_stand_in import PROGRAMS, PYTHON, RAY, Running
 from submitted import BIN, command, config_in, until
 
@@ -281,7 +282,7 @@ def test_without_slurm_it_says_where_to_submit(tmp_path, capsys, monkeypatch):
 
 
 def test_the_template_is_a_script_as_it_is():
-    assert subprocess.run(["bash", "-n", TEMPLATE], timeout=20).returncode == 0
+    assert subprocess.run(["bash", "-n", TEMPLATE], timeout=HANG_S).returncode == 0
     assert (
         TEMPLATE.read_text().count("# >>> settings\n") == TEMPLATE.read_text().count("# <<< settings\n") == 1
     )
@@ -293,7 +294,7 @@ def test_a_whole_run_is_interrupted_queued_again_and_goes_on(slurm, tmp_path, ca
     assert status == 0
     run, script = tmp_path / "runs/tiny", said
     first = start(script, stand_in=False)
-    until((run / "checkpoints/step_000002").exists, 240, first.said)
+    until((run / "checkpoints/step_000002").exists, first.said)
     first.process.send_signal(signal.SIGUSR1)
     assert first.end() == 75, first.said()
     assert calls(slurm)[-1] == f"scontrol requeue {first.job}"

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import ray
 from mortal_actors import Busy, Engine, Frozen, Grader
+from patience import HANG_S
 from ray.exceptions import RayActorError
 
 import actors.reference
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.machine
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
 QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=4)
-BUSY_S = 120  # for what takes seconds: new processes on a machine that is busy
 SAMPLING = Sampling(max_new_tokens=4)
 
 
@@ -39,7 +39,7 @@ def prompt(uid):
 
 def pool(workers, restarts=QUICK):
     spec = SimulatedSpec(RolloutSettings(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
-    return RolloutPool(spec, options=OPTIONS, worker=Engine, restarts=restarts, start_s=BUSY_S)
+    return RolloutPool(spec, options=OPTIONS, worker=Engine, restarts=restarts, start_s=HANG_S)
 
 
 async def fetched(rollouts, uid):
@@ -53,7 +53,7 @@ async def with_one_lost(rollouts, lose, groups=30):
     tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(groups)]
     await asyncio.sleep(0.07)
     await lose(worker, process)
-    async with asyncio.timeout(BUSY_S):
+    async with asyncio.timeout(HANG_S):
         return process, await asyncio.gather(*tasks)
 
 
@@ -82,7 +82,7 @@ def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster
         for lose in (killed, stopped, stuck, failed):
             process, groups = await with_one_lost(rollouts, lose)
             assert [(uid, seeds) for uid, seeds, _ in groups] == [(f"p{i}", (1, 2)) for i in range(30)]
-            async with asyncio.timeout(BUSY_S):
+            async with asyncio.timeout(HANG_S):
                 while len(rollouts.team.alive()) < 2 or _lives(process):
                     await asyncio.sleep(0.05)
             assert all(hand.sequences == hand.tokens == 0 for hand in rollouts.team.admission._loads)
@@ -187,14 +187,14 @@ def test_when_no_restart_is_left_all_who_wait_are_told_which_engine_it_was(ray_c
         await asyncio.sleep(0.1)
         for _ in range(losses):
             worker = rollouts.workers[0]
-            async with asyncio.timeout(BUSY_S):
+            async with asyncio.timeout(HANG_S):
                 while not rollouts.team.is_current(0, worker):
                     await asyncio.sleep(0.02)
                     worker = rollouts.workers[0]
             await worker.stick.remote()
             kill([worker])
             await asyncio.sleep(0.1)
-        async with asyncio.timeout(BUSY_S):
+        async with asyncio.timeout(HANG_S):
             errors = await asyncio.gather(*tasks, return_exceptions=True)
         with pytest.raises(WorkerLost):
             rollouts.team.check()
@@ -212,7 +212,7 @@ def test_long_work_is_no_hang(ray_cluster):
     async def session():
         actor = one_at_a_time(Busy)
         team = Team(
-            "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=BUSY_S,
+            "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=HANG_S,
             restarts=Restarts(health_s=0.5, hang_s=4),
         )  # fmt: skip
         await team.ready()
@@ -235,10 +235,10 @@ def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_on
 
     async def session():
         rewards = RewardPool(
-            settings, max_new_tokens=64, options=OPTIONS, worker=Grader, restarts=QUICK, start_s=BUSY_S
+            settings, max_new_tokens=64, options=OPTIONS, worker=Grader, restarts=QUICK, start_s=HANG_S
         )
         await rewards.ready()
-        async with asyncio.timeout(BUSY_S):
+        async with asyncio.timeout(HANG_S):
             prompts = (once, prompt("poison"), prompt("ok"))
             groups = [await rewards.score(p, ray.put(samples)) for p in prompts]
         await rewards.shutdown()
@@ -261,7 +261,7 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
     async def session():
         reference = ReferencePool(
             Reference(refresh_every=refresh_every), model=Model(path="tiny"), model_dir="", temperature=1.0,
-            chunk_mib=8, options=OPTIONS, restarts=QUICK, start_s=BUSY_S,
+            chunk_mib=8, options=OPTIONS, restarts=QUICK, start_s=HANG_S,
         )  # fmt: skip
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])

@@ -7,6 +7,7 @@ import pytest
 import ray
 import test_policy_ranks
 import torch
+from patience import HANG_S
 
 from actors.transfer_group import TransferGroup
 from actors.transport import open_transport
@@ -43,7 +44,7 @@ async def exchange(model_dir, *, beside):
         receivers,
         WeightSync(bucket_mb=1, backend="shared_memory"),
         beside=beside,
-        timeout_s=60,
+        timeout_s=HANG_S,
     )
     receiving = [receiver.receive.remote(group.specs, group.bucket_bytes) for receiver in receivers]
 
@@ -51,7 +52,7 @@ async def exchange(model_dir, *, beside):
         return await reference
 
     arriving = [arrived(reference) for reference in receiving]
-    metrics = await asyncio.wait_for(group.send(arriving), 60)
+    metrics = await asyncio.wait_for(group.send(arriving), HANG_S)
     weights, _ = await test_policy_ranks.on_all(policy, "weights")
     found = ray.get(receiving)
     await policy.shutdown()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import HANG_S
 
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 
@@ -152,7 +153,7 @@ print(json.dumps(seen))
 def test_engines_see_the_gpus_that_ray_gave_the_ranks():
     """On a Ray with two GPUs that exist in its books alone."""
     done = subprocess.run(
-        [sys.executable, "-c", _ON_TWO_GPUS], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", _ON_TWO_GPUS], capture_output=True, text=True, timeout=HANG_S, check=True
     )
     seen = [(tuple(sorted(visible.split(","))), counted) for visible, counted in json.loads(done.stdout)]
     assert sorted(seen) == [(("0",), []), (("0", "1"), []), (("1",), [])]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import ray
+from patience import HANG_S
 from ray.exceptions import RayActorError
 
 import actors.watchdog
@@ -25,7 +26,7 @@ from grpo_dist.stacks import calls_in_hand, look
 
 pytestmark = pytest.mark.machine
 
-LONG_S = 300  # beyond all tests of this file, also where the machine is busy
+LONG_S = HANG_S  # beyond all tests of this file
 
 
 class Stuck(Watched):
@@ -81,7 +82,7 @@ def stuck(ray_cluster, tmp_path_factory):
     kill([made["dead"]])
     with pytest.raises(RayActorError):
         for _ in range(100):  # it may answer some more
-            ray.get(made["dead"].ready.remote(), timeout=20)
+            ray.get(made["dead"].ready.remote(), timeout=HANG_S)
             time.sleep(0.05)
     while not mark.exists():
         time.sleep(0.05)

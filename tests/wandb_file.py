@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from pathlib import Path
 from typing import Any
 
+from patience import wait_until
+
 _BLOCK, _HEADER = 32768, 7
 _FULL, _FIRST, _LAST = 1, 2, 4
-_WRITTEN_S = 30.0
 
 
 def records(path: Path) -> list[Any]:
@@ -38,11 +38,12 @@ def records(path: Path) -> list[Any]:
 def offline_run(directory: Path) -> list[Any]:
     """Records of the run in ``directory``; its writer, a process of its own, may be a moment behind."""
     (path,) = directory.glob("offline-run-*/*.wandb")
-    until = time.monotonic() + _WRITTEN_S
-    while not (found := records(path)) or found[-1].WhichOneof("record_type") != "exit":
-        assert time.monotonic() < until, f"{path}: no end after {_WRITTEN_S:g} s"
-        time.sleep(0.1)
-    return found
+
+    def is_whole() -> bool:
+        return bool(found := records(path)) and found[-1].WhichOneof("record_type") == "exit"
+
+    wait_until(is_whole, f"{path}: no end")
+    return records(path)
 
 
 def history(found: list[Any]) -> list[dict[str, Any]]:

@@ -22,14 +22,14 @@ from grpo_dist.ledger import LEDGER, imbalance
 
 from . import room, verdict
 from .events import SUPERVISED, Event
-from .faults import TornFile, in_starts, in_steps
-from .job import CONFIG, Job
+from .faults import TornFile, in_starts, in_steps, of_nodes
+from .job import CONFIG, Job, python_path
+from .nodes import OVERRIDES, Nodes
 from .play import Group, Plan, Play, Stuck
 from .report import goodput, step_s, table
 
 _DISK_MB = 256
 _PROMPTS_PER_STEP = 4  # as in job.yaml
-_AGENTS_S = 90.0  # Ray's own take so long to see that their raylet is gone
 _FAILED_JOBS = 3  # then more of them would tell nothing new
 
 
@@ -38,11 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # sockets below have short paths
     place = room.enter(base / "disk", disk_mb=_DISK_MB)
-    whole = Chaos(options, base, place)
-    try:
-        problems = whole.run()
-    finally:
-        whole.close()
+    problems = []
+    for kind in (Chaos, ChaosOfNodes):
+        whole = kind(options, base, place)
+        try:
+            problems += whole.run() if whole.kinds else []
+        finally:
+            whole.close()
     if problems:
         shutil.copytree(place.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
         print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
@@ -59,6 +61,8 @@ class Chaos:
 
     def __init__(self, options: argparse.Namespace, base: Path, place: room.Room) -> None:
         self._options, self._base, self._place = options, base, place
+        self._limits = verdict.BUSY if options.short else verdict.MEASURED
+        self._nodes: Nodes | None = None
         self._rng = Random(options.seed)
         self._begin = time.monotonic()
         self._jobs: list[Job] = []
@@ -94,17 +98,22 @@ class Chaos:
         return self._problems
 
     def close(self) -> None:
-        """No process of a job is left, whoever asks a second time to end."""
+        """No process of a job is left, also when somebody asks a second time to end."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for job in self._jobs:
             job.family.kill()
 
+    @property
+    def kinds(self) -> list[str]:
+        """What it is to go through."""
+        return [kind for kind in _kinds() if kind in (self._options.only or _kinds())]
+
     def _plan(self) -> Plan:
         options = self._options
         if options.short:
             return Plan(short_groups(self._place.refusal), in_starts())
-        wanted = options.only or _kinds()
+        wanted = self.kinds
         starting = [f for f in in_starts() for _ in range(options.each) if f.kind in wanted]
         groups = [g for g in long_groups(self._place.refusal, wanted) for _ in range(options.each)]
         self._rng.shuffle(groups)
@@ -112,14 +121,19 @@ class Chaos:
         return Plan(groups, starting)
 
     def _job(self, name: str) -> Job:
-        temporary = self._base / "ray"
-        temporary.mkdir(exist_ok=True)
         models = f"[{{name: quality, path: {self._classifier}}}]"
         own = [f"steps={self._options.steps}", f"rewards.models={models}"]
         log = self._base / f"{name}.log"
-        job = Job(self._place.disk / name, temporary, log, [*own, *self._options.overrides])
+        overrides = [*own, *self._options.overrides]
+        job = Job(self._place.disk / name, self._temporary(), log, overrides, self._nodes)
         self._jobs.append(job)
         return job
+
+    def _temporary(self) -> Path:
+        """Where Ray has its sessions."""
+        directory = self._base / "ray"
+        directory.mkdir(exist_ok=True)
+        return directory
 
     def _play(self, job: Job, plan: Plan) -> bool:
         """Whether the job came to its end; if not, that is a problem."""
@@ -150,10 +164,10 @@ class Chaos:
         lost = verdict.unscored(lines)
         otherwise = bool(lost) or self._in_flight or self._fresher(mine)
         found = self._of_every_job(job, mine) | {
-            "noticed": verdict.unnoticed(mine),
-            "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0]),
+            "noticed": verdict.unnoticed(mine, self._limits),
+            "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0], self._limits),
             "named": verdict.silent(mine, said),
-            "orphans": verdict.orphans(job.family, _AGENTS_S),
+            "orphans": verdict.orphans(job.family, self._limits.agents_s),
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
             # A sample that nobody could score is another number, and rightly so; and when weights come to
@@ -176,7 +190,7 @@ class Chaos:
             "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
             or verdict.unbalanced(job.said(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
-            "alive": verdict.hung(job.lines, events),
+            "alive": verdict.hung(job.lines, events, self._limits),
             "survived": _ended(job, events),
         }
 
@@ -209,6 +223,38 @@ class Chaos:
 
     def _say(self, message: str) -> None:
         print(f"{time.monotonic() - self._begin:6.0f} s  {message}", flush=True)
+
+
+class ChaosOfNodes(Chaos):
+    """The same on a cluster of several nodes, of which some are lost."""
+
+    @property
+    def kinds(self) -> list[str]:
+        kinds = [fault.kind for fault in of_nodes()] if not self._options.short else []
+        return [kind for kind in kinds if kind in (self._options.only or kinds)]
+
+    def run(self) -> list[str]:
+        self._nodes = Nodes(self._temporary(), python_path())
+        self._options.overrides = [*OVERRIDES, *self._options.overrides]
+        self._shared = _shared_memory()
+        return super().run()
+
+    def close(self) -> None:
+        super().close()
+        if self._nodes is not None:
+            self._nodes.close()
+
+    def _plan(self) -> Plan:
+        wanted = [fault for fault in of_nodes() if fault.kind in self.kinds]
+        groups = [[fault] for fault in wanted for _ in range(self._options.each)]
+        self._rng.shuffle(groups)
+        return Plan(groups, [])
+
+    def _job(self, name: str) -> Job:
+        return super()._job(f"nodes-{name}")
+
+    def _left_in_memory(self) -> str | None:
+        return verdict.left_in_memory(self._shared, _shared_memory(), _mapped())  # nodes have theirs
 
 
 # What can be told apart comes at once: recovering is what takes long.
@@ -261,7 +307,7 @@ def _mapped() -> set[str]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    kinds = _kinds()
+    kinds = [*_kinds(), *(fault.kind for fault in of_nodes())]
     parser = argparse.ArgumentParser(prog="chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--short", action="store_true", help="one event of most kinds, many at once")
     parser.add_argument("--each", type=int, default=20, help="events of each kind (20)")

@@ -76,6 +76,31 @@ class Worker(Plain):
 
 
 @dataclass(frozen=True)
+class NodeLoss(Plain):
+    """The node that has a worker of ``role`` is gone, with all that is on it."""
+
+    role: str
+
+    @property
+    def kind(self) -> str:
+        return f"node of {self.role} lost"
+
+    def ready(self, job: Job) -> bool:
+        return super().ready(job) and bool(job.family.of_role(self.role))
+
+    def strike(self, job: Job, rng: Random) -> Event:
+        if job.nodes is None:
+            raise Skip("the job has no nodes to lose")
+        found = [worker for worker in job.family.of_role(self.role) if job.nodes.holds(worker)]
+        if not found:
+            raise Skip("Ray had put that worker on the head node")
+        victim = rng.choice(found)
+        event = event_of(self, job, doing(victim), role=self.role, victim=victim)
+        job.nodes.lose(victim)
+        return event
+
+
+@dataclass(frozen=True)
 class Driver(Plain):
     """The driver gets a signal that ends it."""
 
@@ -245,9 +270,15 @@ def in_steps(refusal: str | None) -> list[Fault]:
         Worker("rollout", signal.SIGKILL, at="receive_weights"),
         Worker("rollout", signal.SIGSTOP, at="receive_weights"),
         Worker("policy", signal.SIGKILL, at="send_weights"),
+        Worker("policy", signal.SIGSTOP, at="send_weights"),
     ]
     ends: list[Fault] = [Driver(signal.SIGKILL), Driver(signal.SIGTERM), FullDisk(refusal), TornFile()]
     return [*hurt, *ends, CutConnection()]
+
+
+def of_nodes() -> list[Fault]:
+    """One of each kind that comes to a job on a cluster of several nodes."""
+    return [NodeLoss(role) for role in ("rollout", "policy", "reward")]
 
 
 def in_starts() -> list[Fault]:

@@ -6,6 +6,7 @@ Nothing else is ever signalled: other jobs run on the same machine.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 import psutil
@@ -23,13 +24,14 @@ _TITLES = {
     "policy": "ray::PolicyWorker",
     "grader": "grpo_dist.rewards.child",
 }
+_OF_RAY = ("/ray/core/", "/ray/_private/", "/ray/dashboard/", "ray::IDLE", "Agent", "ray-dashboard")
 
 
 class Family:
-    """The processes of the job whose environment says ``MARK`` = ``mark``."""
+    """The processes of the job whose environment says ``MARK`` = ``mark``, but those that are ``spared``."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
+    def __init__(self, mark: str, spared: Callable[[psutil.Process], bool] = lambda _: False) -> None:
+        self._mark, self._spared = mark, spared
         self._known: dict[int, psutil.Process] = {}
 
     def living(self) -> list[psutil.Process]:
@@ -38,7 +40,7 @@ class Family:
             if process.pid not in self._known and self._belongs(process):
                 self._known[process.pid] = process
         self._known = {pid: process for pid, process in self._known.items() if lives(process)}
-        return list(self._known.values())
+        return [process for process in self._known.values() if not self._spared(process)]
 
     def of_role(self, role: str) -> list[psutil.Process]:
         """Workers of ``role`` that live and are not stopped, by pid."""
@@ -62,6 +64,11 @@ class Family:
         with suppress(psutil.Error):
             return process.environ().get(MARK) == self._mark or process.ppid() in self._known
         return False
+
+
+def is_of_ray(process: psutil.Process) -> bool:
+    """Whether it is a node's own: a server or an agent of Ray, or one of its processes that no actor has."""
+    return any(text in title(process) for text in _OF_RAY)
 
 
 def role_of(process: psutil.Process) -> str | None:

@@ -17,6 +17,7 @@ from threading import Thread
 import psutil
 
 from .find import MARK, Family
+from .nodes import Nodes
 
 CONFIG = Path(__file__).with_name("job.yaml")
 _ROOT = CONFIG.parents[2]
@@ -36,25 +37,40 @@ class End:
     code: int  # as of `subprocess`: -n for signal n
 
 
+def python_path() -> str:
+    """With what a job's processes import."""
+    return os.pathsep.join(filter(None, [str(_ROOT), str(_ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+
+
 class Job:
     """``directory``: its `output_dir`. ``temporary``: where Ray has its sessions; a short path, for there are
-    sockets below it. ``log``: gets all that it says.
+    sockets below it. ``log``: gets all that it says. ``nodes``: what it runs on instead of a Ray of its own.
     """
 
-    def __init__(self, directory: Path, temporary: Path, log: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        temporary: Path,
+        log: Path,
+        overrides: Sequence[str],
+        nodes: Nodes | None = None,
+    ) -> None:
         self._temporary, self._log, self._overrides = temporary, log, list(overrides)
         self.disk = directory
         self.run_dir = directory / "run"
         self.lines: list[Line] = []
         self.begins: list[float] = []
         self.ends: list[End] = []
-        mark = uuid.uuid4().hex
+        self.nodes = nodes
+        if nodes is not None:
+            self._overrides += [f"cluster.address={nodes.address}"]
+        mark = uuid.uuid4().hex if nodes is None else nodes.mark
         self._environment = os.environ | {
             MARK: mark,
             "RAY_TMPDIR": str(temporary),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": python_path(),
         }
-        self.family = Family(mark)
+        self.family = Family(mark) if nodes is None else nodes.family()
 
     def launch(self) -> None:
         command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]

@@ -13,7 +13,7 @@ from .job import Job
 
 _POLL_S = 0.05
 _FAMILY_S = 0.5  # between two looks at who belongs to the job
-_STILL_S = 300.0  # a job that finishes no step for so long is stuck
+STILL_S = 1800.0  # a job that finishes no step for so long is stuck, also on a busy machine
 _LEFT = 4  # steps: nearer to its end nothing is done to a job
 _USELESS = 3  # launches in a row that finish no step, though nothing was done to them
 _BETWEEN_S = 2.0  # at most, from the end of one group to the next
@@ -107,8 +107,8 @@ class Play:
                 self._strike(self._plan.starting.pop(0))
         if (count := len(self._job.steps())) != self._told:
             self._told, self._moved = count, now
-        elif now - self._moved > _STILL_S:
-            raise Stuck(f"no step finished for {_STILL_S:.0f} s after step {self._job.last_step()}")
+        elif now - self._moved > STILL_S:
+            raise Stuck(f"no step finished for {STILL_S:.0f} s after step {self._job.last_step()}")
 
     def _ended(self, code: int) -> None:
         self._useless = 0 if self._open or self._job.was_warm() else self._useless + 1

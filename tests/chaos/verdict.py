@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ Lines = Sequence[Mapping[str, Any]]
 # What a machine does differently at every run, and what tells of workers that were replaced.
 CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
 _MISMATCH = 1e-5  # nats, of rollout and trainer in float32 under the same weights
-_NOTICED_S = 15.0  # a lost worker is noticed within it
 _KILLED, _ASKED = -signal.SIGKILL, 75
 # Kinds that end a launch, with its exit codes. One that is asked before Python has begun is ended by it.
 _ENDS: Mapping[str, tuple[int, ...]] = {
@@ -34,6 +34,24 @@ _ENDS: Mapping[str, tuple[int, ...]] = {
     "disk full": (1,),
 }
 _LATE_STAGE = re.compile(r"stage (.+?): not finished within ([\d.]+) s")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``noticed_s``: the job notices a lost worker within it; ``node_s``: a lost node. ``agents_s``: how long
+    Ray's own processes take to see that their raylet is gone. ``slower``: how many times as long as the
+    slowest other recovery of its role one may take.
+    """
+
+    noticed_s: float = 15.0
+    node_s: float = 45.0
+    agents_s: float = 90.0
+    slower: float = 1.0
+
+
+MEASURED = Limits()
+# Where other work may take the processor: that something comes at all is what counts.
+BUSY = Limits(noticed_s=900.0, node_s=900.0, agents_s=900.0, slower=20.0)
 _LOOK_S = 10.0  # that the job takes at most to find out where everybody is, before it says so
 _LATE_S = 2.0  # by which two busy cores may hold up a watch
 
@@ -117,30 +135,33 @@ def left_in_memory(before: Iterable[str], after: Iterable[str], in_use: Iterable
     return f"{len(left)} file(s) of shared memory: {', '.join(left[:5])}" if left else None
 
 
-def unnoticed(events: Sequence[Event]) -> str | None:
+def unnoticed(events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
     """A lost worker that nobody missed, or too late."""
     for event in events:
         if event.role in MISSED and event.exit_code is None:
             if event.noticed is None:
                 return f"{event.kind} at step {event.step} was never noticed"
-            if (after := event.noticed - event.at) > _NOTICED_S + _LATE_S:
+            within = limits.node_s if event.kind.startswith("node of") else limits.noticed_s
+            if (after := event.noticed - event.at) > within + _LATE_S:
                 return f"{event.kind} at step {event.step} was noticed after {after:.1f} s"
     return None
 
 
-def hung(said: Iterable[Line], events: Sequence[Event]) -> str | None:
+def hung(said: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
     """A stage whose deadline passed without anything that was done to the job in that time, or so shortly
     before that it was not noticed yet.
     """
     for line in said:
         if late := _LATE_STAGE.search(line.text):
-            begin = line.at - _LOOK_S - float(late[2]) - _NOTICED_S - _LATE_S
+            begin = line.at - _LOOK_S - float(late[2]) - limits.noticed_s - _LATE_S
             if not any(begin <= event.at <= line.at for event in events):
                 return f"stage {late[1]} came to no end in {late[2]} s, and nothing had been done to the job"
     return None
 
 
-def unrecovered(events: Sequence[Event], everywhere: Sequence[Event], last_step_at: float) -> str | None:
+def unrecovered(
+    events: Sequence[Event], everywhere: Sequence[Event], last_step_at: float, limits: Limits = MEASURED
+) -> str | None:
     """Something that was survived and never made good. ``everywhere``: events of all jobs so far.
 
     The job may have come to its end before it could: that counts for one that had no more time until the
@@ -157,7 +178,7 @@ def unrecovered(events: Sequence[Event], everywhere: Sequence[Event], last_step_
             if other.role == event.role and other.recovered is not None and not other.exit_code
         ]
         had = last_step_at - (event.noticed or event.at)
-        if event.exit_code is None or had > max(took, default=0.0):
+        if event.exit_code is None or had > limits.slower * max(took, default=0.0):
             elsewhere = f"took {max(took):.1f} s at most" if took else "was never seen"
             return f"{event.kind} at step {event.step}: no recovery in {had:.1f} s, elsewhere it {elsewhere}"
     return None

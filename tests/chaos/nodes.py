@@ -1,0 +1,100 @@
+"""A cluster of several nodes on this machine, for a job that loses some of them.
+
+    head        1 CPU-less node: its own processes, and workers that need no CPU
+    node 1..3   one CPU each: an engine, or a rank, and what else Ray puts there
+
+A node is a raylet with processes of its own. To lose it is to kill all of them, as if its machine had been
+switched off. An empty node joins in its place, as from an autoscaler.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from .find import MARK, Family, is_of_ray
+
+NODES = 3  # an engine and two ranks
+OVERRIDES = (
+    "cluster.placement=separate", "rollout.num_workers=1", "rollout.threads=1", "policy.threads=1",
+)  # fmt: skip
+_STORE_BYTES = 128 * 2**20
+
+
+class Nodes:
+    """``temporary``: where Ray has its sessions. ``path``: of Python, for workers."""
+
+    def __init__(self, temporary: Path, path: str) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.mark = uuid.uuid4().hex
+        self._environment = {MARK: self.mark, "PYTHONPATH": path, "RAY_TMPDIR": str(temporary)}
+        with self._variables():
+            self._cluster = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES}
+            )
+        for _ in range(NODES):
+            self._add()
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def family(self) -> Family:
+        """Of a job on these nodes, whose own processes are no part of it."""
+        return Family(self.mark, spared=is_of_ray)
+
+    def holds(self, worker: psutil.Process) -> bool:
+        """Whether ``worker`` runs on a node that can be lost."""
+        return self._node_of(worker) is not None
+
+    def lose(self, worker: psutil.Process) -> None:
+        """The node of ``worker``; another one joins."""
+        node = self._node_of(worker)
+        assert node is not None
+        raylet = psutil.Process(_raylet(node))
+        gone = [raylet, *raylet.children(recursive=True)]
+        for process in gone:  # the raylet first: it starts nothing anew
+            with suppress(psutil.Error):
+                process.kill()
+        self._cluster.remove_node(node, allow_graceful=False)
+        self._add()
+
+    def close(self) -> None:
+        with suppress(Exception):  # the rest is killed
+            self._cluster.shutdown()
+        Family(self.mark).kill()
+
+    def _add(self) -> None:
+        with self._variables():
+            self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+
+    def _node_of(self, worker: psutil.Process):  # type: ignore[no-untyped-def]
+        with suppress(psutil.Error):
+            above = {parent.pid for parent in worker.parents()}
+            return next((node for node in self._cluster.worker_nodes if _raylet(node) in above), None)
+        return None
+
+    @contextmanager
+    def _variables(self) -> Iterator[None]:
+        """Within, what is started has them."""
+        before = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _raylet(node) -> int:  # type: ignore[no-untyped-def]
+    """Its process."""
+    return node.all_processes["raylet"][0].process.pid
