@@ -19,7 +19,7 @@ from hosts_apart import hosts, refusal
 from grpo_dist.ledger import LEDGER, imbalance
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, LIMIT_S = 16, 600.0
+STEPS, LIMIT_S = 16, 3600.0
 LISTED = """
 import json, logging, ray
 from ray._private.state import actors

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from run_on_nodes import STEPS, lines
 
 from grpo_dist.ledger import LEDGER, imbalance
@@ -12,10 +13,11 @@ from grpo_dist.ledger import LEDGER, imbalance
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.timeout(4 * 3600)
 def test_a_run_survives_the_loss_of_its_nodes_and_leaves_others_alone(tmp_path):
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     command = [sys.executable, str(ROOT / "tests" / "run_on_nodes.py"), str(tmp_path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * 3600)
     said = (tmp_path / "said.txt").read_text()
     print(run.stdout)
     assert run.returncode == 0, run.stderr[-3000:] + said[-5000:]

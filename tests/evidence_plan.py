@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fakes import config
+from patience import HANG_S
 
 from grpo_dist.bench.result import Result
 from grpo_dist.bench.run import bench
@@ -59,7 +60,7 @@ def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
 
 def test_ranks_hold_and_write_the_bytes_that_are_planned():
     script = Path(__file__).with_name("rank_memory.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dtype"')]
     assert len(found) == 7, done.stderr[-2000:]
     from rank_memory import BUCKET, RANKS, SHAPE

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 from chaos.find import MARK, Family
+from patience import HANG_S
 from rooms_on_nodes import Actor, config
 
 from actors.cluster import Cluster
@@ -62,7 +63,7 @@ def start_head(directory: Path, mark: str) -> str:
         f"--ray-client-server-port={for_clients}", f"--temp-dir={directory}/ray", "--disable-usage-stats",
         f"--autoscaling-config={directory}/grows.json",
     ]  # fmt: skip
-    subprocess.run(command, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    subprocess.run(command, env=environment, check=True, timeout=HANG_S, stdout=subprocess.DEVNULL)
     return f"127.0.0.1:{port}"
 
 
@@ -84,7 +85,7 @@ async def session():
     assert demands["policy"].gpus == 1 and demands["rollout"].gpus == 2
     room = await Room.take(wanted, demands)
     engine = Actor.options(**room.of("rollout")[0]).remote()
-    assert ray.get(engine.gpus.remote(), timeout=60) == 2
+    assert ray.get(engine.gpus.remote(), timeout=HANG_S) == 2
     print(f"grown to {sum(node.gpus == 2 for node in nodes())} nodes", flush=True)
     room.give_back()
 

@@ -5,6 +5,7 @@ another job shares.
 import asyncio
 
 import ray
+from patience import HANG_S
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
@@ -69,14 +70,14 @@ async def session(cluster):
     cluster.remove_node(lost)
     cluster.add_node(num_cpus=4, num_gpus=2)
     anew = [Actor.options(**place).remote() for place in room.of("policy")]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         news = [await rank.where.remote() for rank in anew]
     assert news[0] == news[1] != homes[0] and ray.get(engine.where.remote()) == at
     print("replaced", flush=True)
 
     room.give_back()
     room.give_back()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANG_S):
         while sum(node.free_gpus for node in nodes()) < 4:
             await asyncio.sleep(0.1)
     print("given back", flush=True)

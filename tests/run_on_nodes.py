@@ -14,7 +14,7 @@ from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, LIMIT_S = 24, 900
+STEPS, LIMIT_S = 24, 3600
 
 
 @ray.remote(num_cpus=0, resources={"other": 1})

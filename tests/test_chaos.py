@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chaos import room, verdict
-from chaos.__main__ import Chaos, _ended, _kinds, _options, long_groups, short_groups
+from chaos.__main__ import Chaos, ChaosOfNodes, _ended, _kinds, _options, long_groups, short_groups
 from chaos.events import Event
-from chaos.faults import Connection, CutConnection, Worker, reset
-from chaos.find import MARK, Family
+from chaos.faults import Connection, CutConnection, NodeLoss, Skip, Worker, reset
+from chaos.find import MARK, Family, is_of_ray
 from chaos.job import End, Line
 from chaos.play import STILL_S, Plan, Play
 from chaos.report import goodput, table
@@ -58,6 +59,65 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended(
     short = {f.kind for group in short_groups(None) for f in group}
     at_syncs = {kind for kind in everything if kind.endswith("_weights")}
     assert set(everything) - short == {"SIGKILL driver", "SIGTERM driver", *at_syncs} and len(at_syncs) == 4
+
+
+def test_the_long_form_has_as_many_of_each_kind_as_asked_for(tmp_path):
+    """Also of reward models, of ranks that stop in the middle of a sync, and of nodes."""
+    options, counts = _options(["--each", "20"]), Counter()
+    for form in (Chaos, ChaosOfNodes):
+        whole = form(options, tmp_path / form.__name__, room.Room(tmp_path, None))
+        plan = whole._plan()
+        counts.update(fault.kind for fault in [f for group in plan.groups for f in group] + plan.starting)
+    assert set(counts.values()) == {20}
+    models = ("SIGKILL reward-model-quality", "SIGSTOP reward-model-quality")
+    nodes = ("node of rollout lost", "node of policy lost", "node of reward lost")
+    assert {*models, "SIGSTOP policy at send_weights", *nodes, *_kinds()} == set(counts)
+    assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", room.Room(tmp_path, None)).kinds
+    only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", room.Room(tmp_path, None))
+    assert only.kinds == [nodes[1]] and not Chaos.kinds.fget(only)
+
+
+def test_the_node_that_is_lost_has_a_worker_of_the_role(monkeypatch):
+    workers, lost = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], []
+    monkeypatch.setattr("chaos.faults.doing", lambda worker: "sample")
+    nodes = SimpleNamespace(holds=lambda worker: worker.pid == 2, lose=lost.append)
+    family = SimpleNamespace(of_role=lambda role: workers)
+    job = SimpleNamespace(family=family, nodes=nodes, last_step=lambda: 3)
+    event = NodeLoss("rollout").strike(job, Random(0))
+    assert lost == [workers[1]] and event.victim is workers[1]
+    assert (event.kind, event.role, event.phase) == ("node of rollout lost", "rollout", "sample")
+    nodes.holds = lambda worker: False
+    with pytest.raises(Skip, match="head node"):
+        NodeLoss("rollout").strike(job, Random(0))
+    job.nodes = None
+    with pytest.raises(Skip, match="no nodes"):
+        NodeLoss("rollout").strike(job, Random(0))
+
+
+def test_processes_of_nodes_are_no_part_of_a_job_on_them():
+    mine = uuid.uuid4().hex
+    command = [sys.executable, "-c", "input()  # ray::IDLE"]
+    with subprocess.Popen(command, env=os.environ | {MARK: mine}) as idle:
+        try:
+            assert [p.pid for p in Family(mine).living()] == [idle.pid]
+            assert Family(mine, spared=is_of_ray).living() == []
+        finally:
+            idle.kill()
+
+
+def test_on_a_busy_machine_a_loss_may_be_noticed_late_and_not_never():
+    late = lost("SIGKILL rollout", at=100.0, noticed=160.0)
+    assert "after 60.0 s" in verdict.unnoticed([late])
+    assert verdict.unnoticed([late], verdict.BUSY) is None
+    node = lost("node of rollout lost", at=100.0, noticed=140.0)
+    assert verdict.unnoticed([node]) is None
+    late.noticed = None
+    assert "never noticed" in verdict.unnoticed([late], verdict.BUSY)
+    gone = lost("SIGKILL rollout", at=50.0, exit_code=0, launch_ended=0)
+    slow = lost("SIGKILL rollout", 0.0, 25.0)
+    assert "no recovery in 60.0 s" in verdict.unrecovered([gone], [slow, gone], 110.0)
+    assert verdict.unrecovered([gone], [slow, gone], 110.0, verdict.BUSY) is None
+    assert "never seen" in verdict.unrecovered([gone], [gone], 110.0, verdict.BUSY)
 
 
 def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):

@@ -100,8 +100,10 @@ def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wa
         async def sample(self, prompt, **request):
             found = await super().sample(prompt, **request)
             if len(self.updates) == 2 and prompt.uid == third[1]:
-                asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGTERM)
-                await asyncio.sleep(60)
+                for _ in range(1000):  # the others are finished long before
+                    await asyncio.sleep(0)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(HANG_S)
             return found
 
     third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2 + staleness)]

@@ -66,8 +66,7 @@ class Nodes:
         self._add()
 
     def close(self) -> None:
-        with suppress(Exception):  # the rest is killed
-            self._cluster.shutdown()
+        """No node is left, nor what is on it."""
         Family(self.mark).kill()
 
     def _add(self) -> None:
