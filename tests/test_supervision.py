@@ -29,7 +29,8 @@ from grpo_dist.types import Prompt, Sampling
 pytestmark = pytest.mark.machine
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
-QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=4)
+QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=HANG_S)  # nothing hangs
+HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
 SAMPLING = Sampling(max_new_tokens=4)
 
 
@@ -77,7 +78,7 @@ def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster
     """Killed, stopped, stuck in a step, and failed in one, one after the other."""
 
     async def session():
-        rollouts = pool(2, QUICK.model_copy(update={"max_per_worker": 4}))
+        rollouts = pool(2, HANGS.model_copy(update={"max_per_worker": 4}))
         await rollouts.ready()
         for lose in (killed, stopped, stuck, failed):
             process, groups = await with_one_lost(rollouts, lose)
@@ -160,7 +161,7 @@ def test_whoever_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
 
 def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
     async def session():
-        rollouts, stopped_at = pool(1), []
+        rollouts, stopped_at = pool(1, HANGS), []
 
         async def catch_up(worker):
             if not stopped_at:
@@ -213,10 +214,10 @@ def test_long_work_is_no_hang(ray_cluster):
         actor = one_at_a_time(Busy)
         team = Team(
             "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=HANG_S,
-            restarts=Restarts(health_s=0.5, hang_s=4),
+            restarts=Restarts(health_s=0.5, hang_s=10),
         )  # fmt: skip
         await team.ready()
-        first = await asyncio.gather(*(team.call("work", 2.0) for _ in range(3)))
+        first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
         assert len(set(first)) == 1 and team.restarted() == 0
         os.kill(first[0], signal.SIGKILL)
         assert await team.call("work", 0.0) != first[0]  # nobody had noticed
