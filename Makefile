@@ -41,7 +41,7 @@ endef
 
 # The first half runs in two processes. Tests that need the whole machine are the second half.
 test: $(READY)
-	$(call both,$(BIN)/python -m pytest -n 2 --dist loadfile -m "not evidence and not machine" $(ARGS),\
+	$(call both,$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
 	    $(BIN)/python -m pytest -m "machine and not evidence" $(ARGS))
 
 # A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A

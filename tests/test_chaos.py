@@ -469,6 +469,7 @@ def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ende
 
 # Beside other tests, unlike other runs of all parts: it must stand other work, and mostly waits for them.
 # It ends itself when its job finishes no step for long.
+@pytest.mark.long
 @pytest.mark.timeout(0)
 def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
     """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""

@@ -54,5 +54,5 @@ def test_both_halves_run_whatever_the_first_says_and_the_exit_code_tells(made, t
 
 def test_the_halves_of_the_suite_have_every_test_once(made):
     _, (first, second) = made("test", "0 0")
-    assert "-n 2 --dist loadfile -m not evidence and not machine" in first
+    assert "-n 2 --dist loadfile --no-loadscope-reorder -m not evidence and not machine" in first
     assert "-m machine and not evidence" in second and "-n" not in second.split()
