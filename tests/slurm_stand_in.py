@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import psutil
+from patience import HANG_S
 from submitted import until
 
 # Options up to the command, which runs here; what Slurm says to its steps it says to this one, too.
@@ -67,7 +68,7 @@ if os.environ["RAY_ADDRESS"] != "stand-in":
 asked = []
 signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
 print("DRIVER", json.dumps(told), flush=True)
-until = time.monotonic() + float(os.environ.get("DRIVER_S", "60"))
+until = time.monotonic() + float(os.environ.get("DRIVER_S", "600"))
 while not asked and time.monotonic() < until:
     time.sleep(0.1)
 time.sleep(1)
@@ -124,14 +125,14 @@ class Running:
         return self.out.read_text()
 
     def driver(self):
-        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, 330, self.said)
+        until(lambda: "DRIVER " in self.said() or self.process.poll() is not None, self.said)
         lines = [line for line in self.said().splitlines() if line.startswith("DRIVER ")]
         assert lines, self.said()
         return json.loads(lines[0].removeprefix("DRIVER "))
 
-    def end(self, seconds=360):
+    def end(self, seconds=HANG_S):
         code = self.process.wait(seconds)
-        until(lambda: not self.survivors(), 30, lambda: f"{self.survivors()}")
+        until(lambda: not self.survivors(), lambda: f"{self.survivors()}")
         assert not list(Path("/tmp").glob(f"ray-{self.job}-*"))
         return code
 

@@ -112,11 +112,11 @@ def test_health_behind_an_init_is_that_of_its_program(tmp_path):
     init.chmod(0o755)
     with subprocess.Popen([init, "-c", "sleep 60; true"]) as first:
         try:
-            until(psutil.Process(first.pid).children, 10, "its program does not start")
+            until(psutil.Process(first.pid).children, "its program does not start")
             (program,) = psutil.Process(first.pid).children()
             assert health(first.pid) == 0
             program.suspend()
-            until(lambda: health(first.pid) != 0, 10, "a stopped program passes for a healthy one")
+            until(lambda: health(first.pid) != 0, "a stopped program passes for a healthy one")
             program.kill()
         finally:
             first.kill()
@@ -128,7 +128,7 @@ def test_health_is_that_of_the_cluster_or_of_the_program():
     with subprocess.Popen(["sleep", "60"]) as program:
         assert health(program.pid) == 0
         program.send_signal(signal.SIGSTOP)
-        until(lambda: health(program.pid) != 0, 10, "a stopped program passes for a healthy one")
+        until(lambda: health(program.pid) != 0, "a stopped program passes for a healthy one")
         program.kill()
 
 
