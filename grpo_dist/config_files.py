@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
+from grpo_dist.config_messages import readable
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 
@@ -170,7 +171,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
 
 def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
     lines = []
-    for item in error.errors():
+    for item in readable(error.errors(), root):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root)}")

@@ -132,7 +132,7 @@ TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 class WeightSync(Section):
     """How new weights get from the policy to the engines."""
 
-    backend: Literal["auto"] | TransferBackend = Field(
+    backend: Literal["auto", "gloo", "nccl", "shared_memory", "ipc"] = Field(
         "auto",
         description="auto: nccl between GPUs, ipc between processes that share them; on CPUs shared_memory "
         "within one host, gloo across hosts",
