@@ -116,12 +116,20 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     bases = loaded.pop("defaults", None) or []
+    if path.parent.name == _PRESETS.name:
+        _name_preset(loaded, path.stem)
     if isinstance(bases, str):
         bases = [bases]
     parts = [read_tree(path.parent / str(base), (*seen, resolved)) for base in bases]
     merged = OmegaConf.merge(*parts, loaded)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _name_preset(tree: DictConfig, name: str) -> None:
+    """Settings from a file in a directory of presets carry its name into the run and its report."""
+    if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
+        OmegaConf.update(tree, "algorithm.preset", name)
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:

@@ -93,9 +93,10 @@ class Config(Section):
 def _batch_divides(config: Config) -> Iterator[str]:
     b, ranks = config.batch, config.policy.replicas
     if b.prompts_per_step % b.updates_per_step:
+        near = _divisors_near(b.prompts_per_step, b.updates_per_step)
         yield (
-            f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by `batch.updates_per_step` = "
-            f"{b.updates_per_step}; use {_divisors_near(b.prompts_per_step, b.updates_per_step)}"
+            f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
+            f"`batch.updates_per_step` = {b.updates_per_step}; use {near}"
         )
         return
     samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
