@@ -37,7 +37,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     for check in checks:
         yield from _refusal(check)
     yield from engine_problems(config, device)
-    is_flash = config.model.attention == "flash_attention_2" and device == device_type()
+    is_flash = config.model.attention == "flash_attention_2" and device == device_type() == "cuda"
     if is_flash and importlib.util.find_spec("flash_attn") is None:
         yield (
             "`model.attention` = flash_attention_2 needs the package flash-attn, which is not installed; "

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections import namedtuple
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,10 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 def findings(*overrides, cluster=None):
-    return {f.name: f for f in preflight(load_config("config.yaml", overrides), cluster=cluster)}
+    found = {}
+    for f in preflight(load_config("config.yaml", overrides), cluster=cluster):
+        found[f.name] = replace(f, said=f"{found[f.name].said}; {f.said}") if f.name in found else f
+    return found
 
 
 def wrong(found):
@@ -193,7 +196,8 @@ def test_a_reward_may_ask_for_answers_of_another_form(here, form):
         f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
     )
     own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
-    assert form.format("1") in findings(*own)["reward"].said.replace("\\n", "\n") and not wrong(findings(*own))
+    found = findings(*own)
+    assert form.format("1") in found["reward"].said and not wrong(found)
 
 
 def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
