@@ -105,14 +105,18 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
         from actors.engine import EngineSpec, fitting_arguments
 
         whole = fitting_arguments(EngineSpec.of(config, model_dir))
-    asked = subprocess.run(
-        [sys.executable, "-m", "actors.engine_check"],
-        input=json.dumps({"own": own, "whole": whole}),
-        capture_output=True,
-        text=True,
-        timeout=_CHECK_S,
-        check=False,
-    )
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-m", "actors.engine_check"],
+            input=json.dumps({"own": own, "whole": whole}),
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield f"`rollout.engine` could not be checked: vLLM has not answered within {_CHECK_S:g} s; try again"
+        return
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
         yield f"`rollout.engine` could not be checked, because vLLM cannot be imported ({last}); reinstall it"

@@ -29,7 +29,11 @@ class Rollout(Section):
     enforce_eager: bool = Field(
         False, description="skip compilation and graphs: faster start, slower decoding"
     )
-    engine: dict[str, Any] = Field({}, description="further vLLM engine arguments")
+    engine: dict[str, Any] = Field(
+        {},
+        description="further arguments of vLLM's engine; those that other keys set, and those that change what "
+        "its log-probs are of, are refused",
+    )
 
 
 class Reference(Section):
