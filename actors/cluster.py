@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -28,7 +28,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.calls import LOST
 from actors.engine import EngineSpec
 from actors.fitting import Node, bundles, too_large
-from actors.placement import Demand, Devices, Resources, describe, placement, ranks_beside, share_out
+from actors.placement import (
+    Demand,
+    Devices,
+    Resources,
+    describe,
+    is_colocated,
+    placement,
+    ranks_beside,
+    share_out,
+)
 from actors.policy import PolicyGroup
 from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
@@ -52,7 +61,7 @@ from grpo_dist.errors import (
     cause_of,
     refusals,
 )
-from grpo_dist.hardware import available_cpus, device_type, thread_environment
+from grpo_dist.hardware import available_cpus, device_type, thread_environment, transfer_backend
 from grpo_dist.offload import check_offload
 from grpo_dist.workers import Workers
 
@@ -88,9 +97,21 @@ class SharedDevices:
     beside: list[int]
 
 
+class Fit(NamedTuple):
+    """``words``: the placement of a run. ``gpus``: those of the whole cluster."""
+
+    words: str
+    gpus: int
+
+
 def check_fits(config: Config, *, training: bool = True) -> str:
-    """The placement in words. Raises UserError when a training run, or an evaluation, takes more than the
-    cluster has, before anything is started.
+    """`fit` in words."""
+    return fit(config, training=training).words
+
+
+def fit(config: Config, *, training: bool = True) -> Fit:
+    """Raises UserError when a training run, or an evaluation, takes more than the cluster has, before
+    anything is started.
     """
     if address_of(config) == "local" and not ray.is_initialized():
         _check_grows_no_more(config)
@@ -106,7 +127,10 @@ def check_fits(config: Config, *, training: bool = True) -> str:
     demands = placement(config, has, training=training)
     if found is not None and (problem := too_large(bundles(demands), found)):
         raise UserError(f"cluster: {problem}")
-    return describe(demands, has)
+    if training and has.gpus and config.weight_sync.backend == "ipc":
+        colocated = is_colocated(config, has)
+        transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)  # refuses where they are apart
+    return Fit(describe(demands, has), has.gpus)
 
 
 def local_demands(config: Config) -> dict[str, Demand]:

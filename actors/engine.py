@@ -11,6 +11,8 @@ from actors.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Config, Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.engine_settings import engine_problems
+from grpo_dist.errors import UserError
 from grpo_dist.hardware import DeviceType, device_type, resolve_dtype
 
 # Sequences decoded at once where nobody says how many. Fewer leave an evaluation slow; beyond the upper bound
@@ -43,6 +45,9 @@ class EngineSpec:
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
+        """Raises UserError for arguments in `rollout.engine` that are not the user's to set."""
+        if problems := list(engine_problems(config, None)):
+            raise UserError("; ".join(problems))
         return cls(
             config.rollout,
             config.weight_sync,

@@ -134,19 +134,21 @@ def _plan(path: str, overrides: list[str], **options: Any) -> None:
     plan(config, **options)
 
 
-def _check(path: str, overrides: list[str], *, cluster: str | None) -> None:
+def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
     from grpo_dist.config_files import dump_config, load_config
 
     config = load_config(path, overrides)
-    from grpo_dist.preflight import preflight, problems
+    if show_config:
+        print(dump_config(config))
+    from grpo_dist.preflight import preflight, problems, summary
 
-    print(dump_config(config))
     found = []
     for finding in preflight(config, cluster=cluster):
         found.append(finding)
         _say(str(finding))
     if wrong := problems(found):
         raise wrong
+    _say(summary(found))
 
 
 def _say(message: str) -> None:
@@ -187,14 +189,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_check(commands: Any) -> None:
-    text = (
-        "read everything, print the resolved configuration and what a run would take and need; start nothing"
-    )
+    text = "read everything, say what a run would take and need and all that is to be fixed; start nothing"
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50")
     sub.add_argument(
         "--cluster", help="NODESxGPUSxKIND that the run is for, e.g. 8x8xH100; without it this machine"
+    )
+    sub.add_argument(
+        "--config",
+        dest="show_config",
+        action="store_true",
+        help="print the resolved configuration first, every default written out",
     )
     sub.set_defaults(command=_check)
 

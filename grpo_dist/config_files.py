@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
+from grpo_dist.config_messages import readable
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 
@@ -115,12 +116,20 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     bases = loaded.pop("defaults", None) or []
+    if path.parent.name == _PRESETS.name:
+        _name_preset(loaded, path.stem)
     if isinstance(bases, str):
         bases = [bases]
     parts = [read_tree(path.parent / str(base), (*seen, resolved)) for base in bases]
     merged = OmegaConf.merge(*parts, loaded)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _name_preset(tree: DictConfig, name: str) -> None:
+    """Settings from a file in a directory of presets carry its name into the run and its report."""
+    if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
+        OmegaConf.update(tree, "algorithm.preset", name)
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
@@ -170,7 +179,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
 
 def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
     lines = []
-    for item in error.errors():
+    for item in readable(error.errors(), root):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root)}")

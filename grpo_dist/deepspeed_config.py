@@ -21,7 +21,12 @@ _OURS = {
     "scheduler": "policy.optimizer.schedule",
     "bf16": "model.dtype",
     "fp16": "model.dtype (float32 or bfloat16)",
+    "amp": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "data_types": "model.dtype",
 }
+# Factors on gradients: the losses carry the denominators of the whole step already.
+_FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor")
 
 
 def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
@@ -31,7 +36,17 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
             raise ValueError(
                 f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} is set by {ours}; remove it"
             )
+    for key in _FACTORS:
+        if key in policy.deepspeed:
+            raise ValueError(
+                f"`policy.deepspeed.{key}` = {policy.deepspeed[key]} would scale gradients, whose "
+                "denominators are those of the whole step already; remove it"
+            )
     zero = policy.deepspeed.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(
+            f"`policy.deepspeed.zero_optimization` = {zero}: expected a mapping of DeepSpeed's keys to values"
+        )
     if "stage" in zero:
         raise ValueError(
             f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead"
@@ -61,6 +76,26 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
         base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing
         base["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(base, policy.deepspeed)
+
+
+def check_values(policy: Policy) -> None:
+    """Raises ValueError for a key or value in `policy.deepspeed.zero_optimization` that DeepSpeed refuses.
+    Imports DeepSpeed where there are any.
+    """
+    if not policy.deepspeed.get("zero_optimization"):
+        return
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**policy.deepspeed["zero_optimization"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(
+            f"`policy.deepspeed.zero_optimization.{where}` = {first['input']!r}: DeepSpeed refuses it: "
+            f"{first['msg'].lower()}"
+        ) from error
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,16 @@ def device_type() -> DeviceType:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None
 ) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU that computes in it and float32 elsewhere.
+    """``auto`` is bfloat16 on a GPU that computes in it and float32 elsewhere. A GPU of another machine
+    (``device`` is cuda where there is none here) cannot be asked, and counts as one that does.
 
     float32 on CPUs because there the engine is then bit-reproducible for any batch composition, and because
     bfloat16 kernels die with an illegal instruction for some head sizes on processors without AMX.
     """
     device = device or device_type()
     if name == "auto":
-        return torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+        computes = not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if device == "cuda" and computes else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 

@@ -39,6 +39,17 @@ def load_causal_lm(
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
     )
+    check_supported(model, model_dir, packing=packing)
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
+    """Raises ValueError for a ``model`` (transformers, weights or none) whose log-probs `TokenLogprobs` would
+    not compute, or that cannot read packed rows where it is to.
+    """
     text_config = model.config.get_text_config()
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(text_config, key, None) not in (None, 1, 1.0):
@@ -50,10 +61,6 @@ def load_causal_lm(
             )
     if packing and (problem := packing_problem(model)):
         raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
-    model.config.use_cache = False
-    if gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
 
 
 def compile_layers(model: Any) -> None:

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import Row, read_all, source_name
-from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
-from grpo_dist.lora import check_targets
+from grpo_dist.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.rewards.models import check_model
-from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.rewards.registry import reward_problems
+from grpo_dist.start_checks import model_problems, setting_problems
 from grpo_dist.types import Prompt
 
 if TYPE_CHECKING:
@@ -35,23 +34,40 @@ class Prepared:
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
 
 
-def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
+def prepare(
+    config: Config, say: Say, *, train_first: bool = True, device: DeviceType | None = None
+) -> Prepared:
     """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot
     be used.
 
-    ``train_first=False`` leaves a cold start undone: the model is then the one it would begin with.
+    Args:
+        train_first: False leaves a cold start undone: the model is then the one it would begin with.
+        device: of the run's workers; None: as on this machine.
     """
+    device = device or device_type()
     check_scoring(config)
-    deepspeed_config(
-        config.policy, dtype=resolve_dtype(config.model.dtype)
-    )  # refuses what is not the user's to set
-    check_backend(config)
+    refuse(setting_problems(config, device))
     # Rows first: a mistake in them should not wait for a cold start or a download.
     train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
     model_dir = resolve_model(config, say, train_first=train_first)
-    check_length(config, model_dir)
-    if config.policy.lora is not None:
-        check_targets(model_dir, config.policy.lora, trust_remote_code=config.model.trust_remote_code)
+    refuse(model_problems(config, device, model_dir))
+    return prepared(config, model_dir, train_rows, eval_rows, say)
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises ValueError with all ``problems``, if there are any."""
+    if found := list(problems):
+        raise ValueError("; ".join(found))
+
+
+def prepared(
+    config: Config,
+    model_dir: Path,
+    train_rows: list[tuple[DataSource, list[Row]]],
+    eval_rows: list[tuple[DataSource, list[Row]]],
+    say: Say,
+) -> Prepared:
+    """Rows as prompts of the model. Raises ValueError as `prepare` does."""
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     dropped: list[Dropped] = []
     prompts = train_prompts(config, train_rows, tokenizer, say, dropped)
@@ -175,35 +191,17 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 def check_scoring(config: Config) -> None:
     """Raises ValueError for a reward function or a reward model that cannot be used."""
-    check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+    refuse(scoring_problems(config))
+
+
+def scoring_problems(config: Config) -> Iterator[str]:
+    """Of every reward function and reward model that cannot be used, why."""
+    yield from reward_problems(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
     for model in config.rewards.models:
-        check_model(model)
-
-
-def check_backend(config: Config) -> None:
-    if config.weight_sync.backend in ("nccl", "ipc") and device_type() == "cpu":
-        raise ValueError(
-            f"weight_sync.backend = {config.weight_sync.backend} needs GPUs, and torch sees none here; use "
-            "auto or gloo"
-        )
-
-
-def position_limit(config: Config, model_dir: Path) -> int | None:
-    """Tokens that a sequence may have; None where the model does not say."""
-    from transformers import AutoConfig
-
-    model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
-    return getattr(model.get_text_config(), "max_position_embeddings", None)
-
-
-def check_length(config: Config, model_dir: Path) -> None:
-    limit = position_limit(config, model_dir)
-    if limit is not None and config.max_length > limit:
-        raise ValueError(
-            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "
-            f"sampling.max_new_tokens), "
-            f"but {model_dir.name} has max_position_embeddings = {limit}; lower one of the two"
-        )
+        try:
+            check_model(model)
+        except ValueError as error:
+            yield str(error)
 
 
 def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:

@@ -24,6 +24,7 @@ from grpo_dist.policy_model import load_causal_lm
 from grpo_dist.schedules import learning_rate
 
 _VERSION = 4  # of what this file makes; raise it when the result changes
+LOGIT_TOKENS = 4096  # whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
@@ -106,7 +107,7 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
         head.weight,
         tokens,
         temperature=1.0,
-        chunk_tokens=4096,
+        chunk_tokens=LOGIT_TOKENS,
         bias=getattr(head, "bias", None),
         mask=mask,
     )

@@ -45,6 +45,7 @@ from grpo_dist.prepare import (
     choose_run_dir,
     prepare,
 )
+from grpo_dist.presets import described
 from grpo_dist.recovery import Recovery
 from grpo_dist.tracking import Tracker
 from grpo_dist.tracking.settings import check_trackers
@@ -73,13 +74,13 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
 
 
 def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
-    from actors.cluster import check_fits
+    from actors.cluster import fit
 
     with refusals():
         newest = _resumable(config, run_dir)
         state = load_state(newest, identity) if newest else None
-        check_fits(config)
-        prepared = prepare(config, _say)
+        has = fit(config)
+        prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
         place = load_place(newest, state, prepared.prompts)
     check_unfinished(config, run_dir, place.step)
     remove_partial(run_dir / CHECKPOINTS)  # which may be what fills the disk
@@ -91,6 +92,7 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
     except OSError as error:
         check_room(run_dir, error)
         raise
+    _say(described(config))
     with tracker:
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id

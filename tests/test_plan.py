@@ -23,7 +23,7 @@ from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Setting, option_of, planned
 from grpo_dist.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.plan.report import cost_per_million, losses_of, print_plan, reason
-from grpo_dist.plan.sweep import Cell, _options, best, bound, longest_s
+from grpo_dist.plan.sweep import Cell, _options, best, bound, longest_s, search
 from grpo_dist.plan.workload import Workload, workload_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -238,6 +238,49 @@ def test_the_best_split_is_that_of_simulating_all(staleness):
     assert again.simulated.tokens_per_s == most
     for p in everything:  # what allows it to stop early
         assert p.simulated.tokens_per_s <= 1.05 * bound(p.option)
+
+
+def test_colocated_placement_is_tried_where_the_file_says_zero_3():
+    """With 7B on 8 GPUs at staleness 0 it is much the fastest, and ranks of ZeRO-3 cannot share GPUs."""
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True},
+        policy={"num_workers": 4, "zero_stage": 3},
+        rollout={"num_workers": 4},
+        batch={"prompts_per_step": 32, "samples_per_prompt": 16},
+        sampling={"max_new_tokens": 1024},
+        cluster={"placement": "separate"},
+    )
+    found = search(c, setting(c), Cell(32, 0))
+    tried = {(t.placement, t.zero_stage): t for t in found.tried}
+    assert [*tried] == [("separate", 3), ("separate", 2), ("colocated", 3), ("colocated", 2)]
+    assert tried["colocated", 3].best is None and "`policy.zero_stage` = 3 has" in tried["colocated", 3].why
+    best_of = {kind: t.best.simulated.tokens_per_s for kind, t in tried.items() if t.best}
+    assert max(best_of, key=best_of.get) == ("colocated", 2)
+    assert best_of["colocated", 2] > 1.1 * best_of["separate", 3]
+    said = printed(make_plan(c, "1x8xH100", prompt_tokens=100))
+    assert "policy.zero_stage=2 cluster.placement=colocated, " in said
+    for kind in ("separate, ZeRO-3: ", "separate, ZeRO-2: ", "colocated, ZeRO-3: none", "colocated, ZeRO-2"):
+        assert f"\n  {kind}" in said
+    assert "not tried: other batches and staleness (--sweep does); other ZeRO stages" in said
+
+
+def test_what_cannot_be_tried_says_why():
+    c = wide(max_staleness=1)
+    tried = search(c, setting(c, "1x4xH100"), Cell(16, 1)).tried
+    why = next(t.why for t in tried if t.placement == "colocated")
+    assert "`max_staleness` = 1 has sampling and training at the same time" in why
+    assert all(0 <= t.fitting <= t.splits and (t.best is None) == (t.fitting == 0) for t in tried)
+
+
+def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
+    c = load_config(GPU, [])
+    made = make_plan(c, "1x8xA100", split=False).simulated
+    said = reason(made)
+    assert said.startswith("the reference bounds the step: busy for ")
+    assert "with twice as many workers (`reference.num_workers`) a step takes " in said
+    more = make_plan(load_config(GPU, ["reference.num_workers=4"]), "2x8xA100", split=False).simulated
+    assert more.simulated.step_s < 0.9 * made.simulated.step_s
+    assert "reference" not in reason(more)
 
 
 def test_options_that_train_alike_keep_batch_and_staleness():
@@ -590,7 +633,7 @@ def test_reasons_name_who_is_waited_for():
         idle = {"rollout": rollout, "policy": policy}
         assert reason(replace(made, simulated=replace(run, idle=idle))).startswith(words)
     slow = replace(run, stage_s={"sample": 1.0, "logprobs": 95.0})
-    assert reason(replace(made, simulated=slow)).startswith("reference bounds the step")
+    assert reason(replace(made, simulated=slow)).startswith("the reference bounds the step")
     tail = replace(run, step_s=longest_s(made.option.scenario))
     assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
     assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3) == 5

@@ -157,7 +157,9 @@ def test_a_reward_model_that_is_the_bottleneck_takes_all_groups_one_after_the_ot
     assert run.step_s == pytest.approx(scoring_s + others, rel=0.05)
     assert run.tokens_per_s < 1.05 * bound(option)
     slow = replace(found, simulated=replace(run, step_s=run.stage_s["reward_model"] / 0.95))
-    assert reason(slow) == "scoring by models bounds the step: its workers are busy all the time"
+    assert reason(slow) == (
+        "scoring by models bounds the step: busy all the time; raise `rewards.models.N.num_workers`"
+    )
 
 
 # What is said

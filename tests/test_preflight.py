@@ -3,14 +3,16 @@
 import json
 import sys
 from collections import namedtuple
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 from good_inputs import GOOD, write
 
 import grpo_dist.preflight
+from actors.cluster import Fit
 from grpo_dist.checkpoint import State, data_digest
 from grpo_dist.cli import main
 from grpo_dist.config_files import dump_config, load_config
@@ -23,7 +25,10 @@ Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
 def findings(*overrides, cluster=None):
-    return {f.name: f for f in preflight(load_config("config.yaml", overrides), cluster=cluster)}
+    found = {}
+    for f in preflight(load_config("config.yaml", overrides), cluster=cluster):
+        found[f.name] = replace(f, said=f"{found[f.name].said}; {f.said}") if f.name in found else f
+    return found
 
 
 def wrong(found):
@@ -34,8 +39,10 @@ def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
     lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
-    assert [line[4:] for line in lines] == [*grpo_dist.preflight._LOOKS]
+    assert [line[4:] for line in lines] == [*grpo_dist.preflight._CHECKS]
     assert all(line.startswith("ok  ") for line in lines)
+    assert told.splitlines()[-1] == "15 checks passed"
+    assert "name: run" not in told  # the resolved configuration is printed on request
     assert "a right and a wrong answer get math 1 and 0" in told
     assert "whose answer is '1':" in told and "| <|user|>" in told  # through the chat template
     for role in ("policy: ", "rollout: ", "reference: "):
@@ -43,11 +50,17 @@ def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
     assert not (here / "runs").exists()
 
 
+def test_the_resolved_configuration_is_printed_on_request(here, capsys):
+    assert main(["check", "config.yaml", "--config", "steps=7"]) == 0
+    told = capsys.readouterr().out
+    assert told.index("steps: 7\n") < told.index("ok  versions: ")
+
+
 def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
-    assert error.startswith("error: 5 things to fix: data and model: ") and "missing.jsonl" in error
+    assert error.startswith("error: 5 things to fix: data: ") and "missing.jsonl" in error
     for words in (
         "placement: `rollout.num_workers` = 99 but the cluster has",
         "memory: all together ",
@@ -57,7 +70,27 @@ def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
         "--shm-size=8g",
     ):
         assert words in error
-    assert "ok  reward: not looked at" in told and "ok  ports" in told
+    assert "\n--  reward: not checked: the data cannot be read" in told and "\nok  ports" in told
+    assert "\n--  prompts: not checked: the data cannot be read" in told
+
+
+def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_things(here, capsys):
+    bad = ["model.path=/no/such/model", "rewards.functions=[{function: maths}, {function: formats}]"]
+    files = ["data.train=[{path: gone.jsonl}, {path: lost.jsonl}]", "data.eval=[{path: away.jsonl}]"]
+    assert main(["check", "config.yaml", *bad, *files]) == 2
+    told, error = capsys.readouterr()
+    assert error.startswith("error: 6 things to fix: ")
+    for words in ("gone.jsonl", "lost.jsonl", "away.jsonl", "'maths'", "'formats'"):
+        assert error.count(words) == 1
+    assert error.count("/no/such/model") == 1
+    for name in ("memory", "disk"):
+        assert f"\n--  {name}: not checked: the model cannot be read" in told
+
+
+def test_a_reward_is_tried_without_a_model(here):
+    found = findings("model.path=/no/such/model")
+    assert list(wrong(found)) == ["model"]
+    assert "a right and a wrong answer get math 1 and 0" in found["reward"].said
 
 
 def test_a_run_that_would_go_on_is_looked_at_too(here):
@@ -119,10 +152,10 @@ def test_gpus_are_those_that_this_process_may_use(monkeypatch):
 
 
 def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
-    monkeypatch.setattr("actors.cluster.check_fits", lambda config: "as the cluster says")
+    monkeypatch.setattr("actors.cluster.fit", lambda config: Fit("as the cluster says", 8))
     large = "model.path=Qwen/Qwen2.5-72B-Instruct"
     found = findings(large, "cluster.address=head:6379")["memory"]
-    assert not found.problem and found.said.startswith("not looked at: ") and "--cluster" in found.said
+    assert found.skipped and not found.problem and "--cluster" in found.said
     assert "policy: " in findings("cluster.address=head:6379", cluster="1x8xH100")["memory"].said
     assert findings(large)["memory"].problem
 
@@ -138,8 +171,85 @@ def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
     assert "the right one must get more" in wrong(findings())["reward"]
 
 
+@pytest.mark.parametrize(
+    ("body", "right", "wrong_one"),
+    [("1.0 if '987654321' in completion else 0.0", "0", "1"), ("0.5", "0.5", "0.5")],
+)
+def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, body, right, wrong_one):
+    (here / "mine.py").write_text(f"def mine(completion, answer):\n    return {body}\n")
+    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
+    said = wrong(findings(*own))["reward"]
+    assert f"| right, {right} in all: 'The answer is \\\\boxed{{1}}.'" in said
+    assert f"| wrong, {wrong_one} in all: 'The answer is \\\\boxed{{-987654321}}.'" in said
+    assert "the right one must get more in all" in said
+
+
+def test_weights_that_turn_a_reward_round_are_found(here):
+    turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
+    assert "the right one must get more in all" in wrong(findings(turned))["reward"]
+    assert not wrong(findings("rewards.functions=[{function: format}]"))
+
+
+@pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
+def test_a_reward_may_ask_for_answers_of_another_form(here, form):
+    (here / "mine.py").write_text(
+        f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
+    )
+    own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
+    found = findings(*own)
+    assert form.format("1") in found["reward"].said and not wrong(found)
+
+
+def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
+    monkeypatch.setattr("grpo_dist.prepare.check_model", lambda model: None)
+    found = findings("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
+    assert found.skipped and "reward models are not asked" in found.said
+
+
+def test_what_every_rank_of_a_gpu_cluster_refuses_is_refused_on_a_machine_without_gpus(here, monkeypatch):
+    assert not wrong(findings("policy.zero_stage=0"))
+    said = wrong(findings("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
+    assert "`policy.zero_stage` = 0 with bfloat16" in said
+    monkeypatch.setattr("actors.cluster.fit", lambda config: Fit("as the cluster says", 8))
+    there = findings("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
+    assert "`policy.zero_stage` = 0 with bfloat16" in wrong(there)["settings"]
+    assert "nccl" not in wrong(there)["settings"]  # which the cluster has, and this machine has not
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["policy.deepspeed.zero_optimization={bucket: 3}"], "zero_optimization.bucket` = 3: DeepSpeed"),
+        (
+            ["policy.deepspeed.zero_optimization={reduce_bucket_size: big}"],
+            "zero_optimization.reduce_bucket_size` = 'big': DeepSpeed refuses it",
+        ),
+        (["policy.deepspeed.gradient_allreduce_op=sum"], "would scale gradients"),
+        (["policy.deepspeed.data_types={grad_accum_dtype: bf16}"], "is set by model.dtype"),
+        (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
+    ],
+)
+def test_settings_that_ranks_refuse_are_refused_before_them(here, overrides, words):
+    assert words in wrong(findings(*overrides))["settings"]
+
+
+def test_a_model_whose_heads_cannot_be_shared_is_refused_before_it_is_loaded(here):
+    own = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
+    found = wrong(findings(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
+    assert "policy.sequence_parallel = 5: the model has" in found["model"]
+
+
+def test_the_cold_start_is_read_and_counted(here, monkeypatch):
+    sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
+    assert "pairs.jsonl" in wrong(findings("model.path=sft", sft))["cold start"]
+    write("pairs.jsonl", [{"prompt": "1+1=", "completion": "2"}])
+    found = findings("model.path=sft", sft)
+    assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].said
+    assert "\n    cold start, before all others: " in found["memory"].said
+
+
 def test_a_download_that_was_cut_off_is_told_by_its_index(here):
-    model = findings()["data and model"].said.partition("model in ")[2].partition("\n")[0]
+    model = findings()["model"].said.partition("\n")[0]
     copy = here / "model"
     copy.mkdir()
     for file in Path(model).iterdir():
@@ -147,7 +257,7 @@ def test_a_download_that_was_cut_off_is_told_by_its_index(here):
             (copy / file.name).write_bytes(file.read_bytes())
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    said = wrong(findings("model.path=./model"))["data and model"]
+    said = wrong(findings("model.path=./model"))["model"]
     assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
 
 

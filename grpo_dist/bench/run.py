@@ -35,14 +35,14 @@ def bench(config: Config) -> Path:
     """Measure ``config`` and return the directory of the result. Raises UserError for input that cannot be
     used.
     """
-    from actors.cluster import check_fits
+    from actors.cluster import fit
 
     config = as_benchmark(config)
     with refusals():
         directory = choose_run_dir(config)
         check_writable(directory)
-        check_fits(config)
-        prepared = prepare(config, _say)
+        has = fit(config)
+        prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
     steps = timed(config, asyncio.run(_loop(config, prepared, directory)))
     result = measured(config, prepared.model_dir, steps)
     directory.mkdir(parents=True)

@@ -47,6 +47,11 @@ class Correction(Section):
 class Algorithm(Section):
     """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
 
+    preset: str | None = Field(
+        None,
+        description="name of the preset that these settings come from; `+algorithm=NAME` and "
+        "`defaults: [algorithms/NAME.yaml]` set it, and it changes nothing",
+    )
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "process",

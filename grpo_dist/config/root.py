@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
@@ -81,57 +82,56 @@ class Config(Section):
         return max(self.sampling.max_new_tokens, *(tokens or 0 for tokens in others))
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> Config:
-        b, ranks = self.batch, self.policy.replicas
-        if b.prompts_per_step % b.updates_per_step:
-            raise ValueError(
-                f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
-                f"`batch.updates_per_step` = "
-                f"{b.updates_per_step}; use {_divisors_near(b.prompts_per_step, b.updates_per_step)}"
-            )
-        samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
-        if samples % ranks:
-            per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
-            shared = self.policy.sequence_parallel
-            per_sequence = f" / `policy.sequence_parallel` = {shared}" if shared > 1 else ""
-            raise ValueError(
-                f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
-                f"divisible by `policy.num_workers` = {self.policy.num_workers}{per_sequence}; use "
-                f"{_divisors_near(samples, ranks)}{' times that' if per_sequence else ''}"
-            )
+    def _sections_agree(self) -> Config:
+        """One message for all that contradicts."""
+        checks = (_batch_divides, _lengths_fit, _bench_lengths_fit, contradictions, _sft_is_there)
+        if problems := [problem for check in checks for problem in check(self)]:
+            raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _lengths_fit(self) -> Config:
-        needed = self.data.max_prompt_tokens + self._longest_completion
-        if self.max_length < needed:
-            raise ValueError(
-                f"`model.max_length` = {self.model.max_length} is below `data.max_prompt_tokens` + the "
-                f"longest completion = {needed}; raise the one or lower the others"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _bench_lengths_fit(self) -> Config:
-        tokens = self.bench.lengths.tokens or 0
-        if tokens > self.sampling.max_new_tokens:
-            raise ValueError(
-                f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
-                f"{self.sampling.max_new_tokens}; lower the one or raise the other"
-            )
-        return self
+def _batch_divides(config: Config) -> Iterator[str]:
+    b, ranks = config.batch, config.policy.replicas
+    if b.prompts_per_step % b.updates_per_step:
+        near = _divisors_near(b.prompts_per_step, b.updates_per_step)
+        yield (
+            f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
+            f"`batch.updates_per_step` = {b.updates_per_step}; use {near}"
+        )
+        return
+    samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
+    if samples % ranks:
+        per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
+        shared = config.policy.sequence_parallel
+        per_sequence = f" / `policy.sequence_parallel` = {shared}" if shared > 1 else ""
+        yield (
+            f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
+            f"divisible by `policy.num_workers` = {config.policy.num_workers}{per_sequence}; use "
+            f"{_divisors_near(samples, ranks)}{' times that' if per_sequence else ''}"
+        )
 
-    @model_validator(mode="after")
-    def _algorithm_fits(self) -> Config:
-        for problem in contradictions(self):
-            raise ValueError(problem)
-        return self
 
-    @model_validator(mode="after")
-    def _sft_is_there(self) -> Config:
-        if self.model.path == "sft" and self.sft is None:
-            raise ValueError("`model.path` = sft needs an `sft` section that says how that model is made")
-        return self
+def _lengths_fit(config: Config) -> Iterator[str]:
+    needed = config.data.max_prompt_tokens + config._longest_completion
+    if config.max_length < needed:
+        yield (
+            f"`model.max_length` = {config.model.max_length} is below `data.max_prompt_tokens` + the "
+            f"longest completion = {needed}; raise the one or lower the others"
+        )
+
+
+def _bench_lengths_fit(config: Config) -> Iterator[str]:
+    tokens = config.bench.lengths.tokens or 0
+    if tokens > config.sampling.max_new_tokens:
+        yield (
+            f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
+            f"{config.sampling.max_new_tokens}; lower the one or raise the other"
+        )
+
+
+def _sft_is_there(config: Config) -> Iterator[str]:
+    if config.model.path == "sft" and config.sft is None:
+        yield "`model.path` = sft needs an `sft` section that says how that model is made"
 
 
 def _divisors_near(total: int, wanted: int) -> str:

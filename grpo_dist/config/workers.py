@@ -29,7 +29,11 @@ class Rollout(Section):
     enforce_eager: bool = Field(
         False, description="skip compilation and graphs: faster start, slower decoding"
     )
-    engine: dict[str, Any] = Field({}, description="further vLLM engine arguments")
+    engine: dict[str, Any] = Field(
+        {},
+        description="further arguments of vLLM's engine; those that other keys set, and those that change what "
+        "its log-probs are of, are refused",
+    )
 
 
 class Reference(Section):
@@ -132,7 +136,7 @@ TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 class WeightSync(Section):
     """How new weights get from the policy to the engines."""
 
-    backend: Literal["auto"] | TransferBackend = Field(
+    backend: Literal["auto", "gloo", "nccl", "shared_memory", "ipc"] = Field(
         "auto",
         description="auto: nccl between GPUs, ipc between processes that share them; on CPUs shared_memory "
         "within one host, gloo across hosts",

@@ -25,13 +25,13 @@ from grpo_dist.evaluation.table import print_result
 from grpo_dist.evaluation.verdicts import Judge, Verdict, key_of
 from grpo_dist.prepare import (
     Say,
-    check_length,
     check_scoring,
     check_writable,
     load_tokenizer,
     prepare_eval,
     resolve_model,
 )
+from grpo_dist.start_checks import check_length
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # what a kill may cost is this much sampling, or one problem

@@ -16,7 +16,7 @@ from grpo_dist.plan.disturbances import EVEN, Slow
 from grpo_dist.plan.models import model_of
 from grpo_dist.plan.options import Option, Planned, Setting, option_of, planned
 from grpo_dist.plan.reward_models import reward_models_of
-from grpo_dist.plan.sweep import best, cells
+from grpo_dist.plan.sweep import Tried, cells, own_cell, search
 from grpo_dist.plan.whole_run import WholeRun, whole_run
 from grpo_dist.plan.workload import workload_of
 
@@ -27,7 +27,8 @@ _HOUR_S = 3600.0
 class Plan:
     """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
     says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
-    first. ``whole``: the run of ``simulated``, or of the first of ``found``.
+    first. ``tried``: what was looked at in that cell. ``whole``: the run of ``simulated``, or of the first of
+    ``found``.
     """
 
     setting: Setting
@@ -36,6 +37,7 @@ class Plan:
     refused: str
     found: list[Planned]
     whole: WholeRun
+    tried: list[Tried]
 
 
 def make_plan(
@@ -63,14 +65,18 @@ def make_plan(
     except UserError as error:
         refused = str(error)
     simulated = planned(option) if option and not refused else None
-    found = []
+    found: list[Planned] = []
+    tried: list[Tried] = []
     if split and setting.cluster.gpus > 1:
-        found = [p for cell in cells(config, wide=sweep) if (p := best(config, setting, cell))]
+        for cell in cells(config, wide=sweep):
+            result = search(config, setting, cell)
+            found += [result.best] if result.best else []
+            tried = result.tried if cell == own_cell(config) else tried
     if simulated is None and not found:
         raise UserError(f"{config.name} on {setting.cluster}: {refused}")
     found = _own_first(config, found)
     whole = whole_run(simulated or found[0])
-    return Plan(setting, option, simulated, refused, found, whole)
+    return Plan(setting, option, simulated, refused, found, whole, tried)
 
 
 def plan(

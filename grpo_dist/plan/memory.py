@@ -27,7 +27,7 @@ GPU_RUNTIME = 2 * GIB
 # an engine's CUDA graphs.
 _ASLEEP = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
-_CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
+CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
 _SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one on the way
 USABLE = 0.95  # of a GPU's memory: what a plan may fill
@@ -137,7 +137,7 @@ def policy_rank(
     head = 0 if policy.lora else model.embedding * (8 + b if sizes.gpu and b == 2 else 4)
     parts["logits"] = blocks * sizes.chunk + head
     parts["buckets"] = _buckets(config, held, sizes)
-    parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["policy"])
+    parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
     return Footprint(parts, host)
 
 
@@ -146,7 +146,7 @@ def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: 
     tokens = max(sizes.reference_micro_batch, config.max_length)
     s = model.shape
     widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
-    runtime = round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["reference"])
+    runtime = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["reference"])
     return Footprint(
         {
             "weights": model.parameters * sizes.itemsize,
@@ -173,7 +173,7 @@ def rollout_engine(
         "weights": model.parameters * b // tensor_parallel,
         "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
         "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
-        "runtime": round(GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME["rollout"]),
+        "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
     }
     if sizes.gpu:
         from actors.engine import GPU_MEMORY

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from grpo_dist.config import Config, RewardModel
 from grpo_dist.config_files import changed
 from grpo_dist.plan.accelerators import ClusterShape
@@ -177,10 +179,12 @@ def _card_memory(cluster: ClusterShape) -> int:
     return cluster.card.memory if cluster.card else 0
 
 
-def try_option(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | None:
-    """Of ``config`` with dotted keys set. None where that is refused or does not fit."""
+def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:
+    """Of ``config`` with dotted keys set; why not where that is refused or does not fit."""
     try:
         option = option_of(changed(config, changes), setting)
-    except ValueError:
-        return None
-    return None if option.problems else option
+    except ValidationError as error:
+        return "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+    except ValueError as error:
+        return str(error)
+    return "; ".join(option.problems) if option.problems else option

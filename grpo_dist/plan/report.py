@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import fmean
 
 from rich.console import Console
@@ -10,12 +11,13 @@ from rich.table import Table
 from grpo_dist.bench.table import written
 from grpo_dist.config import Config
 from grpo_dist.plan.accelerators import ClusterShape
+from grpo_dist.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.plan.command import Plan
 from grpo_dist.plan.disturbances import RankLosses, rank_losses
 from grpo_dist.plan.memory import USABLE
 from grpo_dist.plan.options import Option, Planned, Setting
 from grpo_dist.plan.reward_models import reward_model_workers
-from grpo_dist.plan.simulation import Simulated
+from grpo_dist.plan.simulation import Simulated, simulate
 from grpo_dist.plan.sweep import longest_s, waits_for_longest
 from grpo_dist.plan.timeline import LEGEND, as_text
 from grpo_dist.units import GIB
@@ -29,6 +31,14 @@ _STAGES = {
     "sync": "weight sync",
     "turn": "changes of turns",
 }
+# Stages between sampling and training, and what sets their workers.
+_HELPERS = {
+    "logprobs": "reference.num_workers",
+    "score": "rewards.num_workers",
+    "reward_model": "rewards.models.N.num_workers",
+}
+_NAMES = {"logprobs": "the reference", "score": "scoring", "reward_model": "scoring by models"}
+_HELPS = 0.25  # of a step: who is busy for less is not looked at
 _TAIL = 0.7  # of a step: a longest completion that takes more bounds it
 _NOWHERE = 0.9  # of the time of a run: where losses take more, hours say nothing
 _LIKELY = 0.01  # a chance that is worth a warning
@@ -48,6 +58,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         say(f"as configured: does not fit: {plan.refused}")
     if plan.configured:
         console.print(_memory(plan.configured, plan.setting.cluster))
+    for line in _cold_start(plan.setting, (plan.configured or plan.found[0].option).config):
+        say(line)
     if shown is None:
         shown = plan.found[0]
         console.print(_memory(shown.option, plan.setting.cluster, "best split"))
@@ -60,6 +72,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     if plan.found:
         console.print(_found(plan))
         say(_why(plan))
+        for line in _tried(plan):
+            say(line)
     say(LEGEND)
     for line in as_text(shown.simulated):
         say(line)
@@ -76,7 +90,10 @@ def reason(planned: Planned) -> str:
     idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(stages, key=stages.__getitem__)
     if longest in ("reward_model", "score", "logprobs") and stages[longest] > 0.9 * run.step_s:
-        return f"{_STAGES[longest]} bounds the step: its workers are busy all the time"
+        name = _NAMES[longest]
+        return f"{name} bounds the step: busy all the time; raise `{_HELPERS[longest]}`"
+    if held := _held_by_helper(planned):
+        return held
     if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
         return slow
     if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
@@ -94,6 +111,42 @@ def reason(planned: Planned) -> str:
     if max(idle.values()) < 2 * _FULL:
         return "generation and training take about as long"
     return "generation and training take turns, or wait for long completions: both are idle at times"
+
+
+def _held_by_helper(planned: Planned) -> str:
+    """The reference, reward models or graders, where twice as many would make a step shorter: they are then
+    behind what samples and before what trains, even if neither is busy all the time.
+    """
+    run, scenario = planned.simulated, planned.option.scenario
+    gains: dict[str, float] = {}
+    for stage, section in _HELPERS.items():
+        if run.stage_s.get(stage, 0.0) > _HELPS * run.step_s:
+            more = simulate(replace(scenario, config=_doubled(scenario.config, stage, section)))
+            gains[stage] = more.step_s
+    if not gains:
+        return ""
+    stage = min(gains, key=gains.__getitem__)
+    if gains[stage] > (1 - _FULL) * run.step_s:
+        return ""
+    seconds, share = written(run.stage_s[stage], "s"), written(run.stage_s[stage] / run.step_s, "%")
+    return (
+        f"{_NAMES[stage]} bounds the step: busy for {seconds} of it ({share}), between sampling and "
+        f"training; with twice as many workers (`{_HELPERS[stage]}`) a step takes "
+        f"{written(gains[stage], 's')}"
+    )
+
+
+def _doubled(config: Config, stage: str, key: str) -> Config:
+    """``config`` with twice the workers of ``stage``, whatever GPUs there are."""
+    if stage == "reward_model":
+        models = tuple(
+            m.model_copy(update={"num_workers": 2 * m.num_workers}) for m in config.rewards.models
+        )
+        return config.model_copy(update={"rewards": config.rewards.model_copy(update={"models": models})})
+    name = key.partition(".")[0]
+    section = getattr(config, name)
+    more = section.model_copy(update={"num_workers": 2 * section.num_workers})
+    return config.model_copy(update={name: more})
 
 
 def _waits_for_slow(planned: Planned) -> str:
@@ -304,7 +357,8 @@ def _found(plan: Plan) -> Table:
         table.add_row(
             str(c.batch.prompts_per_step),
             str(c.max_staleness),
-            f"{c.policy.num_workers}" + (" (colocated)" if p.option.roles.colocated else ""),
+            f"{c.policy.num_workers} ZeRO-{c.policy.zero_stage}"
+            + (" colocated" if p.option.roles.colocated else ""),
             engines,
             written(run.step_s, "s"),
             f"{run.tokens_per_s:,.0f}",
@@ -319,7 +373,8 @@ def _why(plan: Plan) -> str:
     keys = (
         f"rollout.num_workers={c.rollout.num_workers} "
         f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
-        f"policy.num_workers={c.policy.num_workers} cluster.placement={c.cluster.placement}"
+        f"policy.num_workers={c.policy.num_workers} policy.zero_stage={c.policy.zero_stage} "
+        f"cluster.placement={c.cluster.placement}"
     )
     gain = ""
     if plan.simulated:
@@ -328,9 +383,47 @@ def _why(plan: Plan) -> str:
     return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
 
 
+def _cold_start(setting: Setting, config: Config) -> list[str]:
+    """Of a run that begins with supervised training, its memory; before all workers, so apart from theirs."""
+    if not is_trained_first(config):
+        return []
+    need = cold_start(config, setting.model, gpu=setting.cluster.card is not None)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
+    assert config.sft is not None
+    lines = [
+        f"cold start, before all workers: {need.total / GIB:.1f} GiB of one process with "
+        f"{config.sft.batch_size} rows of `sft.max_length` = {config.sft.max_length} tokens ({parts})"
+    ]
+    problem = cold_start_problem(config, need, setting.cluster)
+    more = "; `check` counts the rows as they are"
+    return lines + ([f"warning: {problem}{more}"] if problem else [])
+
+
+def _tried(plan: Plan) -> list[str]:
+    """Of each placement and ZeRO stage how many splits, which was the fastest, and what holds it."""
+    lines = ["tried at this batch and staleness, with TP 1, 2, 4 and 8:"]
+    for tried in plan.tried:
+        head = f"  {tried.placement}, ZeRO-{tried.zero_stage}: "
+        if tried.best is None:
+            lines.append(f"{head}none of {tried.splits} splits of GPUs can run: {tried.why}")
+            continue
+        c, run = tried.best.option.config, tried.best.simulated
+        others = tried.splits - tried.fitting
+        lines.append(
+            f"{head}{c.policy.num_workers} rank(s) and {c.rollout.num_workers} x TP "
+            f"{c.rollout.tensor_parallel_size} are the fastest of {tried.fitting}, {run.tokens_per_s:,.0f} "
+            f"tokens/s; {reason(tried.best)}"
+            + (f"; {others} more cannot run, e.g. {tried.why.partition('; ')[0]}" if others else "")
+        )
+    fixed = ["other ZeRO stages", "`policy.offload`", "`policy.sequence_parallel`", "`weight_sync.mode`"]
+    fixed += ["`reference.num_workers`"] if plan.found[0].option.config.needs_reference else []
+    return [*lines, f"not tried: other batches and staleness (--sweep does); {', '.join(fixed)} (set them)"]
+
+
 def _table(title: str, first: str, *others: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
     table.add_column(first)
     for heading in others:
-        table.add_column(heading, justify="left" if heading == "parts" else "right")
+        widest = max(map(len, heading.split()))
+        table.add_column(heading, justify="left" if heading == "parts" else "right", min_width=widest)
     return table

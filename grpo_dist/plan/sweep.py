@@ -1,4 +1,5 @@
-"""The best of many: how GPUs are split between engines and policy, tensor parallelism, staleness, batch.
+"""The best of many: how GPUs are split between engines and policy, placement, ZeRO stage, tensor parallelism,
+staleness, batch.
 
 Every option has a bound that its throughput cannot pass, from the same stage times: each stage at full load
 all the time. Options are simulated best bound first, until the best that was simulated is above all bounds
@@ -7,13 +8,14 @@ that are left; so the result is that of simulating all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from grpo_dist.config import Config
-from grpo_dist.plan.options import Option, Planned, Setting, planned, try_option
+from grpo_dist.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.plan.rates import UpdateWork
 from grpo_dist.plan.simulation import Scenario
 
@@ -24,6 +26,8 @@ _STEPS = 2  # simulated of an option that is only compared
 _BATCHES = (0.5, 1, 2)
 _STALENESS = {"drain": (0, 1), "keep": (0, 1, 2, 4)}
 
+Changes = dict[str, int | str]  # of dotted keys
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -33,9 +37,13 @@ class Cell:
     staleness: int
 
 
+def own_cell(config: Config) -> Cell:
+    return Cell(config.batch.prompts_per_step, config.max_staleness)
+
+
 def cells(config: Config, *, wide: bool) -> list[Cell]:
     """The configuration's own; with ``wide`` other batches and staleness, too."""
-    own = Cell(config.batch.prompts_per_step, config.max_staleness)
+    own = own_cell(config)
     if not wide:
         return [own]
     batches = {round(own.prompts_per_step * factor) for factor in _BATCHES} - {0}
@@ -43,47 +51,127 @@ def cells(config: Config, *, wide: bool) -> list[Cell]:
     return [Cell(batch, n) for batch in sorted(batches) for n in sorted(ahead)]
 
 
+@dataclass(frozen=True)
+class Tried:
+    """Options of one placement and ZeRO stage. ``splits``: of GPUs between engines and policy; ``fitting``:
+    of these, how many can run; ``why``: what most of the others are refused for. ``best``: the fastest that
+    was simulated.
+    """
+
+    placement: str
+    zero_stage: int
+    splits: int
+    fitting: int
+    best: Planned | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """``best``: the option with the most tokens a second; None where none fits."""
+
+    best: Planned | None
+    tried: list[Tried]
+
+
 def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
     """The option of ``cell`` with the most tokens a second; None where none fits."""
-    options = sorted(
-        ((bound(option), i, option) for i, option in enumerate(_options(config, setting, cell))), reverse=True
-    )
+    return search(config, setting, cell).best
+
+
+def search(config: Config, setting: Setting, cell: Cell) -> Found:
+    """All options of ``cell``, and the best. Of each placement and ZeRO stage the option of the highest bound
+    is simulated in any case, so that the plan can say what holds it.
+    """
+    made = [(c, option_or_reason(config, c, setting)) for c in _changes(config, setting, cell)]
+    limits = {i: bound(option) for i, (_, option) in enumerate(made) if isinstance(option, Option)}
     found: Planned | None = None
-    for limit, _, option in options:
-        if found and found.simulated.tokens_per_s >= _SLACK * limit:
-            break
+    fastest: dict[tuple[str, int], Planned] = {}
+    for i, limit in sorted(limits.items(), key=lambda item: item[1], reverse=True):
+        changes, option = made[i]
+        assert isinstance(option, Option)
+        kind = _kind(changes)
+        is_beaten = found is not None and found.simulated.tokens_per_s >= _SLACK * limit
+        if is_beaten and kind in fastest:
+            continue
         tried = planned(option, steps=_STEPS)
-        if found is None or tried.simulated.tokens_per_s > found.simulated.tokens_per_s:
+        if kind not in fastest or _is_faster(tried, fastest[kind]):
+            fastest[kind] = tried
+        if found is None or _is_faster(tried, found):
             found = tried
-    return found and planned(found.option)
+    return Found(found and planned(found.option), list(_tried(made, fastest)))
+
+
+def _is_faster(one: Planned, other: Planned) -> bool:
+    return one.simulated.tokens_per_s > other.simulated.tokens_per_s
+
+
+def _tried(
+    made: Sequence[tuple[Changes, Option | str]], fastest: Mapping[tuple[str, int], Planned]
+) -> Iterator[Tried]:
+    for kind in dict.fromkeys(_kind(changes) for changes, _ in made):
+        own = [option for changes, option in made if _kind(changes) == kind]
+        reasons = [option for option in own if isinstance(option, str)]
+        causes = Counter(reason.partition("; ")[0] for reason in reasons)
+        most = causes.most_common(1)[0][0] if causes else ""
+        why = next((reason for reason in reasons if reason.startswith(most)), "")
+        yield Tried(*kind, len(own), len(own) - len(reasons), fastest.get(kind), why)
+
+
+def _kind(changes: Changes) -> tuple[str, int]:
+    return str(changes["cluster.placement"]), int(changes["policy.zero_stage"])
 
 
 def _options(config: Config, setting: Setting, cell: Cell) -> Iterator[Option]:
-    for changes in _splits(config, setting):
-        own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
-        if option := try_option(config, own | changes, setting):
+    """Those that fit."""
+    for changes in _changes(config, setting, cell):
+        option = option_or_reason(config, changes, setting)
+        if isinstance(option, Option):
             yield option
 
 
-def _splits(config: Config, setting: Setting) -> Iterator[dict[str, int | str]]:
+def _changes(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
+    own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
+    for changes in _splits(config, setting):
+        for stage in stages(config):
+            yield own | changes | {"policy.zero_stage": stage}
+
+
+def stages(config: Config) -> list[int]:
+    """ZeRO stages that are tried: the configuration's, and 2, with which policy ranks can share GPUs with
+    engines. A step's gradient is the same in all.
+    """
+    return list(dict.fromkeys((config.policy.zero_stage, 2)))
+
+
+def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
     cluster, reference = setting.cluster, config.reference.num_workers if config.needs_reference else 0
     if cluster.card is None:
         return
     free = cluster.gpus - reference - sum(model.num_workers for model in config.rewards.models)
     for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
         for ranks in _ranks(free, cluster.gpus_per_node):
+            if engines := (free - ranks) // size:
+                yield {
+                    "rollout.tensor_parallel_size": size,
+                    "rollout.num_workers": engines,
+                    "policy.num_workers": ranks,
+                    "cluster.placement": "separate",
+                }
+        for engines in _shared(free // size):
             yield {
                 "rollout.tensor_parallel_size": size,
-                "rollout.num_workers": (free - ranks) // size,
-                "policy.num_workers": ranks,
-                "cluster.placement": "separate",
+                "rollout.num_workers": engines,
+                "policy.num_workers": engines * size,
+                "cluster.placement": "colocated",
             }
-        yield {
-            "rollout.tensor_parallel_size": size,
-            "rollout.num_workers": free // size,
-            "policy.num_workers": free // size * size,
-            "cluster.placement": "colocated",
-        }
+
+
+def _shared(most: int) -> list[int]:
+    """Numbers of colocated engines: all that there is room for, and the power of two below that, which more
+    batches divide by.
+    """
+    return sorted({most, 1 << most.bit_length() - 1}) if most else []
 
 
 def _ranks(free: int, node: int) -> list[int]:

@@ -14,23 +14,22 @@ from typing import Any
 from grpo_dist.config import Config, DataSource, Demonstrations
 from grpo_dist.data.demonstrations import source_pairs
 from grpo_dist.data.readers import read_all
-from grpo_dist.deepspeed_config import deepspeed_config
+from grpo_dist.engine_settings import engine_problems
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.hardware import resolve_dtype
+from grpo_dist.hardware import device_type
 from grpo_dist.prepare import (
-    check_backend,
-    check_length,
     check_scoring,
     check_writable,
     load_tokenizer,
-    position_limit,
     prepare,
     prepare_eval,
+    refuse,
     resolve_model,
     train_prompts,
 )
 from grpo_dist.recipe.config import Pipeline, Stage
 from grpo_dist.sft import base_model
+from grpo_dist.start_checks import check_backend, check_length, position_limit, setting_problems
 
 
 def check_stages(pipeline: Pipeline, todo: Collection[str]) -> None:
@@ -128,7 +127,7 @@ def _a_few(source: Demonstrations) -> Demonstrations:
 
 
 def _check_grpo(stage: Stage, config: Config) -> None:
-    deepspeed_config(config.policy, dtype=resolve_dtype(config.model.dtype))
+    refuse(setting_problems(config, device_type()))
     if len(there := _there(stage)) == len(config.data.train):
         prepare(config, _quiet)
     else:
@@ -144,6 +143,7 @@ def _check_sample(stage: Stage, config: Config) -> None:
 def _check_sampling(config: Config) -> None:
     check_scoring(config)
     check_backend(config)
+    refuse(engine_problems(config, device_type()))
     check_length(config, Path(config.model.path))
 
 

@@ -22,10 +22,11 @@ from grpo_dist.data.readers import read_all
 from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import sample_chunks
-from grpo_dist.prepare import Say, check_length, load_tokenizer, resolve_model, train_prompts
+from grpo_dist.prepare import Say, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.seeds import derived_seed
+from grpo_dist.start_checks import check_length
 from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"

@@ -87,8 +87,14 @@ def placed(settings: Rewards) -> Rewards:
 
 
 def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
-    """Raises ValueError for a reward that cannot be used; loads the user's functions in a process of their
-    own, and asks a judge one question.
+    """Raises ValueError for a reward that cannot be used; see `reward_problems`."""
+    for problem in reward_problems(settings, max_new_tokens=max_new_tokens):
+        raise ValueError(problem)
+
+
+def reward_problems(settings: Rewards, *, max_new_tokens: int) -> Iterator[str]:
+    """Of every reward that cannot be used, why. Loads the user's functions in a process of their own, and
+    asks a judge one question.
     """
     custom = []
     for spec in reward_specs(settings):
@@ -98,11 +104,15 @@ def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
         try:
             make(spec).check(max_new_tokens=max_new_tokens)
         except ValueError as error:
-            raise ValueError(f"rewards.functions {spec.name}: {error}") from error
-    if custom:
-        with GraderPool(1, code_paths=settings.code_paths) as pool:
-            for spec in custom:
+            yield f"rewards.functions {spec.name}: {error}"
+    if not custom:
+        return
+    with GraderPool(1, code_paths=settings.code_paths) as pool:
+        for spec in custom:
+            try:
                 _check_custom(spec, pool)
+            except ValueError as error:
+                yield str(error)
 
 
 def own_code(settings: Rewards) -> Iterator[Path]:

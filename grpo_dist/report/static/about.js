@@ -30,9 +30,10 @@
     const wanted = about.config.steps;
     const done = run.steps.length ? run.steps[run.steps.length - 1] : 0;
     const ledger = Object.entries(about.ledger).map(([name, count]) => `${count.toLocaleString("en")} ${fates[name] || name}`).join(", ");
+    const preset = about.config["algorithm.preset"];
     const hours = run.hours.length ? run.hours[run.hours.length - 1] : 0;
     return make(
-      "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
+      "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(preset && preset !== "null" ? preset : "–", "nowrap"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
       cell(hours < 1 ? `${(hours * 60).toFixed(1)} min` : `${hours.toFixed(2)} h`, "number"), cell(number(report.first(run, "reward/mean")), "number"),
       cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–", "nowrap"), cell(String(run.events.length), "number"),
     );
@@ -51,7 +52,7 @@
   }
 
   function summary() {
-    const headings = ["run", "steps", "#time", "#reward first", "#reward last", "accuracy first → last", "prompts", "#events"];
+    const headings = ["run", "preset", "steps", "#time", "#reward first", "#reward last", "accuracy first → last", "prompts", "#events"];
     byId("summary").replaceChildren(...[table(headings, report.runs.map(summaryRow)), notices()].filter(Boolean));
   }
 

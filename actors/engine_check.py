@@ -1,0 +1,84 @@
+"""Whether vLLM takes arguments of an engine; a process of its own, which starts no engine.
+
+    {"own": {...}, "whole": {...} or null}   on standard input
+    ["`rollout.engine.blok_size`: ..."]      the last line of standard output
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from actors.engine import set_environment
+
+
+def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
+    """``own``: what `rollout.engine` has; ``known``: arguments of vLLM's engine and their types."""
+    for name, value in own.items():
+        said = f"`rollout.engine.{name}` = {value!r}"
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean `rollout.engine.{near[0]}`?" if near else "remove it"
+            yield f"{said}: vLLM's engine has no such argument; {hint}"
+        elif complaint := _type_problem(value, known[name]):
+            yield f"{said}: {complaint}"
+
+
+def _type_problem(value: Any, annotation: Any) -> str | None:
+    if isinstance(annotation, str):  # a type that is only known to type checkers
+        return None
+    try:
+        read = TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "enum":  # vLLM looks these up by name when it makes its configuration
+            return None
+        where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
+        return f"{f'{where}: ' if where else ''}{first['msg'].lower()}"
+    except Exception:  # a type that pydantic has no schema for
+        return None
+    is_scalar = isinstance(value, bool | int | float | str) and not isinstance(read, Enum)
+    if is_scalar and type(read) is not type(value) and not (isinstance(read, float) and type(value) is int):
+        return f"input should be {type(read).__name__}, not {type(value).__name__}"
+    return None
+
+
+def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    """What vLLM refuses when it makes the engine's configuration of all ``arguments``."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    try:
+        AsyncEngineArgs(**arguments).create_engine_config()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        complaint = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
+    except Exception as error:  # whatever it is, the engine would die of it
+        complaint = f"{type(error).__name__}: {error}"
+    else:
+        return None
+    settings = ", ".join(f"{name}={value}" for name, value in own.items())
+    return f"`rollout.engine` ({settings}): vLLM refuses the engine: {' '.join(complaint.split())}"
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    set_environment()
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {f.name: f.type for f in dataclasses.fields(AsyncEngineArgs) if not f.name.startswith("_")}
+    problems = list(argument_problems(asked["own"], known))
+    if not problems and asked["whole"] is not None:
+        problems = [found for found in [whole_problem(asked["whole"], asked["own"])] if found]
+    print(json.dumps(problems))
+
+
+if __name__ == "__main__":
+    main()
