@@ -6,7 +6,9 @@ status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports liv
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -40,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: list[str]) -> int:
+    _accept_interrupts()
     try:
         command(config, overrides)
     except UserError as error:
@@ -54,6 +57,15 @@ def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: 
         )
         return 130
     return 0
+
+
+def _accept_interrupts() -> None:
+    """A shell without job control starts a background command with SIGINT ignored, and Python then leaves it
+    ignored: `kill -INT` would have no effect.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _train(path: str, overrides: list[str]) -> None:

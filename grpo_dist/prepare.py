@@ -33,6 +33,7 @@ class Prepared:
     prompts: list[Prompt]
     eval_sets: list[EvalSet]
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
+    warnings: list[str] = field(default_factory=list)  # about the data; `say` has printed them
 
 
 def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
@@ -54,7 +55,13 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
         check_targets(model_dir, config.policy.lora, trust_remote_code=config.model.trust_remote_code)
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     dropped: list[Dropped] = []
-    prompts = train_prompts(config, train_rows, tokenizer, say, dropped)
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        say(message)
+        warnings.append(message)
+
+    prompts = train_prompts(config, train_rows, tokenizer, warn, dropped)
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -62,8 +69,8 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
             f"without "
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, say)
-    return Prepared(model_dir, prompts, eval_sets, dropped)
+    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
+    return Prepared(model_dir, prompts, eval_sets, dropped, warnings)
 
 
 def train_prompts(

@@ -92,6 +92,8 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         check_room(run_dir, error)
         raise
     with tracker:
+        for warning in prepared.warnings:
+            tracker.record(warning)
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
         )

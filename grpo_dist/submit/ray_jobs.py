@@ -46,6 +46,10 @@ class RayTarget:
         with _carried(job):  # refuses code that cannot travel
             pass
 
+    def idle(self, config: Config, target: str) -> str | None:
+        """None: the job reserves the GPUs of its workers and no others."""
+        return None
+
     def render(self, job: Job) -> str:
         with _carried(job) as carried:
             request = self._request(job, _next_number(job))

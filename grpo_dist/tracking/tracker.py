@@ -3,7 +3,8 @@
     metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
                      what each actor did when; those of "driver" are the phases of the loop
-    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, and after which step
+    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, after which step;
+                     empty in a run without any
     ledger.jsonl     what became of every prompt
     samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
     aside/           batches of steps that went wrong
@@ -79,6 +80,7 @@ class Tracker:
     def _open(self, start: int) -> None:
         config, run_dir = self._config, self.directory
         self._step = start
+        (run_dir / EVENTS).touch()  # empty in a run without warnings
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
         self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
@@ -156,6 +158,10 @@ class Tracker:
         if self._console is None:
             with suppress(OSError, ValueError):  # nobody reads it; it is in the file
                 print(message, file=sys.stderr, flush=True)
+        self.record(message)
+
+    def record(self, message: str) -> None:
+        """Add a warning that the terminal has already shown to `events.jsonl`."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
