@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.evaluation.arguments import add_commands as add_evaluation
 from grpo_dist.report.arguments import add_report
 from grpo_dist.scoring.arguments import add_commands as add_scoring
+from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.submit.arguments import add_commands as add_submission
 
 USER_ERROR = 2
@@ -75,9 +77,11 @@ def _train(path: str, overrides: list[str]) -> None:
         from grpo_dist.config_files import load_config
 
         config = load_config(path, overrides)
-        from grpo_dist.training import train
+        with stages_logged() if config.tracking.console else nullcontext():
+            with stage("libraries", "are loaded"):
+                from grpo_dist.training import train
 
-        train(config)
+            train(config)
 
 
 def _sft(path: str, overrides: list[str]) -> None:
@@ -107,7 +111,8 @@ def _sample(path: str, overrides: list[str], again_from: str | None, check_only:
     pipeline = resolve(file, Path(path), of_stage)
     from grpo_dist.recipe.run import run_pipeline
 
-    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+    with stages_logged():
+        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
@@ -116,7 +121,8 @@ def _pipeline(path: str, overrides: list[str], again_from: str | None, check_onl
     pipeline = load_pipeline(path, overrides)
     from grpo_dist.recipe.run import run_pipeline
 
-    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+    with stages_logged():
+        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
@@ -134,7 +140,8 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     config = load_config(str(path), overrides)
     from grpo_dist.bench.run import bench
 
-    bench(config)
+    with stages_logged():
+        bench(config)
 
 
 def _plan(path: str, overrides: list[str], **options: Any) -> None:

@@ -19,6 +19,7 @@ from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
 from grpo_dist.lora import check_targets
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.stage_log import stage
 from grpo_dist.types import Prompt
 
 if TYPE_CHECKING:
@@ -48,8 +49,11 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     )  # refuses what is not the user's to set
     check_backend(config)
     # Rows first: a mistake in them should not wait for a cold start or a download.
-    train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
-    model_dir = resolve_model(config, say, train_first=train_first)
+    with stage("data", "problems are read"):
+        train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
+    cold = config.model.path == "sft" and train_first
+    with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
+        model_dir = resolve_model(config, say, train_first=train_first)
     check_length(config, model_dir)
     if config.policy.lora is not None:
         check_targets(model_dir, config.policy.lora, trust_remote_code=config.model.trust_remote_code)
@@ -61,7 +65,8 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
         say(message)
         warnings.append(message)
 
-    prompts = train_prompts(config, train_rows, tokenizer, warn, dropped)
+    with stage("prompts", "are tokenized"):
+        prompts = train_prompts(config, train_rows, tokenizer, warn, dropped)
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(

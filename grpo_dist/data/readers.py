@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSource
+from grpo_dist.config_text import check_characters
 
 _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -94,6 +95,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = json.loads(text) if text.strip() else None
+                if "\\u" in text:
+                    check_characters(record)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{location}: {_complaint(error)}") from error
             if record is None and not text.strip():

@@ -32,6 +32,7 @@ from grpo_dist.prepare import (
     prepare_eval,
     resolve_model,
 )
+from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # what a kill may cost is this much sampling, or one problem
@@ -124,7 +125,8 @@ def _sample_missing(config: Config, model_dir: Path, asked: list[Asked], store: 
         say(f"{total - todo} of {total} problems are done")
     with refusals():
         check_scoring(config)
-    asyncio.run(_sample(config, model_dir, missing, store, say))
+    with stages_logged(say):
+        asyncio.run(_sample(config, model_dir, missing, store, say))
 
 
 def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
@@ -161,15 +163,16 @@ async def _sample(
                 config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
             ):
                 samplers = await cluster.start_evaluation(model_dir)
-            await sample_chunks(
-                config,
-                config.evaluation,
-                samplers,
-                {number: prompts for number, (_, prompts) in enumerate(parts)},
-                finished,
-                stage=STAGE,
-                what="evaluate",
-            )
+            with stage("evaluation", f"{sum(len(prompts) for _, prompts in parts)} problems"):
+                await sample_chunks(
+                    config,
+                    config.evaluation,
+                    samplers,
+                    {number: prompts for number, (_, prompts) in enumerate(parts)},
+                    finished,
+                    stage=STAGE,
+                    what="evaluate",
+                )
 
 
 class _Progress:

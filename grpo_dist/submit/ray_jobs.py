@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.preemption import Preempted
 from grpo_dist.secrets import HIDDEN
