@@ -1,7 +1,7 @@
 """What a run is doing, as a block of lines that a terminal shows below its log:
 
     demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 gone, 3:04 left
-    now     sample, 2.1 s           (while it starts: engines: 12.3 s so far, waiting for rollout-0)
+    now     sample, 2.1 s           (while it starts: engines 12.3 s (rollout-0))
     step    sample 1.2 s █████████████  update 0.7 s ███████▋  sync 0.1 s ▉
     reward  ▁▂▂▃▄▅▆▇█ 0.531
     actors  ● rollout     4/4  █████████▏  92% busy  1.3 GiB

@@ -50,7 +50,8 @@ def prepare(config: Config, say: Say, *, train_first: bool = True) -> Prepared:
     check_backend(config)
     # Rows first: a mistake in them should not wait for a cold start or a download.
     with stage("data", "problems are read"):
-        train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
+        train_rows = read_all(config.data.train, "data.train")
+        eval_rows = read_all(config.data.eval, "data.eval")
     cold = config.model.path == "sft" and train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
         model_dir = resolve_model(config, say, train_first=train_first)

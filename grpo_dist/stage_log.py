@@ -1,7 +1,7 @@
 """What a run does while no step ends: its start, evaluations, its last export.
 
-    20:14:03     6.1 s  engines: 1 engine loads, compiles and answers a first request
-    20:14:18    21.1 s  engines: 15 s so far, waiting for rollout-0; policy ranks: 14 s so far
+    20:14:03     6.1 s  engines: load the model, compile, and answer a first request
+    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0, policy-1)
     20:14:29    32.3 s  engines: done in 26.2 s
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
@@ -40,7 +40,7 @@ class Stage:
         waits = self.note
         with suppress(Exception):  # it looks at what another thread changes
             waits = self.waits_for() or self.note
-        return f"{self.name}: {seconds_text(now - self.begin)} so far" + (f", {waits}" if waits else "")
+        return f"{self.name} {seconds_text(now - self.begin)}" + (f" ({waits})" if waits else "")
 
 
 class StageLog:
@@ -96,7 +96,7 @@ class StageLog:
             now = self._clock()
             if not self._open or self.has_view or now - self._last < self._every_s:
                 return
-            line = "; ".join(stage.lasts(now) for stage in self._open)
+            line = "waiting: " + "; ".join(stage.lasts(now) for stage in self._open)
             for stage in self._open:
                 self._print(stage, line)
                 line = ""
@@ -169,13 +169,13 @@ class LoopStages:
         """What the loop begins now."""
         self._phase = name
         if name == "evaluate":
-            self._begin("evaluation", quiet=self._stepped)
+            self._begin("evaluation", "held-out problems are sampled and scored", quiet=self._stepped)
         elif name == "save":
             self._begin("checkpoint", quiet=True)
         elif self._stepped:
             self.end()
         else:
-            self._begin("first step", "samples, rewards and an update", lambda: f"at {self._phase}")
+            self._begin("first step", "samples, rewards and an update", lambda: self._phase)
 
     def logged(self, *, step: bool) -> None:
         """Numbers came of a step, or of an evaluation."""
@@ -222,11 +222,9 @@ def print_line(text: str) -> None:
 
 
 def names_of(waiting: list[str], most: int = 3) -> str:
-    """waiting for rollout-0, rollout-1 and 6 more"""
-    if not waiting:
-        return ""
+    """rollout-0, rollout-1, rollout-2 and 5 more"""
     more = f" and {len(waiting) - most} more" if len(waiting) > most else ""
-    return f"waiting for {', '.join(waiting[:most])}{more}"
+    return ", ".join(waiting[:most]) + more
 
 
 def seconds_text(seconds: float) -> str:

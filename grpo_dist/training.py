@@ -78,7 +78,7 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
 
 
 def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
-    with stage("libraries", "Ray and torch are loaded"):
+    with stage("actors", "their code is loaded"):
         from actors.cluster import check_fits
 
     with refusals():

@@ -18,7 +18,7 @@ from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import breakdown
-from grpo_dist.evaluation.result import Judged, Result
+from grpo_dist.evaluation.result import RESULT, Judged, Result, read_earlier
 from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
 from grpo_dist.evaluation.store import Identity, Store, default_directory
 from grpo_dist.evaluation.table import print_result
@@ -73,13 +73,17 @@ def evaluate_model(
         asked = _asked(config, model_dir, by, say)
         store = Store(place, identity, fresh=fresh)
         store.begin()
+        earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
     if store.moved:
         say(f"what was in {place} is now in {store.moved}")
     with store.alone():
         _sample_missing(config, model_dir, asked, store, say)
         result = Result.of(identity, list(_judged(asked, store, config.evaluation.k)))
-        result.write(place)
+        result.with_earlier(earlier).write(place)
     print_result(result, str(place))
+    names = {own.name for own in asked}
+    if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
+        say(f"{RESULT} there has {', '.join(others)}, measured before, too")
     return result
 
 
@@ -96,7 +100,7 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list
         for s, own in zip(config.data.eval, columns, strict=True)
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(config, read_all(sources), tokenizer, [], say)
+    sets = prepare_eval(config, read_all(sources, "data.eval"), tokenizer, [], say)
     own_columns = [source.columns for source in config.data.eval]
     return [_split(*found, config) for found in zip(sets, own_columns, columns, strict=True)]
 
