@@ -94,7 +94,10 @@ class StageLog:
         """Say what lasts, where nothing was said for a while."""
         with self._lock:
             now = self._clock()
-            if not self._open or self.has_view or now - self._last < self._every_s:
+            if not self._open or self.has_view:
+                return
+            since = max(self._last, min(stage.begin for stage in self._open))
+            if now - since < self._every_s:
                 return
             line = "waiting: " + "; ".join(stage.lasts(now) for stage in self._open)
             for stage in self._open:

@@ -135,7 +135,8 @@ model: {path: "demo:tiny"}
 data:
   train: [{path: "demo:add3"}]
   eval:
-    - {path: x, problem_column: question, answer_column: solution, answer_pattern: "#### (.+)", columns: [level]}
+    - {path: x, problem_column: question, answer_column: solution, answer_pattern: "#### (.+)",
+       columns: [level]}
 """
 
 
