@@ -48,7 +48,8 @@ def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: 
     try:
         command(config, overrides)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A name given on the command line need not be text.
+        print(f"error: {error}".encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return USER_ERROR
     except RunEnded as end:
         print(end, file=sys.stderr)

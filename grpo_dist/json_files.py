@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError for a file that cannot be read, and ValueError for one that is no JSON in UTF-8, or that
-    is nested deeper than the reader's stack.
+    """Raises OSError for what cannot be read or is no regular file (a pipe would never end), and ValueError
+    for a file that is no JSON in UTF-8, or that is nested deeper than the reader's stack.
     """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
     return parse_json(path.read_bytes())
 
 

@@ -4,6 +4,7 @@ never a traceback; which numbers the keys take.
 
 import contextlib
 import json
+import os
 
 import pytest
 import yaml
@@ -288,3 +289,11 @@ def test_damaged_lines_of_a_run_are_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\xfe\n' + _DEEP + b'\n"\\ud800"\n{"step": 2}\n{"step": 3}')
     assert kept_lines(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory"])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind):
+    path = tmp_path / "bench.json"
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(UserError, match=r"bench\.json: cannot be read \(Not a regular file\)"):
+        Result.read(path)

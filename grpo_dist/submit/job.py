@@ -108,5 +108,5 @@ def _read(path: Path) -> Record:
 
 def _elsewhere(run_dir: Path) -> Path:
     """Of the record where the storage of the cluster is not there on this machine."""
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     return cache_dir() / "submitted" / f"{run_dir.name}-{digest}.json"

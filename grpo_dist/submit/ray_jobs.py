@@ -26,6 +26,7 @@ from grpo_dist.submit.code import CONFIG, Carried, gather
 from grpo_dist.submit.job import Job, Record, State, read_record
 from grpo_dist.submit.templates import template
 
+_MOST_CPUS = 100_000  # of the driver
 _DEADLINE_S = 60.0  # of one answer of the job server
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
@@ -41,6 +42,8 @@ class RayTarget:
 
     def check(self, job: Job) -> None:
         """Raises UserError for what cannot be submitted so; asks nobody."""
+        if not 0 <= self.driver_cpus <= _MOST_CPUS:
+            raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
         check_secrets(job.config.model_dump(mode="json"), str(job.path))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from actors.placement import Demand, Resources
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
+# Of the options: least and most.
+_BOUNDS = {"gpus_per_node": (0, 1024), "cpus_per_node": (1, 100_000), "nodes": (1, 100_000)}
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,10 @@ class NodeSizes:
 
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} to {most}")
         gpus, cpus = self.gpus_per_node, self.cpus
         refused: UserError | None = None
         for count in [self.nodes] if self.nodes else range(1, 1 + _most_nodes(config)):
