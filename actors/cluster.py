@@ -63,11 +63,20 @@ from grpo_dist.errors import (
 )
 from grpo_dist.hardware import available_cpus, device_type, thread_environment, transfer_backend
 from grpo_dist.offload import check_offload
+from grpo_dist.stage_log import names_of, stage
 from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
 
 _LOOK_S = 1.0  # between two looks for a node that joins
+
+# Of the role that a handle is for: its name as a stage of the start, and what it does then.
+_STARTS: dict[type, tuple[str, str]] = {
+    RolloutPool: ("engines", "load the model, compile, and answer a first request"),
+    RewardPool: ("reward workers", "start grader processes and load reward models"),
+    ReferencePool: ("reference", "loads the model"),
+    PolicyGroup: ("policy ranks", "join, load the model and set up DeepSpeed"),
+}
 
 # An engine on the policy's GPUs finds room for its start only in its turn, which may not come again before
 # its samples are there.
@@ -151,7 +160,9 @@ class Cluster:
         self._parts: Parts | None = None
 
     async def __aenter__(self) -> Cluster:
-        self._own_connection = _connect(self._config)
+        address = address_of(self._config)
+        with stage("Ray", "a cluster starts here" if address == "local" else f"joins {address}"):
+            self._own_connection = _connect(self._config)
         self._shared = not self._own_connection or address_of(self._config) != "local"
         return self
 
@@ -240,7 +251,7 @@ class Cluster:
         self._handles.remove(old.policy)
         await old.policy.shutdown()
         parts = replace(old, policy=self._create_policy(model_dir))
-        await gather([parts.policy.ready(), old.samplers.rollouts.abandon()])
+        await gather([_up(parts.policy), old.samplers.rollouts.abandon()])
         if not old.samplers.rollouts.team.is_whole:
             raise WorkerLost("an engine is being replaced")
         workers = await self._connected(parts, None)
@@ -250,13 +261,14 @@ class Cluster:
     async def _connected(self, parts: Parts, shared: SharedDevices | None) -> Workers:
         """All of them are ready."""
         policy, samplers, reference = parts.policy, parts.samplers, parts.reference
-        sync = await WeightSync.connect(
-            policy,
-            samplers.rollouts,
-            self._config.weight_sync,
-            beside=shared.beside if shared else None,
-            timeout_s=self._config.cluster.timeouts.sync_s,
-        )
+        with stage("weight transfer", "policy ranks and engines connect"):
+            sync = await WeightSync.connect(
+                policy,
+                samplers.rollouts,
+                self._config.weight_sync,
+                beside=shared.beside if shared else None,
+                timeout_s=self._config.cluster.timeouts.sync_s,
+            )
         reference_sync = await self._reference_sync(policy, reference)
         usage = self._usage(parts)
         return Workers(
@@ -325,15 +337,18 @@ class Cluster:
     async def _end_workers(self) -> None:
         """Their room stays: others wait for it, too."""
         handles, self._handles = self._handles, []
-        await gather(handle.shutdown() for handle in reversed(handles))
+        if handles:
+            with stage("workers", "all actors end"):
+                await gather(handle.shutdown() for handle in reversed(handles))
 
     async def _ready(self, turns: Turns | None, *in_turns: Any) -> None:
         """All actors load at once, but for those that take turns; what they refuse (a model they cannot
         load) is the user's to mend.
         """
         own = [handle for handle in self._handles if turns is None or handle not in in_turns]
+        together = [_up_in_turns(turns, in_turns)] if turns else []
         with refusals():
-            await gather([*(handle.ready() for handle in own), *([turns.start()] if turns else [])])
+            await gather([*(_up(handle) for handle in own), *together])
 
     def _create_policy(self, model_dir: Path) -> PolicyGroup:
         config = self._config
@@ -430,8 +445,9 @@ class Cluster:
         if self._room.is_held:  # of workers that were all lost or ended
             await self._room.whole(self._config)
             return
-        self._demands = await self._placed(training)
-        self._room = await Room.take(self._config, self._demands)
+        with stage("placement", "GPUs and CPUs are reserved for all actors"):
+            self._demands = await self._placed(training)
+            self._room = await Room.take(self._config, self._demands)
 
     async def _placed(self, training: bool) -> dict[str, Demand]:
         """What the cluster is too small for is refused at once, but for a run that was there before: in the
@@ -465,6 +481,26 @@ class Cluster:
             "num_gpus": 0 if demand.shared else demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
+
+
+async def _up(handle: Any) -> None:
+    """Wait for the actors of one role."""
+    name, what = next(words for kind, words in _STARTS.items() if isinstance(handle, kind))
+    with stage(name, what, lambda: names_of(_starting([handle]))):
+        await handle.ready()
+
+
+async def _up_in_turns(turns: Turns, handles: Sequence[Any]) -> None:
+    what = "they load one after the other, on the same GPUs"
+    with stage("engines and policy ranks", what, lambda: names_of(_starting(handles))):
+        await turns.start()
+
+
+def _starting(handles: Sequence[Any]) -> list[str]:
+    """Names of the actors that are not up yet."""
+    teams = [handle.team for handle in handles]
+    teams += [model.team for handle in handles for model in getattr(handle, "models", ())]
+    return sorted(name for team in teams for name in team.starting)
 
 
 def _place(options: dict[str, Any], devices: Devices) -> dict[str, Any]:

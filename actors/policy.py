@@ -200,6 +200,7 @@ class PolicyGroup:
         arguments = [(place, self._settings, self._arguments) for place in places]
         started = await self._answers("start", arguments)
         self.device, self._attention_cost = started[0]
+        self.team.starting.clear()
 
     def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
         """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that

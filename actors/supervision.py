@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.calls import BESIDE, LOST, kill, result, results
+from actors.calls import BESIDE, LOST, kill, result
 from actors.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
@@ -105,10 +105,15 @@ class Team:
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
+        self.starting = set(self.named())  # names of the actors that have not come up yet
 
     async def ready(self) -> None:
-        await results(self._start(worker) for worker in self.workers)
+        await gather(self._up(index, worker) for index, worker in enumerate(self.workers))
         self.watch()
+
+    async def _up(self, index: int, worker: Any) -> None:
+        await result(self._start(worker))
+        self.starting.discard(self._name(index))
 
     def watch(self) -> None:
         """From now on, whoever dies or hangs is noticed; `ready` does it, too."""

@@ -6,8 +6,11 @@ status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports liv
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.evaluation.arguments import add_commands as add_evaluation
 from grpo_dist.report.arguments import add_report
 from grpo_dist.scoring.arguments import add_commands as add_scoring
+from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.submit.arguments import add_commands as add_submission
 
 USER_ERROR = 2
@@ -40,10 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: list[str]) -> int:
+    _accept_interrupts()
     try:
         command(config, overrides)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        # A name given on the command line need not be text.
+        print(f"error: {error}".encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return USER_ERROR
     except RunEnded as end:
         print(end, file=sys.stderr)
@@ -56,6 +62,15 @@ def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: 
     return 0
 
 
+def _accept_interrupts() -> None:
+    """A shell without job control starts a background command with SIGINT ignored, and Python then leaves it
+    ignored: `kill -INT` would have no effect.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _train(path: str, overrides: list[str]) -> None:
     from grpo_dist.preemption import ended_by_sigterm
 
@@ -63,9 +78,11 @@ def _train(path: str, overrides: list[str]) -> None:
         from grpo_dist.config_files import load_config
 
         config = load_config(path, overrides)
-        from grpo_dist.training import train
+        with stages_logged() if config.tracking.console else nullcontext():
+            with stage("libraries", "are loaded"):
+                from grpo_dist.training import train
 
-        train(config)
+            train(config)
 
 
 def _sft(path: str, overrides: list[str]) -> None:
@@ -95,7 +112,8 @@ def _sample(path: str, overrides: list[str], again_from: str | None, check_only:
     pipeline = resolve(file, Path(path), of_stage)
     from grpo_dist.recipe.run import run_pipeline
 
-    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+    with stages_logged():
+        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
@@ -104,7 +122,8 @@ def _pipeline(path: str, overrides: list[str], again_from: str | None, check_onl
     pipeline = load_pipeline(path, overrides)
     from grpo_dist.recipe.run import run_pipeline
 
-    run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+    with stages_logged():
+        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
@@ -122,7 +141,8 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     config = load_config(str(path), overrides)
     from grpo_dist.bench.run import bench
 
-    bench(config)
+    with stages_logged():
+        bench(config)
 
 
 def _plan(path: str, overrides: list[str], **options: Any) -> None:

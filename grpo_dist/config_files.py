@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.config_messages import readable
+from grpo_dist.config_text import check_characters, check_key, check_nesting
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked
 
@@ -68,13 +69,17 @@ def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
     """``tree``, interpolations resolved, as a ``section``. Raises ConfigError, beginning with ``where``."""
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError, ValueError) as error:
         raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
     return checked(plain, where, section)
 
 
 def checked(plain: Any, where: str | Path, section: type[S]) -> S:
     """Plain mappings and lists as a ``section``. Raises ConfigError, beginning with ``where``."""
+    try:
+        check_characters(plain)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     try:
         return section.model_validate(plain)
     except ValidationError as error:
@@ -102,26 +107,32 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     """A file merged over its defaults, interpolations not yet resolved. ``seen``: the files it is a default
     of.
     """
-    resolved = path.resolve()
+    try:
+        resolved, is_file = path.resolve(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else str(error)[:200]
+        raise ConfigError(f"{ascii(str(path))[:200]}: no configuration file ({reason})") from error
     if resolved in seen:
         raise ConfigError(
             f"{path}: `defaults` go round in a circle: {' -> '.join(p.name for p in (*seen, resolved))}"
         )
-    if not path.is_file():
+    if not is_file:
         raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
     try:
+        check_nesting(path.read_text(encoding="utf-8"))
         loaded = OmegaConf.load(path)
-    except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}".replace("\n", " ")) from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
-    bases = loaded.pop("defaults", None) or []
     if path.parent.name == _PRESETS.name:
         _name_preset(loaded, path.stem)
-    if isinstance(bases, str):
-        bases = [bases]
-    parts = [read_tree(path.parent / str(base), (*seen, resolved)) for base in bases]
-    merged = OmegaConf.merge(*parts, loaded)
+    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in _bases(loaded, path)]
+    try:
+        merged = OmegaConf.merge(*parts, loaded)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        message = f"{path}: cannot be merged with its `defaults`: {error}"
+        raise ConfigError(message.replace("\n", " ")) from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -130,6 +141,22 @@ def _name_preset(tree: DictConfig, name: str) -> None:
     """Settings from a file in a directory of presets carry its name into the run and its report."""
     if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
         OmegaConf.update(tree, "algorithm.preset", name)
+
+
+def _bases(loaded: DictConfig, path: Path) -> list[str]:
+    """Files that ``loaded`` builds on; `defaults` is taken out of it."""
+    try:
+        found = loaded.pop("defaults", None)
+        bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: `defaults`: {error}".replace("\n", " ")) from error
+    wrong = [base for base in bases if not isinstance(base, str) or not base]
+    if wrong:
+        raise ConfigError(
+            f"{path}: `defaults`: {wrong[0]!r} names no file; expected a file or a list of files, e.g. "
+            "[base.yaml]"
+        )
+    return bases
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
@@ -159,9 +186,11 @@ def set_from_text(tree: DictConfig, override: str) -> None:
             f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5"
         )
     try:
+        check_characters(override)
+        check_nesting(override[len(key) + 1 :])
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
-    except (YAMLError, OmegaConfBaseException) as error:
+    except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise ConfigError(f"override {override!r}: {error}".replace("\n", " ")) from error
     set_key(tree, key, value, f"override {override!r}")
 
@@ -171,9 +200,10 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
     ``where``.
     """
     try:
+        check_key(key)
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
-    except (OmegaConfBaseException, TypeError, AttributeError, ValueError) as error:
+    except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
         raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
 
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_dist.live_view import LiveView
+from grpo_dist.stage_log import shown_by_view
 
 # label, metric, format
 _COLUMNS = (
@@ -42,6 +43,7 @@ class Console:
                 vertical_overflow="ellipsis",
             )
             self._live.start()
+            shown_by_view(True)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         if "time/step_s" in metrics:
@@ -56,6 +58,7 @@ class Console:
 
     def close(self, *, failed: bool) -> None:
         if self._live is not None:
+            shown_by_view(False)
             self._live.stop()
 
 

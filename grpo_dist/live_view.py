@@ -1,7 +1,7 @@
 """What a run is doing, as a block of lines that a terminal shows below its log:
 
     demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 gone, 3:04 left
-    now     sample, 2.1 s
+    now     sample, 2.1 s           (while it starts: engines 12.3 s (rollout-0))
     step    sample 1.2 s █████████████  update 0.7 s ███████▋  sync 0.1 s ▉
     reward  ▁▂▂▃▄▅▆▇█ 0.531
     actors  ● rollout     4/4  █████████▏  92% busy  1.3 GiB
@@ -19,6 +19,7 @@ from threading import Lock
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from grpo_dist.stage_log import open_stages
 from grpo_dist.units import GIB
 from grpo_dist.usage import Span, Usage
 
@@ -36,8 +37,15 @@ class LiveView:
     """Rendered anew as often as the terminal likes, in its own thread. ``clock``: seconds, of any origin."""
 
     def __init__(
-        self, name: str, steps: int, start: int, *, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        steps: int,
+        start: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stages: Callable[[], list[str]] = open_stages,
     ) -> None:
+        """``stages``: those of the start and of evaluations that last now, in words."""
         self._name, self._steps, self._clock = name, steps, clock
         self._begin = self._since = clock()
         self._done, self._phase = start, "starting"
@@ -47,6 +55,7 @@ class LiveView:
         self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, most bytes
         self._replaced: dict[str, int] = {}
         self._states: Callable[[], Mapping[str, bool]] = dict
+        self._stages = stages
         self._lock = Lock()  # what is drawn does not change meanwhile
 
     def phase(self, name: str) -> None:
@@ -97,7 +106,8 @@ class LiveView:
         return Group(*(Text("", no_wrap=True, overflow="ellipsis").append(line) for line in lines))
 
     def _lines(self) -> list[Text]:
-        lines = [self._head(), _labelled("now", f"{self._phase}, {clock_text(self._clock() - self._since)}")]
+        now = f"{self._phase}, {clock_text(self._clock() - self._since)}"
+        lines = [self._head(), _labelled("now", "; ".join(self._stages()) or now)]
         if self._phases:
             lines.append(_labelled("step", self._stage_bars()))
         if self._rewards:

@@ -17,6 +17,7 @@ from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
+from grpo_dist.stage_log import stage
 from grpo_dist.start_checks import model_problems, setting_problems
 from grpo_dist.types import Prompt
 
@@ -32,6 +33,7 @@ class Prepared:
     prompts: list[Prompt]
     eval_sets: list[EvalSet]
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
+    warnings: list[str] = field(default_factory=list)  # about the data; `say` has printed them
 
 
 def prepare(
@@ -48,8 +50,12 @@ def prepare(
     check_scoring(config)
     refuse(setting_problems(config, device))
     # Rows first: a mistake in them should not wait for a cold start or a download.
-    train_rows, eval_rows = read_all(config.data.train), read_all(config.data.eval)
-    model_dir = resolve_model(config, say, train_first=train_first)
+    with stage("data", "problems are read"):
+        train_rows = read_all(config.data.train, "data.train")
+        eval_rows = read_all(config.data.eval, "data.eval")
+    cold = config.model.path == "sft" and train_first
+    with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
+        model_dir = resolve_model(config, say, train_first=train_first)
     refuse(model_problems(config, device, model_dir))
     return prepared(config, model_dir, train_rows, eval_rows, say)
 
@@ -70,7 +76,14 @@ def prepared(
     """Rows as prompts of the model. Raises ValueError as `prepare` does."""
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
     dropped: list[Dropped] = []
-    prompts = train_prompts(config, train_rows, tokenizer, say, dropped)
+    warnings: list[str] = []
+
+    def warn(message: str) -> None:
+        say(message)
+        warnings.append(message)
+
+    with stage("prompts", "are tokenized"):
+        prompts = train_prompts(config, train_rows, tokenizer, warn, dropped)
     needed = config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
@@ -78,8 +91,8 @@ def prepared(
             f"without "
             f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, say)
-    return Prepared(model_dir, prompts, eval_sets, dropped)
+    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
+    return Prepared(model_dir, prompts, eval_sets, dropped, warnings)
 
 
 def train_prompts(

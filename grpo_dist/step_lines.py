@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.durable import write_text
+from grpo_dist.json_files import parse_json
 
 
 class StepLines:
@@ -24,12 +25,13 @@ class StepLines:
 
 def kept_lines(path: Path, through: int) -> list[str]:
     """Those of steps up to ``through``, without a last one that a kill has torn."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = text.splitlines(keepends=True)
     return [line for line in lines if _is_step_up_to(line, through)]
 
 
 def _is_step_up_to(line: str, last: int) -> bool:
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= last
+        return line.endswith("\n") and parse_json(line)["step"] <= last
     except (ValueError, KeyError, TypeError):  # torn
         return False

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import takewhile
@@ -47,6 +47,7 @@ from grpo_dist.prepare import (
 )
 from grpo_dist.presets import described
 from grpo_dist.recovery import Recovery
+from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.tracking import Tracker
 from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.workers import Workers
@@ -60,8 +61,12 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
 
     Raises UserError for input that cannot be used.
     """
-    with ended_by_sigterm():
+    with ended_by_sigterm(), _stages(config):
         return _train_to_the_end(config, identity or config)
+
+
+def _stages(config: Config) -> AbstractContextManager[None]:
+    return stages_logged() if config.tracking.console else nullcontext()
 
 
 def _train_to_the_end(config: Config, identity: Config) -> Path:
@@ -74,12 +79,14 @@ def _train_to_the_end(config: Config, identity: Config) -> Path:
 
 
 def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
-    from actors.cluster import fit
+    with stage("actors", "their code is loaded"):
+        from actors.cluster import fit
 
     with refusals():
-        newest = _resumable(config, run_dir)
-        state = load_state(newest, identity) if newest else None
-        has = fit(config)
+        with stage("checks", f"checkpoints in {run_dir}, placement"):
+            newest = _resumable(config, run_dir)
+            state = load_state(newest, identity) if newest else None
+            has = fit(config)
         prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
         place = load_place(newest, state, prepared.prompts)
     check_unfinished(config, run_dir, place.step)
@@ -91,9 +98,14 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         tracker = Tracker(config, run_dir, start=place.step, wandb_id=place.wandb_id)
     except OSError as error:
         check_room(run_dir, error)
-        raise
+        raise UserError(
+            f"{error.filename or run_dir}: {error.strerror or error}; expected a file of the run, or none: "
+            "move it away, or choose another `name`"
+        ) from error
     _say(described(config))
     with tracker:
+        for warning in prepared.warnings:
+            tracker.record(warning)
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
         )
@@ -255,14 +267,15 @@ async def _train(run: Run, place: Place) -> dict[str, float]:
             explain=cluster.where_stuck,
         ):
             samplers = await cluster.start_evaluation(run.directory / "model")
-        final = await evaluate(
-            config,
-            samplers,
-            run.prepared.eval_sets,
-            run.tracker,
-            step=config.steps,
-            explain=cluster.where_stuck,
-        )
+        with stage("final evaluation", "of the exported model"):
+            final = await evaluate(
+                config,
+                samplers,
+                run.prepared.eval_sets,
+                run.tracker,
+                step=config.steps,
+                explain=cluster.where_stuck,
+            )
         run.tracker.log(config.steps, final)
         return final
 
@@ -285,14 +298,17 @@ async def _go_on(run: Run, interruption: Interruption, place: Place, workers: Wo
             progress=place.progress,
             asked_to_end=interruption.asked,
         )
+    run.tracker.loop_ended()
     if config.checkpoint.export:
-        await workers.policy.export(run.directory / "model", tokenizer_dir=prepared.model_dir)
+        directory = run.directory / "model"
+        with stage("export", f"the trained model is written to {directory}"):
+            await workers.policy.export(directory, tokenizer_dir=prepared.model_dir)
 
 
 async def _restore(config: Config, place: Place, workers: Workers) -> None:
     """Weights, optimiser and reference as at ``place``, in the engines too."""
     if place.checkpoint is not None:
-        with refusals():
+        with refusals(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(place.checkpoint / "policy")
         if workers.reference is not None and config.reference.refresh_every:
             async with deadline(
@@ -301,7 +317,8 @@ async def _restore(config: Config, place: Place, workers: Workers) -> None:
                 explain=workers.where_stuck,
             ):
                 await workers.reference.load(place.checkpoint / REFERENCE)
-    await workers.sync.push(version=place.step)
+    with stage("weight sync", "engines get the policy's weights"):
+        await workers.sync.push(version=place.step)
 
 
 def _resumable(config: Config, run_dir: Path) -> Path | None:
@@ -310,12 +327,13 @@ def _resumable(config: Config, run_dir: Path) -> Path | None:
 
 def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
     """Raises UserError where the run in ``run_dir``, of which ``step`` steps are done, has no more to do."""
-    if step > config.steps and finished_steps(run_dir) != step:
+    done = finished_steps(run_dir)
+    if step > config.steps and done != step:
         raise UserError(
             f"`steps` = {config.steps}: {run_dir} has done {step} already; set it to {step} or more, or "
             "choose another `name`"
         )
-    if step >= config.steps and finished_steps(run_dir) == step:
+    if step >= config.steps and done == step:
         raise UserError(
             f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to go on)"
@@ -325,7 +343,15 @@ def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
 def finished_steps(run_dir: Path) -> int | None:
     """Steps of the run when everything, its last evaluation too, was done; None before."""
     done = run_dir / _DONE
-    return int(done.read_text()) if done.is_file() else None
+    if not done.exists():
+        return None
+    try:
+        return int(done.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{done}: expected a file with the number of steps that the run has done ({error}); remove it, "
+            "and the run goes on from its last checkpoint"
+        ) from error
 
 
 def _print_result(run_dir: Path, final: dict[str, float]) -> None:

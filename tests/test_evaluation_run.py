@@ -332,3 +332,62 @@ def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeyp
     after = store._settings(fakes.config())
     assert before["versions"]["math-verify"] != "99.0"
     assert after == before | {"versions": {"math-verify": "99.0"}}
+
+
+def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
+    _, first, rows = evaluate()
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    capsys.readouterr()
+    _, both, all_rows = evaluate(data=("other.jsonl",))
+    out = capsys.readouterr().out
+    assert "result.json there has data, measured before, too" in out
+    measured = json.loads(both)["measured"]
+    assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
+    assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
+    _, again, _ = evaluate()  # the first once more: nothing is sampled, and all sets stay
+    assert {m["set"] for m in json.loads(again)["measured"]} == {m["set"] for m in measured}
+    assert len(here.worlds) == 2
+
+
+def test_results_of_several_sets_are_compared_on_those_that_both_have(here, capsys):
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    evaluate(directory="a")
+    evaluate("seed=3", directory="b")
+    evaluate("seed=3", data=("other.jsonl",), directory="b")
+    capsys.readouterr()
+    assert main(["eval", "--compare", "a", "b", "--output", "difference.json"]) == 0
+    assert "warning: only b was measured on other, which is left out" in capsys.readouterr().out
+    assert {row["set"] for row in json.loads(Path("difference.json").read_text())["rows"]} == {"data"}
+    evaluate("seed=3", data=("other.jsonl",), directory="c")
+    assert main(["eval", "--compare", "a", "c"]) == 2
+    assert "measured on different problems" in capsys.readouterr().err
+
+
+def test_another_data_set_of_the_same_name_does_not_replace_the_first(here, capsys):
+    _, result, _ = evaluate()
+    Path("elsewhere").mkdir()
+    write("elsewhere/data.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    code, kept, _ = evaluate(data=("elsewhere/data.jsonl",))
+    assert code == 2 and kept == result and len(here.worlds) == 1
+    said = capsys.readouterr().err
+    assert "a set data with 10 other problems" in said and "data.eval.0.name=" in said
+    code, *_ = evaluate("data.eval.0.name=elsewhere", data=("elsewhere/data.jsonl",))
+    assert code == 0
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "problems.jsonl"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"a":' * 100_000, '{"set": "data"}\n'])
+def test_a_damaged_evaluation_is_refused_by_name(here, capsys, name, content):
+    evaluate()
+    Path("out", name).write_text(content)
+    code, *_ = evaluate()
+    said = capsys.readouterr().err
+    assert code == 2 and name in said and "--fresh" in said and "Traceback" not in said
+
+
+def test_a_damaged_result_is_not_compared(here, capsys):
+    evaluate(directory="a")
+    evaluate("seed=3", directory="b")
+    Path("a/result.json").write_text('{"model"')
+    assert main(["eval", "--compare", "a", "b"]) == 2
+    assert "a: holds no whole result" in capsys.readouterr().err

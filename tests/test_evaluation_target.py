@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.cli import _parser
-from grpo_dist.data.readers import read
+from grpo_dist.data.readers import read, read_all
 from grpo_dist.errors import UserError
 from grpo_dist.evaluation.benchmarks import BENCHMARKS, breakdown
 from grpo_dist.evaluation.target import INSTRUCTION, configuration
@@ -128,3 +128,49 @@ def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
 def test_scorings_of_the_readme_are_understood(line):
     args, rest = _parser().parse_known_args(shlex.split(line)[1:])
     assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
+
+
+OWN = """
+model: {path: "demo:tiny"}
+data:
+  train: [{path: "demo:add3"}]
+  eval:
+    - {path: x, problem_column: question, answer_column: solution, answer_pattern: "#### (.+)",
+       columns: [level]}
+"""
+
+
+def asked(run, tmp_path, row, *overrides):
+    file = tmp_path / "new.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (source,) = configuration(str(run), [str(file)], overrides).data.eval
+    return source
+
+
+def test_other_data_for_a_run_is_read_by_the_run_s_own_columns(run, tmp_path):
+    (run / "config.yaml").write_text(OWN)
+    row = {"question": "1+1", "solution": "so #### 2", "level": 3}
+    source = asked(run, tmp_path, row)
+    assert [(r.problem, r.answer, r.columns) for r in read(source)] == [("1+1", "2", {"level": 3})]
+    assert asked(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
+
+
+def test_data_that_have_other_columns_or_no_pattern_are_read_as_they_are(run, tmp_path):
+    (run / "config.yaml").write_text(OWN)
+    source = asked(run, tmp_path, {"problem": "1+1", "answer": "2"})
+    assert (source.problem_column, source.answer_pattern, source.columns) == ("problem", None, ())
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "2", "level": 3})
+    assert (source.problem_column, source.answer_pattern) == ("question", None)
+    assert [r.answer for r in read(source)] == ["2"]
+
+
+def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
+    source = asked(run, tmp_path, {"task": "1+1", "answer": "2"})
+    with pytest.raises(
+        ValueError, match=r"no column `problem`.*task, answer.*here `data\.eval\.0\.problem_column`"
+    ):
+        read_all([source], "data.eval")
+    (run / "config.yaml").write_text(OWN)
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "2"})
+    with pytest.raises(ValueError, match=r"no column `level`.*Set `columns`.*here `data\.eval\.0\.columns`"):
+        read_all([source], "data.eval")

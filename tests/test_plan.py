@@ -593,6 +593,8 @@ def test_slow_engines_are_as_many_as_the_cluster_may_have():
         (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
         (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
         (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
+        (["--cluster", "1x8xH100", "--failure-hours", "nan"], ["--failure-hours nan"]),
+        (["--cluster", "1x8xH100", "--failure-hours", "inf"], ["--failure-hours inf"]),
         (["--cluster", "1x8xH100", "--slow-engines", "2"], ["--slow-engines 2", "COUNTxFACTOR"]),
         (
             ["--cluster", "1x8xH100", "--slow-engines", "99x2"],

@@ -294,16 +294,15 @@ def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch
     assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
-def test_ctrl_c_ends_a_server_in_order(tmp_path):
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
+def test_an_interrupt_ends_a_server_in_order(tmp_path, before):
+    """SIG_IGN: what a script starts with `&` has SIGINT ignored."""
     run = make_run(tmp_path / "run", steps=1)
     command = [sys.executable, "-m", "grpo_dist.cli", "report", str(run), "--serve", "--port", "0"]
 
-    def as_in_a_terminal():
-        """What a script starts in the background never hears Ctrl-C, nor do its children."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, preexec_fn=as_in_a_terminal, **pipes) as process:
+    begin = {"preexec_fn": lambda: signal.signal(signal.SIGINT, before)}
+    with subprocess.Popen(command, **begin, **pipes) as process:
         try:
             line = process.stdout.readline()
             assert b"<!DOCTYPE html>" in ask(re.search(r"http://127\.0\.0\.1:\d+/", line)[0])[1]

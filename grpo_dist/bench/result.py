@@ -10,6 +10,7 @@ from typing import Any
 
 from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError
+from grpo_dist.json_files import read_json
 
 SCHEMA = 1  # raise it when a figure changes its meaning
 
@@ -69,7 +70,7 @@ class Result:
     def read(cls, path: Path) -> Result:
         """Raises UserError for a file that is no benchmark's, or of another schema."""
         try:
-            plain = json.loads(path.read_text())
+            plain = read_json(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); expected the bench.json of a run"
@@ -82,12 +83,15 @@ class Result:
             raise UserError(
                 f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
             )
-        return cls(
-            actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
-            timeline=[Bar(**bar) for bar in plain.pop("timeline")],
-            decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
-            **plain,
-        )
+        try:
+            return cls(
+                actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
+                timeline=[Bar(**bar) for bar in plain.pop("timeline")],
+                decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
+                **plain,
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: not the bench.json of a run ({error}); measure again") from error
 
 
 def _plain(value: Any) -> Any:

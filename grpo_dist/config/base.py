@@ -1,15 +1,82 @@
-"""What every section is."""
+"""What every section is, and which numbers its keys may have."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
+# vLLM raises a temperature below this to it; the trainer would take its log-probs at another.
+LOWEST_TEMPERATURE = 0.01
+Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
+
+
+def _greedy_or_warm(value: float) -> float:
+    if 0 < value < LOWEST_TEMPERATURE:
+        raise ValueError(
+            f"{value:g} is below {LOWEST_TEMPERATURE:g}, to which the engine would raise it; set 0 (greedy), "
+            f"or at least {LOWEST_TEMPERATURE:g}"
+        )
+    return value
+
+
+EvaluationTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
+
+_WHOLE = 2**31 - 1
+# By the unit at the end of a key's name. Timers, process limits and sizes in bytes overflow beyond these.
+_LARGEST = {"_s": 1e8, "_mb": 2**30, "_mib": 2**30, "_gib": 2**20}
+_FLOAT = (1e-30, 1e30)  # float32 has no room for much more, and computes with it
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for 1."""
+        kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
+        if kinds & {int, float} and bool not in kinds:
+            for item in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(item, bool):
+                    raise ValueError(f"{str(item).lower()} is no number; expected one")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _number_fits(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, int | float) and (problem := _misfit(item, name)):
+                raise ValueError(f"{_shown(item)} {problem}")
+        return value
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """Types of single values that an annotation allows: tuple[int, ...] | None -> int, NoneType"""
+    inner = get_args(annotation)
+    if inner:
+        for each in inner:
+            yield from _kinds(each)
+    elif isinstance(annotation, type):
+        yield annotation
+
+
+def _misfit(number: float, name: str) -> str | None:
+    unit = next((unit for unit in _LARGEST if name.endswith(unit)), None)
+    if unit is not None and abs(number) > _LARGEST[unit]:
+        return f"is too large; expected at most {_LARGEST[unit]:.12g}"
+    if isinstance(number, int):
+        return f"is too large; expected at most {_WHOLE}" if abs(number) > _WHOLE else None
+    least, most = _FLOAT
+    if abs(number) > most:
+        return f"is too large; expected at most {most:g}"
+    return f"is too close to 0; expected 0 or at least {least:g}" if 0 < abs(number) < least else None
+
+
+def _shown(number: float) -> str:
+    return str(number) if isinstance(number, int) and abs(number) <= 10**12 else f"{number:g}"

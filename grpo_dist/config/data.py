@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from grpo_dist.config.base import Section
+from grpo_dist.config.base import Section, Temperature
 
 
 class Model(Section):
@@ -124,5 +124,5 @@ class DynamicSampling(Section):
 class Sampling(Section):
     """How the completions of training are drawn: from the whole distribution, by temperature alone."""
 
-    temperature: PositiveFloat = Field(1.0, description="log-probs of engine and trainer are taken at it")
+    temperature: Temperature = Field(1.0, description="log-probs of engine and trainer are taken at it")
     max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are cut off")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Count, Fraction, NonNegative, Section
+from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section
 
 
 class Evaluation(Section):
@@ -16,7 +16,7 @@ class Evaluation(Section):
     before: bool = Field(True, description="before the first step, with the weights the run starts from")
     after: bool = Field(True, description="a fresh engine samples the exported weights")
     samples_per_prompt: PositiveInt = Field(1, description="samples of each problem")
-    temperature: NonNegative = Field(1.0, description="of its samples; 0: greedy")
+    temperature: EvaluationTemperature = Field(1.0, description="of its samples; 0: greedy")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="draw from the likeliest tokens that have this share together; 1: from all"
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Count, Fraction, NonNegative, Section
+from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Temperature
 
 
 class Rejection(Section):
@@ -14,7 +14,7 @@ class Rejection(Section):
 
     samples_per_prompt: PositiveInt = Field(8, description="samples drawn of each prompt")
     max_prompts: PositiveInt | None = Field(None, description="so many prompts, drawn by seed; null: all")
-    temperature: PositiveFloat = Field(1.0, description="of the samples")
+    temperature: Temperature = Field(1.0, description="of the samples")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="draw from the likeliest tokens that have this share together; 1: from all"
     )

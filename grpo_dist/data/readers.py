@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSource
+from grpo_dist.config_text import check_characters
 
 _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
@@ -48,9 +49,33 @@ def read(source: DataSource) -> list[Row]:
     return rows
 
 
-def read_all(sources: Sequence[DataSource]) -> list[tuple[DataSource, list[Row]]]:
-    """Every source with its rows."""
-    return [(source, read(source)) for source in sources]
+class MissingColumn(ValueError):
+    """``setting`` of a data source names a column that a row lacks."""
+
+    def __init__(self, message: str, setting: str) -> None:
+        super().__init__(message, setting)
+        self.message, self.setting = message, setting
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def read_all(sources: Sequence[DataSource], key: str = "") -> list[tuple[DataSource, list[Row]]]:
+    """Every source with its rows. ``key``: of the sources in the configuration, named in messages."""
+    found = []
+    for number, source in enumerate(sources):
+        try:
+            found.append((source, read(source)))
+        except MissingColumn as error:
+            if not key:
+                raise
+            raise ValueError(f"{error}, here `{key}.{number}.{error.setting}`") from error
+    return found
+
+
+def first_record(source: DataSource) -> Mapping[str, Any]:
+    """The first row as it is in the file; {} without rows. Raises ValueError as `read` does."""
+    return next((record for _, record in _records(source)), {})
 
 
 def common_columns(source: DataSource) -> list[str]:
@@ -94,6 +119,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = json.loads(text) if text.strip() else None
+                if "\\u" in text:
+                    check_characters(record)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{location}: {_complaint(error)}") from error
             if record is None and not text.strip():
@@ -174,22 +201,23 @@ def _guard(load: Callable[[], Any], source: DataSource) -> Any:
 
 
 def _row(record: Mapping[str, Any], location: str, source: DataSource, label: str) -> Row:
-    problem = _text(record, source.problem_column, location)
-    answer = _answer(_text(record, source.answer_column, location).strip(), location, source)
+    problem = _text(record, source.problem_column, location, "problem_column")
+    answer = _answer(_text(record, source.answer_column, location, "answer_column").strip(), location, source)
     if not problem.strip():
         raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
-    columns = {name: _column(record, name, location) for name in source.columns}
+    columns = {name: _column(record, name, location, "columns") for name in source.columns}
     return Row(problem, answer, label, location, columns)
 
 
-def _column(record: Mapping[str, Any], name: str, location: str) -> Any:
+def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:
     if name not in record:
         near = difflib.get_close_matches(name, record, n=1)
         hint = f"; did you mean `{near[0]}`?" if near else "."
         has = ", ".join(map(str, record))
-        raise ValueError(
-            f"{location}: no column `{name}`{hint} The row has: {has}. Set `problem_column` and "
-            "`answer_column` of the data source"
+        names = "`columns`" if setting == "columns" else "`problem_column` and `answer_column`"
+        raise MissingColumn(
+            f"{location}: no column `{name}`{hint} The row has: {has}. Set {names} of the data source",
+            setting,
         )
     return record[name]
 
@@ -212,9 +240,9 @@ def _answer(answer: str, location: str, source: DataSource) -> str:
     return answer
 
 
-def _text(record: Mapping[str, Any], name: str, location: str) -> str:
+def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
     """8 and 8.0 are "8"; None is empty. Raises ValueError for a list or an object."""
-    value = _column(record, name, location)
+    value = _column(record, name, location, setting)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from grpo_dist.data.readers import json_lines
 from grpo_dist.durable import write_text
 from grpo_dist.evaluation.estimates import Z95, student
 from grpo_dist.evaluation.result import ALL, PROBLEMS, RESULT
+from grpo_dist.json_files import read_json
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"
@@ -71,6 +72,9 @@ def compare(first: Path, second: Path) -> Comparison:
     """
     (a, ours), (b, theirs) = _read(first), _read(second)
     _check_same_problems(first, ours, second, theirs)
+    shared = {name for name, _ in ours} & {name for name, _ in theirs}
+    left_out = [*_only(first, ours, shared), *_only(second, theirs, shared)]
+    ours = {key: row for key, row in ours.items() if key[0] in shared}
     rows = []
     sets = list(dict.fromkeys(name for name, _ in ours))
     for name in [*sets, *([ALL] if len(sets) > 1 else [])]:
@@ -81,7 +85,14 @@ def compare(first: Path, second: Path) -> Comparison:
             f"{first} and {second}: no measure in common; evaluate both with the same "
             "evaluation.samples_per_prompt and evaluation.k"
         )
-    return Comparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, list(_warnings(a, b)))
+    warnings = [*left_out, *_warnings(a, b)]
+    return Comparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, warnings)
+
+
+def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
+    """Sets of ``path`` that are not compared, in words."""
+    if alone := [name for name in dict.fromkeys(name for name, _ in problems) if name not in shared]:
+        yield f"only {path} was measured on {', '.join(alone)}, which is left out"
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
@@ -169,15 +180,21 @@ def _read(path: Path) -> tuple[dict[str, Any], Problems]:
             raise ValueError(
                 f"{path}: no {file.name} there; expected a directory that `grpo-dist eval` has filled"
             )
-    rows = {(str(row["set"]), str(row["uid"])): dict(row) for _, row in json_lines(problems)}
-    return json.loads(report.read_text(encoding="utf-8")), rows
+    try:
+        rows = {(str(row["set"]), str(row["uid"])): dict(row) for _, row in json_lines(problems)}
+        found = read_json(report)
+        known = {name: found[name] for name in ("model", "settings", "fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory}: holds no whole result ({error}); evaluate again") from error
+    return known, rows
 
 
 def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Problems) -> None:
+    shared = {name for name, _ in ours} & {name for name, _ in theirs}
     for here, own, there, other in ((first, ours, second, theirs), (second, theirs, first, ours)):
         missing = [key for key in own if key not in other]
-        if not missing:
-            continue
+        if not any(key[0] in shared for key in missing) and shared:
+            continue  # whole sets: the others are compared
         counts = {
             name: sum(key[0] == name for key in missing) for name in dict.fromkeys(k[0] for k in missing)
         }

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from grpo_dist.data.readers import json_lines
 from grpo_dist.durable import write_text
 from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, of_problem
 from grpo_dist.evaluation.store import Identity
@@ -46,6 +47,14 @@ class Judged:
         cls, name: str, prompt: Prompt, by: Mapping[str, str], verdict: Verdict, ks: Sequence[int]
     ) -> Judged:
         return cls(name, prompt, by, verdict, of_problem(verdict.flags, ks, verdict.numbers))
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Judged:
+        """Of a row of problems.jsonl, but for the tokens of the prompt."""
+        prompt = Prompt(row["uid"], np.empty(0, np.int32), row["answer"], row["set"], row["problem"])
+        own = {field.name: row[field.name] for field in fields(Verdict)}
+        values = {name: math.nan if value is None else value for name, value in row["values"].items()}
+        return cls(row["set"], prompt, row["by"], Verdict.from_json(own), values)
 
     def to_json(self) -> dict[str, Any]:
         own = self.verdict.to_json()
@@ -80,6 +89,12 @@ class Result:
     def of(cls, identity: Identity, judged: list[Judged]) -> Result:
         return cls(identity, judged, list(_measured(judged)))
 
+    def with_earlier(self, earlier: Sequence[Judged]) -> Result:
+        """Other sets of ``earlier``, and these after them."""
+        names = {judged.set for judged in self.judged}
+        others = [judged for judged in earlier if judged.set not in names]
+        return Result.of(self.identity, [*others, *self.judged]) if others else self
+
     def metrics(self) -> dict[str, float]:
         """As an evaluation in training reports it: ``eval/SET/pass@1``, ``_stderr`` ..."""
         found: dict[str, float] = {}
@@ -104,6 +119,31 @@ class Result:
         write_text(directory / RESULT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
 
 
+def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[Judged]:
+    """Problems that ``directory`` has a result of. ``asked``: uids of the problems of each set that is to be
+    measured now.
+
+    Raises ValueError where a set of that name has a result already, on other problems alone.
+    """
+    path = directory / PROBLEMS
+    try:
+        earlier = [Judged.from_json(row) for _, row in json_lines(path)] if path.is_file() else []
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not the problems of an evaluation ({error}); begin anew with --fresh, or choose "
+            "another --output"
+        ) from error
+    for name, uids in asked.items():
+        before = {judged.prompt.uid for judged in earlier if judged.set == name}
+        if before and before.isdisjoint(uids):
+            raise ValueError(
+                f"{path}: has the result of a set {name} with {len(before)} other problems, which this one "
+                "would replace; give the new set a name of its own (data.eval.0.name=...), or choose another "
+                "--output"
+            )
+    return earlier
+
+
 def _measured(judged: list[Judged]) -> Iterator[Measured]:
     """Every set, each followed by its parts; then what all come to, where there are several."""
     sets = list(dict.fromkeys(j.set for j in judged))
@@ -116,6 +156,7 @@ def _measured(judged: list[Judged]) -> Iterator[Measured]:
     if len(sets) > 1:
         whole = _of(judged, ALL)
         shared = [m for m in whole.estimates if all(m in total.estimates for total in totals)]
+        whole = replace(whole, estimates={name: whole.estimates[name] for name in shared})
         means = {name: mean_of([total.estimates[name] for total in totals]) for name in shared}
         yield whole
         yield Measured(

@@ -18,7 +18,7 @@ from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import breakdown
-from grpo_dist.evaluation.result import Judged, Result
+from grpo_dist.evaluation.result import RESULT, Judged, Result, read_earlier
 from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
 from grpo_dist.evaluation.store import Identity, Store, default_directory
 from grpo_dist.evaluation.table import print_result
@@ -31,6 +31,7 @@ from grpo_dist.prepare import (
     prepare_eval,
     resolve_model,
 )
+from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.start_checks import check_length
 from grpo_dist.types import Group, Prompt
 
@@ -72,13 +73,17 @@ def evaluate_model(
         asked = _asked(config, model_dir, by, say)
         store = Store(place, identity, fresh=fresh)
         store.begin()
+        earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
     if store.moved:
         say(f"what was in {place} is now in {store.moved}")
     with store.alone():
         _sample_missing(config, model_dir, asked, store, say)
         result = Result.of(identity, list(_judged(asked, store, config.evaluation.k)))
-        result.write(place)
+        result.with_earlier(earlier).write(place)
     print_result(result, str(place))
+    names = {own.name for own in asked}
+    if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
+        say(f"{RESULT} there has {', '.join(others)}, measured before, too")
     return result
 
 
@@ -95,7 +100,7 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list
         for s, own in zip(config.data.eval, columns, strict=True)
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(config, read_all(sources), tokenizer, [], say)
+    sets = prepare_eval(config, read_all(sources, "data.eval"), tokenizer, [], say)
     own_columns = [source.columns for source in config.data.eval]
     return [_split(*found, config) for found in zip(sets, own_columns, columns, strict=True)]
 
@@ -124,7 +129,8 @@ def _sample_missing(config: Config, model_dir: Path, asked: list[Asked], store: 
         say(f"{total - todo} of {total} problems are done")
     with refusals():
         check_scoring(config)
-    asyncio.run(_sample(config, model_dir, missing, store, say))
+    with stages_logged(say):
+        asyncio.run(_sample(config, model_dir, missing, store, say))
 
 
 def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
@@ -161,15 +167,16 @@ async def _sample(
                 config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
             ):
                 samplers = await cluster.start_evaluation(model_dir)
-            await sample_chunks(
-                config,
-                config.evaluation,
-                samplers,
-                {number: prompts for number, (_, prompts) in enumerate(parts)},
-                finished,
-                stage=STAGE,
-                what="evaluate",
-            )
+            with stage("evaluation", f"{sum(len(prompts) for _, prompts in parts)} problems"):
+                await sample_chunks(
+                    config,
+                    config.evaluation,
+                    samplers,
+                    {number: prompts for number, (_, prompts) in enumerate(parts)},
+                    finished,
+                    stage=STAGE,
+                    what="evaluate",
+                )
 
 
 class _Progress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from grpo_dist.concurrency import gather, progressing, sampled_again
 from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.seeds import request_seed
+from grpo_dist.stage_log import note
 from grpo_dist.types import Group, Prompt, Sampling
 from grpo_dist.workers import Rewards, Rollouts
 
@@ -116,10 +118,12 @@ async def sample_chunks(
     `timeouts.sample_s`.
     """
     sampling = sampling_of(config, settings)
+    total, done = sum(map(len, chunks.values())), count(1)
 
     async def one(prompt: Prompt) -> Group:
         group = await _sample_group(config, settings, sampling, workers, prompt, stage=stage)
         still_going()
+        note(f"{next(done)} of {total} prompts are done")
         return group
 
     async def chunk(number: int, prompts: list[Prompt]) -> None:
@@ -149,8 +153,8 @@ async def _sample_group(
     *,
     stage: int,
 ) -> Group:
-    count = settings.samples_per_prompt
-    seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(count)]
+    samples = settings.samples_per_prompt
+    seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(samples)]
 
     async def scored() -> Group:
         rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)

@@ -4,7 +4,7 @@
       evaluation.json                     what decides the samples: model, settings
       samples/SET/part_00000.parquet      samples of a few problems (grpo_dist/samples.py)
       verdicts/SET/part_00000.jsonl       and what became of these problems; a part is done when this is there
-      problems.jsonl, result.json         of all, written at the end
+      problems.jsonl, result.json         of all sets measured here, written at the end
 
 Parts appear whole or not at all. A problem counts as done when a verdict on just this problem, as it is asked
 now, is in a part: problems that are added later are sampled then, and those that are gone do no harm.
@@ -30,6 +30,7 @@ from grpo_dist.environment import installed
 from grpo_dist.evaluation.sampling import sampling_of
 from grpo_dist.evaluation.verdicts import Verdict
 from grpo_dist.hardware import resolve_dtype
+from grpo_dist.json_files import read_json
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.samples import write_groups
 from grpo_dist.secrets import masked
@@ -86,7 +87,14 @@ class Store:
             with self.alone():
                 self.moved = move_aside(directory)
         else:
-            _check_same(directory, json.loads(known.read_text(encoding="utf-8")), identity)
+            try:
+                found = read_json(known)
+                old = {name: found[name] for name in ("model", "fingerprint", "settings", "digest")}
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{known}: cannot be read ({error}); begin anew with --fresh, or choose another --output"
+                ) from error
+            _check_same(directory, old, identity)
 
     def alone(self) -> AbstractContextManager[None]:
         """Raises UserError where another process is at this evaluation."""

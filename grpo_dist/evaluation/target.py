@@ -4,25 +4,32 @@
     run directory    the model that the run exported, with the run's own settings
     model            a directory, a hub id, `demo:tiny`: with the settings below
 
-DATA takes the place of `data.eval`; key=value sets whatever else.
+DATA takes the place of `data.eval`, and is read by the columns of the configuration's or run's own data where
+it has these; key=value sets whatever else.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, DataSource
 from grpo_dist.config_files import overridden, read_tree, set_key, validated
+from grpo_dist.data.readers import first_record
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import BENCHMARKS, data_source
 
 # Asked of a model that nothing else is known of: the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+_TEXTS = ("problem_column", "answer_column")
+_COLUMNS = (*_TEXTS, "answer_pattern", "columns")
 _MODEL: dict[str, Any] = {
     "data": {"instruction": INSTRUCTION, "max_prompt_tokens": 1024},
     "sampling": {"max_new_tokens": 2048},
@@ -79,7 +86,49 @@ def _of_run(path: Path) -> DictConfig:
 def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, where: str) -> None:
     with refusals():
         sources = [data_source(name, data_dir) for name in data]
+    known = _known_columns(tree, where)
+    sources = [
+        source if name in BENCHMARKS else _with_columns(source, known)
+        for name, source in zip(data, sources, strict=True)
+    ]
     set_key(tree, "data.eval", sources, where)
     set_key(tree, "evaluation.max_prompts", None, where)  # a run's shorter look at other data
     if OmegaConf.select(tree, "data.train") is None:
         set_key(tree, "data.train", sources, where)  # a configuration has some; an evaluation reads none
+
+
+def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
+    """How the data of a configuration or a run are read, those of its evaluations first."""
+    known: list[dict[str, Any]] = []
+    for key in ("data.eval", "data.train"):
+        try:
+            found = OmegaConf.select(tree, key)
+            sources = OmegaConf.to_container(found, resolve=True) if isinstance(found, ListConfig) else []
+        except OmegaConfBaseException as error:
+            raise UserError(f"{where}: `{key}`: {error}".replace("\n", " ")) from error
+        assert isinstance(sources, list)
+        for source in sources:
+            if isinstance(source, dict):
+                known.append({name: source[name] for name in _COLUMNS if source.get(name)})
+    return known
+
+
+def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
+    """``source`` read as the first of ``known`` data whose problem and answer its first row has, too. The
+    answer pattern goes with it where it matches that row. What cannot be read stays as it is: reading it
+    says why.
+    """
+    try:
+        first = first_record(DataSource(**source))
+    except ValueError:
+        return source
+    for own in known:
+        columns = {name: own.get(name, DataSource.model_fields[name].default) for name in _TEXTS}
+        if not all(column in first for column in columns.values()):
+            continue
+        pattern, answer = own.get("answer_pattern"), str(first[columns["answer_column"]])
+        with suppress(re.error):
+            if pattern is not None and re.search(pattern, answer) is None:
+                own = {name: value for name, value in own.items() if name != "answer_pattern"}
+        return source | own
+    return source

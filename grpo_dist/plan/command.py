@@ -122,7 +122,8 @@ def _setting(
     slow: Slow,
 ) -> Setting:
     for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
-        if value is not None and (value < 0 or (option == "--prompt-tokens" and value < 1)):
+        least = 1 if option == "--prompt-tokens" else 0
+        if value is not None and not least <= value < math.inf:  # NaN is in no range
             raise UserError(f"{option} {value:g}: expected a number above 0")
     if cluster.card is None and bench is None:
         raise UserError(

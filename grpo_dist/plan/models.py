@@ -4,7 +4,6 @@ use.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from grpo_dist.bench.flops import Shape
 from grpo_dist.config import Config, RewardModel
 from grpo_dist.errors import UserError
+from grpo_dist.json_files import read_json
 
 # What a layer has beside the matrices of `Shape`, by model_type: biases of query, key and value; norms of
 # query and key.
@@ -189,7 +189,7 @@ def _in_hub_cache(hub_id: str, revision: str | None) -> Path | None:
 def _read(file: Path, where: str) -> ModelShape:
     """``where``: the key and its value, ``model.path = some/model``."""
     try:
-        content = json.loads(file.read_text())
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise UserError(
             f"{where}: {file} cannot be read ({error}); expected the config.json of a Hugging Face model"

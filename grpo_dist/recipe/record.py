@@ -19,6 +19,7 @@ from grpo_dist.cache import fingerprint
 from grpo_dist.changes import changes
 from grpo_dist.durable import write_text
 from grpo_dist.identity import without_layout
+from grpo_dist.json_files import read_json
 from grpo_dist.recipe.config import Kind, Stage, paths
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.secrets import HIDDEN, masked
@@ -62,8 +63,8 @@ def read_record(directory: Path) -> Record | None:
     if not path.is_file():
         return None
     try:
-        return Record(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        return Record(**read_json(path))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: not a record of a stage ({error}); move {directory} away to do the stage again"
         ) from error

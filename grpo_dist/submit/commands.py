@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.submit import kuberay, ray_jobs, slurm
 from grpo_dist.submit.checks import check_resumes, check_rewards_known, variables
@@ -19,6 +21,9 @@ _TARGETS = {"ray": ray_jobs, "slurm": slurm, "kuberay": kuberay}
 class Target(Protocol):
     def check(self, job: Job) -> None:
         """Raises UserError for what cannot be submitted so."""
+
+    def idle(self, config: Config, target: str) -> str | None:
+        """A warning where the job would hold GPUs that the run does not use."""
 
     def render(self, job: Job) -> str:
         """Exactly what would be submitted, with *** for secrets."""
@@ -40,8 +45,10 @@ def submit(
     target = _target(to, options)
     target.check(job)
     if dry_run:
-        print(target.render(job), end="")
+        print(target.render(job), end="")  # a warning is a comment there
         return
+    if (warning := target.idle(job.config, to)) is not None:
+        print(warning, file=sys.stderr)
     record = target.submit(job)
     record.write()
     print(f"submitted to {to}{' at ' + record.where if record.where else ''}: {record.job}")

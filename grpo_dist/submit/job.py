@@ -14,6 +14,7 @@ from grpo_dist.cache import cache_dir
 from grpo_dist.config import Config
 from grpo_dist.durable import write_text
 from grpo_dist.errors import UserError
+from grpo_dist.json_files import read_json
 
 RECORD = "submitted.json"
 _SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`: actors end, files are closed
@@ -97,8 +98,8 @@ def read_record(run_dir: Path) -> Record | None:
 
 def _read(path: Path) -> Record:
     try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        return Record(**read_json(path))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{path}: not the record of a submission ({error}); ask the cluster itself, and remove the file "
             "to submit again"
@@ -107,5 +108,5 @@ def _read(path: Path) -> Record:
 
 def _elsewhere(run_dir: Path) -> Path:
     """Of the record where the storage of the cluster is not there on this machine."""
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     return cache_dir() / "submitted" / f"{run_dir.name}-{digest}.json"

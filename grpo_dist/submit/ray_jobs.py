@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.preemption import Preempted
 from grpo_dist.secrets import HIDDEN
@@ -25,6 +26,7 @@ from grpo_dist.submit.code import CONFIG, Carried, gather
 from grpo_dist.submit.job import Job, Record, State, read_record
 from grpo_dist.submit.templates import template
 
+_MOST_CPUS = 100_000  # of the driver
 _DEADLINE_S = 60.0  # of one answer of the job server
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
@@ -40,11 +42,17 @@ class RayTarget:
 
     def check(self, job: Job) -> None:
         """Raises UserError for what cannot be submitted so; asks nobody."""
+        if not 0 <= self.driver_cpus <= _MOST_CPUS:
+            raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
         check_secrets(job.config.model_dump(mode="json"), str(job.path))
         with _carried(job):  # refuses code that cannot travel
             pass
+
+    def idle(self, config: Config, target: str) -> str | None:
+        """None: the job reserves the GPUs of its workers and no others."""
+        return None
 
     def render(self, job: Job) -> str:
         with _carried(job) as carried:

@@ -89,6 +89,7 @@ class SlurmTarget(NodeSizes):
         return (
             "".join(f"#SBATCH {option}\n" for option in options)
             + f"# {described}\n"
+            + (f"# {warning}\n" if (warning := self.idle(job.config, "slurm")) else "")
             + "prepare() {\n" + "".join(f"    {line}\n" for line in prepare) + "}\n"
             + f"train=({shlex.join(train)})\n"
             + f"nodes_log={shlex.quote(str(job.run_dir / 'slurm-%j-nodes.log'))}\n"

@@ -3,7 +3,8 @@
     metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
                      what each actor did when; those of "driver" are the phases of the loop
-    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, and after which step
+    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, after which step;
+                     empty in a run without any
     ledger.jsonl     what became of every prompt
     samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
     aside/           batches of steps that went wrong
@@ -32,6 +33,7 @@ from grpo_dist.errors import RunEnded
 from grpo_dist.ledger import LEDGER, Account
 from grpo_dist.profiling import TIMELINE, write_timeline
 from grpo_dist.samples import write_groups
+from grpo_dist.stage_log import LoopStages
 from grpo_dist.step_lines import StepLines
 from grpo_dist.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.tracking.completions import step_of, table_of
@@ -74,11 +76,14 @@ class Tracker:
         self._sinks: list[Beside] = []
         self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
         self._warned = Warned(self.warn)
+        self._stages = LoopStages()
         self._open(start)
 
     def _open(self, start: int) -> None:
         config, run_dir = self._config, self.directory
         self._step = start
+        with (run_dir / EVENTS).open("a"):  # it is there, and empty, in a run without warnings
+            pass
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
         self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
@@ -88,6 +93,7 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
+        self._stages.logged(step="time/step_s" in metrics)
         self._metrics.log(step, metrics)
         self._show(lambda console: console.log(step, metrics))
         for sink in self._sinks:
@@ -121,7 +127,12 @@ class Tracker:
 
     def phase(self, name: str) -> None:
         """What the loop begins now."""
+        self._stages.phase(name)
         self._show(lambda console: console.view.phase(name))
+
+    def loop_ended(self) -> None:
+        """Nothing of the loop goes on now."""
+        self._stages.end()
 
     def follow(self, usage: WorkerUsage) -> None:
         """These are the actors from now on."""
@@ -156,6 +167,10 @@ class Tracker:
         if self._console is None:
             with suppress(OSError, ValueError):  # nobody reads it; it is in the file
                 print(message, file=sys.stderr, flush=True)
+        self.record(message)
+
+    def record(self, message: str) -> None:
+        """Add a warning that the terminal has already shown to `events.jsonl`."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
@@ -163,6 +178,7 @@ class Tracker:
     def back_to(self, step: int) -> None:
         """What was written of later steps comes again: it is taken back, as at a resume."""
         self.flush()
+        self._stages.end(failed=True)
         self._close(failed=False)
         self._open(step)
 
@@ -182,6 +198,7 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _LOGGER.removeHandler(self._warned)
+        self._stages.end(failed=error is not None)
         failed = error
         try:
             self._writer.close()
