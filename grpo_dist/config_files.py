@@ -25,15 +25,21 @@ from yaml import YAMLError
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked
+from grpo_dist.secrets import masked, masked_setting, masked_text, shown_value
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
+_UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be used; the message names key, value, requirement and remedy."""
+    """A configuration that cannot be used; the message names key, value, requirement and remedy, with *** for
+    secrets.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked_text(message))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -68,7 +74,7 @@ def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
     return checked(plain, where, section)
 
 
@@ -77,7 +83,8 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
     try:
         return section.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where, section)) from error
+        # A validator's own words may name a value of another key.
+        raise ConfigError(masked_text(_explain(error, where, section), plain)) from error
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -111,7 +118,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     try:
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     bases = loaded.pop("defaults", None) or []
@@ -132,7 +139,7 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
         raise ConfigError(
-            f"override {override!r}: expected +algorithm=NAME with NAME one of "
+            f"override {masked_setting(override)!r}: expected +algorithm=NAME with NAME one of "
             f"{', '.join(sorted(known))}{hint}"
         )
     preset = read_tree(known[name])
@@ -145,16 +152,15 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
 def set_from_text(tree: DictConfig, override: str) -> None:
     """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
     key, sign, _ = override.partition("=")
+    shown = f"override {masked_setting(override)!r}"
     if not sign or not key:
-        raise ConfigError(
-            f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5"
-        )
+        raise ConfigError(f"{shown}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
     try:
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"override {override!r}: {error}".replace("\n", " ")) from error
-    set_key(tree, key, value, f"override {override!r}")
+        raise ConfigError(f"{shown}: {parser_reason(error)}") from error
+    set_key(tree, key, value, shown)
 
 
 def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
@@ -165,7 +171,12 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
+
+
+def parser_reason(error: BaseException) -> str:
+    """What a parser says, in one line, without the text that it could not read: that may be a secret."""
+    return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
 
 
 def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
@@ -180,7 +191,8 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
             message = str(item["ctx"]["error"])
             lines.append(f"`{where}`: {message}" if where else message)
         else:
-            lines.append(f"`{where}` = {item['input']!r}: {item['msg'].lower()}{_meaning(item['loc'], root)}")
+            shown = shown_value(item["loc"], item["input"])
+            lines.append(f"`{where}` = {shown}: {item['msg'].lower()}{_meaning(item['loc'], root)}")
     return f"{path}: " + "; ".join(lines)
 
 
