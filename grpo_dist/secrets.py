@@ -36,11 +36,11 @@ _KEY_OWNERS = _set("api access secret private")  # a number under such a key is 
 _NOT_BEFORE = {
     "key": _set(
         "answer by cache category chat chosen column completion config content conversation data dataset "
-        "dict document duplicate entry extra field file fn foreign full gold group hash id image images index "
-        "input item json label level list lookup map message messages meta metadata metric missing model name num "
-        "order output parent partition primary problem prompt public query question reference rejected "
-        "response reward role row sample score solution sort source split state step system target task test "
-        "text train type unexpected unknown user uid value word yaml"
+        "dict document duplicate entry extra field file fn foreign full gold group hash id image images "
+        "index input item json label level list lookup map message messages meta metadata metric missing "
+        "model name num order output parent partition primary problem prompt public query question "
+        "reference rejected response reward role row sample score solution sort source split state step "
+        "system target task test text train type unexpected unknown user uid value word yaml"
     ),
     "tokens": _set(
         "added answer batch batched bos budget buffer cached completion count end eos extra generated hidden "
