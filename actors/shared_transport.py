@@ -6,14 +6,15 @@
                                  <- done: it may be filled again
 
 Only these words travel, over a connection each, so that a peer that died is noticed at once, and one that
-hangs by the deadline. They are pickles, taken from nobody who does not know the secret of the group.
+hangs by the deadline. They are taken from nobody who does not know the secret of the group, and are JSON with
+a few numbers: nothing in them is run.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
-import pickle
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import cycle
@@ -26,6 +27,11 @@ from actors.connections import Connections, Seat
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
+_LONGEST = 2**16  # bytes of an offer
+# What `reduce_tensor` says of a tensor on a GPU that the other side does not know itself, by its place there:
+# the tensor's offset, its memory, the counter of references to it, and an event to wait for.
+_IPC = {"offset": 3, "memory": 7, "memory_bytes": 8, "memory_offset": 9}
+_IPC |= {"counter": 11, "counter_offset": 12, "event": 13, "event_needed": 14}
 
 
 class _Shared:
@@ -64,8 +70,11 @@ class _Shared:
             self._connections.hear(len(_DONE))
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        offer = self._connections.hear(_LENGTH.unpack(self._connections.hear(_LENGTH.size))[0])
-        if offer != self._offer:
+        (length,) = _LENGTH.unpack(self._connections.hear(_LENGTH.size))
+        if length > _LONGEST:
+            raise _Malformed(f"of {length} bytes")
+        offer = self._connections.hear(length)
+        if offer != self._offer or not self._buffers:
             self._buffers = []
             self._buffers, self._offer = self._map(offer), offer
         for size, buffer in zip(sizes, cycle(self._buffers), strict=False):
@@ -95,10 +104,11 @@ class SharedMemoryTransport(_Shared):
         each = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self._descriptor, 2 * each)
         self._buffers = _halves(self._descriptor, 2 * each)
-        return pickle.dumps((os.getpid(), self._descriptor, 2 * each))
+        return _written({"process": os.getpid(), "descriptor": self._descriptor, "bytes": 2 * each})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        process, descriptor, size = pickle.loads(offer)
+        found = _read(offer, {"process": int, "descriptor": int, "bytes": int})
+        process, descriptor, size = found["process"], found["descriptor"], found["bytes"]
         path = f"/proc/{process}/fd/{descriptor}"
         try:
             own = os.open(path, os.O_RDWR)
@@ -130,29 +140,97 @@ class IpcTransport(_Shared):
         self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _make(self, size: int) -> bytes:
-        from torch.multiprocessing.reductions import reduce_tensor
-
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return pickle.dumps((self._gpu(), [reduce_tensor(buffer) for buffer in self._buffers]))
+        return _written({"gpu": self._gpu(), "bytes": size, "buffers": list(map(_handle, self._buffers))})
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        gpu, handles = pickle.loads(offer)
-        if gpu != self._gpu():
+        found = _read(offer, {"gpu": str, "bytes": int, "buffers": list})
+        if found["gpu"] != self._gpu():
             raise RuntimeError(
-                f"weight sync: ipc needs policy and engine on one GPU; the policy is on {gpu}, this process "
-                f"on {self._gpu()}; set weight_sync.backend=nccl"
+                f"weight sync: ipc needs policy and engine on one GPU; the policy is on {found['gpu']}, this "
+                f"process on {self._gpu()}; set weight_sync.backend=nccl"
             )
-        return [rebuild(*self._here(arguments)) for rebuild, arguments in handles]
-
-    def _here(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What `reduce_tensor` gave, with the number that the GPU has in this process (the seventh)."""
-        return (*arguments[:6], self.device.index, *arguments[7:])
+        if len(found["buffers"]) != 2:
+            raise _Malformed(f"of {len(found['buffers'])} buffers")
+        return [_mapped(handle, found["bytes"], self.device) for handle in found["buffers"]]
 
     def _gpu(self) -> str:
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def _settle(self) -> None:
         torch.cuda.current_stream().synchronize()
+
+
+class _Malformed(RuntimeError):
+    """An offer that no rank 0 makes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"weight sync: what was said of the shared buffers is malformed ({what})")
+
+
+def _written(offer: dict[str, Any]) -> bytes:
+    return json.dumps(offer).encode()
+
+
+def _read(offer: bytes, kinds: dict[str, type]) -> dict[str, Any]:
+    """What `_written` was given. Raises _Malformed for other keys or kinds, and numbers below 0."""
+    try:
+        found = json.loads(offer)
+    except (ValueError, RecursionError) as error:
+        raise _Malformed("no JSON") from error
+    return _checked(found, kinds)
+
+
+def _checked(found: Any, kinds: dict[str, type]) -> dict[str, Any]:
+    if not isinstance(found, dict) or set(found) != set(kinds):
+        raise _Malformed("other keys")
+    for key, kind in kinds.items():
+        if type(found[key]) is not kind or (kind is int and found[key] < 0):
+            raise _Malformed(key)
+    return found
+
+
+def _handle(buffer: Tensor) -> dict[str, Any]:
+    """Of memory on a GPU, by which another process maps it."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(buffer)
+    found = {name: arguments[place] for name, place in _IPC.items()}
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()}
+
+
+_KINDS_OF_HANDLE: dict[str, type] = {
+    "offset": int, "memory": str, "memory_bytes": int, "memory_offset": int,
+    "counter": str, "counter_offset": int, "event": str, "event_needed": bool,
+}  # fmt: skip
+
+
+def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
+    """The uint8 [size] behind a `_handle`, on ``device``: the number that the GPU has in this process."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    found = _checked(handle, _KINDS_OF_HANDLE)
+    try:
+        memory, counter, event = (bytes.fromhex(found[name]) for name in ("memory", "counter", "event"))
+    except ValueError as error:
+        raise _Malformed("a handle") from error
+    return rebuild_cuda_tensor(
+        Tensor,
+        torch.Size([size]),
+        (1,),
+        found["offset"],
+        torch.storage.TypedStorage,
+        torch.uint8,
+        device.index,
+        memory,
+        found["memory_bytes"],
+        found["memory_offset"],
+        False,
+        counter,
+        found["counter_offset"],
+        event,
+        found["event_needed"],
+    )
 
 
 def _halves(descriptor: int, size: int) -> list[Tensor]:

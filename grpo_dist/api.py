@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import ConfigError, load_config, overridden, validated
+from grpo_dist.config_files import ConfigError, load_config, overridden, parser_reason, validated
 from grpo_dist.errors import UserError
+from grpo_dist.secrets import masked_setting
 
 Source = Config | str | Path | Mapping[str, Any]
 
@@ -62,14 +63,14 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
     if isinstance(config, Config):
         if overrides:
             raise UserError(
-                f"overrides {list(overrides)} with a Config, which is resolved already; give them to "
-                "load_config"
+                f"overrides {[masked_setting(text) for text in overrides]} with a Config, which is resolved "
+                "already; give them to load_config"
             )
         return config
     try:
         tree = OmegaConf.create(dict(config))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"configuration: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"configuration: {parser_reason(error)}") from error
     for override in overrides:
         tree = overridden(tree, override, Path("configuration.yaml"))
     assert isinstance(tree, DictConfig)

@@ -34,7 +34,7 @@ from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.durable import exchange, flush, publish
+from grpo_dist.durable import clear, exchange, flush, publish
 from grpo_dist.identity import Change, changes, fingerprint, told
 from grpo_dist.manifest import find_damage, write_manifest
 from grpo_dist.offload import offload_devices
@@ -46,6 +46,7 @@ from grpo_dist.workers import Workers
 
 CHECKPOINTS = "checkpoints"  # in a run directory
 REFERENCE = "reference.safetensors"
+_STATE = "state.json"
 _PARTIAL = ".partial_"
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -152,17 +153,17 @@ class Checkpoints:
             asdict(progress.health),
             progress.unassessed,
         )
-        (partial / "state.json").write_text(json.dumps(asdict(state), indent=1))
+        (partial / _STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
         write_manifest(partial)
         flush(partial)  # before what it replaces goes
-        if final.exists() and find_damage(final) is None:
+        if final.exists() and _damage(final) is None:
             # Of the same step, which may have finished fewer groups: there is never none of it. Where names
             # cannot be exchanged, the one before stays.
             exchange(partial, final)
             shutil.rmtree(partial)
             return
-        shutil.rmtree(final, ignore_errors=True)
+        clear(final)
         publish(partial, final)
         self._prune(step)
 
@@ -172,12 +173,15 @@ class Checkpoints:
         """
         own = [found for found in list_checkpoints(self._directory) if _step(found) <= step]
         for old in own[: -self._config.checkpoint.keep]:
-            shutil.rmtree(old)
+            if not old.is_symlink():  # somebody else's way of keeping it
+                shutil.rmtree(old)
 
 
 def remove_partial(directory: Path) -> None:
     """What killed and failed saves have left; nobody saves there now."""
     for left in directory.glob(f"{_PARTIAL}*"):
+        if left.is_symlink() or left.is_file():  # not a save's: of somebody who wants it to write elsewhere
+            left.unlink()
         shutil.rmtree(left, ignore_errors=True)  # who gave up may still be writing in it
 
 
@@ -194,7 +198,7 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
     found = list_checkpoints(directory)
     damages = []
     for checkpoint in reversed(found):
-        damage = find_damage(checkpoint)
+        damage = _damage(checkpoint)
         if damage is None:
             return checkpoint
         damages.append(f"{checkpoint}: {damage}")
@@ -205,6 +209,11 @@ def newest_whole(directory: Path, say: Callable[[str], None]) -> Path | None:
             "`checkpoint.resume=never` or another `name`"
         )
     return None
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """The first thing that is not as it was written, in words; None: all is."""
+    return find_damage(checkpoint, must_have=(_STATE,))
 
 
 def _step(checkpoint: Path) -> int:
@@ -218,13 +227,13 @@ def load_state(checkpoint: Path, config: Config) -> State:
     where the run itself has their directories, which may move.
     """
     try:
-        state = State(**json.loads((checkpoint / "state.json").read_text()))
+        state = State(**json.loads((checkpoint / _STATE).read_text()))
     except TypeError as error:
         raise ValueError(
             f"{checkpoint}: made by another version of grpo-dist ({error}); go on with that one, choose "
             "another `name`, or set `checkpoint.resume=never`"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
             f"one before"
@@ -276,7 +285,7 @@ def _changes(checkpoint: Path, config: Config) -> list[Change] | None:
     """From the configuration that ``checkpoint`` was made with; None where that cannot be read."""
     try:
         return changes((checkpoint / "config.yaml").read_text(), config)
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
 
 

@@ -27,15 +27,21 @@ from grpo_dist.config import Config
 from grpo_dist.config_messages import readable
 from grpo_dist.config_text import check_characters, check_key, check_nesting
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked
+from grpo_dist.secrets import masked, masked_setting, masked_text, shown_value
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
+_UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
 _PRESETS = Path(__file__).resolve().parents[1] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be used; the message names key, value, requirement and remedy."""
+    """A configuration that cannot be used; the message names key, value, requirement and remedy, with *** for
+    secrets.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked_text(message))
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -70,7 +76,7 @@ def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
     return checked(plain, where, section)
 
 
@@ -83,7 +89,8 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
     try:
         return section.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where, section)) from error
+        # A validator's own words may name a value of another key.
+        raise ConfigError(masked_text(_explain(error, where, section), plain)) from error
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -122,7 +129,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         check_nesting(path.read_text(encoding="utf-8"))
         loaded = OmegaConf.load(path)
     except (YAMLError, OmegaConfBaseException, RecursionError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
     if path.parent.name == _PRESETS.name:
@@ -131,8 +138,9 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     try:
         merged = OmegaConf.merge(*parts, loaded)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
-        message = f"{path}: cannot be merged with its `defaults`: {error}"
-        raise ConfigError(message.replace("\n", " ")) from error
+        raise ConfigError(
+            f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}"
+        ) from error
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -149,7 +157,7 @@ def _bases(loaded: DictConfig, path: Path) -> list[str]:
         found = loaded.pop("defaults", None)
         bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: `defaults`: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{path}: `defaults`: {parser_reason(error)}") from error
     wrong = [base for base in bases if not isinstance(base, str) or not base]
     if wrong:
         raise ConfigError(
@@ -168,7 +176,7 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
         raise ConfigError(
-            f"override {override!r}: expected +algorithm=NAME with NAME one of "
+            f"override {masked_setting(override)!r}: expected +algorithm=NAME with NAME one of "
             f"{', '.join(sorted(known))}{hint}"
         )
     preset = read_tree(known[name])
@@ -181,18 +189,17 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
 def set_from_text(tree: DictConfig, override: str) -> None:
     """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
     key, sign, _ = override.partition("=")
+    shown = f"override {masked_setting(override)!r}"
     if not sign or not key:
-        raise ConfigError(
-            f"override {override!r}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5"
-        )
+        raise ConfigError(f"{shown}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
     try:
         check_characters(override)
         check_nesting(override[len(key) + 1 :])
         read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
         value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
     except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
-        raise ConfigError(f"override {override!r}: {error}".replace("\n", " ")) from error
-    set_key(tree, key, value, f"override {override!r}")
+        raise ConfigError(f"{shown}: {parser_reason(error)}") from error
+    set_key(tree, key, value, shown)
 
 
 def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
@@ -204,7 +211,12 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         merge = len(value) > 0 if isinstance(value, Mapping) else True
         OmegaConf.update(tree, key, value, merge=merge)
     except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
-        raise ConfigError(f"{where}: {error}".replace("\n", " ")) from error
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
+
+
+def parser_reason(error: BaseException) -> str:
+    """What a parser says, in one line, without the text that it could not read: that may be a secret."""
+    return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
 
 
 def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
@@ -219,7 +231,8 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
             message = str(item["ctx"]["error"])
             lines.append(f"`{where}`: {message}" if where else message)
         else:
-            lines.append(f"`{where}` = {item['input']!r}: {item['msg'].lower()}{_meaning(item['loc'], root)}")
+            shown = shown_value(item["loc"], item["input"])
+            lines.append(f"`{where}` = {shown}: {item['msg'].lower()}{_meaning(item['loc'], root)}")
     return f"{path}: " + "; ".join(lines)
 
 

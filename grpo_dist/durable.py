@@ -7,15 +7,18 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from grpo_dist.errors import RunEnded, UserError
 
 LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of some network file systems: then nobody is told
+# Of some network file systems; the last where a directory, which cannot be opened for writing, is locked.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_S = 0.1
@@ -61,30 +64,107 @@ def write_text(path: Path, text: str) -> None:
     """Atomic and durable: a reader finds the old file or the new one, also after a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    with open_new(partial) as file:
+        file.write(text)
     publish(partial, path)
+
+
+def open_new(path: Path) -> IO[str]:
+    """A new file to write text to. What is at ``path`` is removed, never written through: it may be a link to
+    any other file.
+    """
+    clear(path)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    return open(descriptor, "w", encoding="utf-8")
+
+
+def clear(path: Path) -> None:
+    """Remove what an earlier writer has left at ``path``: a file, a directory, a link but not its target."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
 def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
     """Within, no other process is in such a block of ``directory``. Raises UserError where one still is after
-    ``patience_s``: it is ``what``. The kernel gives the lock back when the process ends, however it ends.
+    ``patience_s``: it is ``what``. The kernel gives the locks back when the process ends, however it ends.
+
+    Both the directory and the file `.lock` in it are locked. The file can be deleted, and then a lock on it
+    keeps nobody out; the directory cannot be locked on some network file systems.
     """
     end = time.monotonic() + patience_s
-    with (directory / LOCK).open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() >= end:
-                    raise UserError(f"{directory}: another process is {what}") from error
-                time.sleep(_AGAIN_S)
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                break
+    while not (descriptors := _locks(directory)):
+        if time.monotonic() >= end:
+            raise UserError(f"{directory}: another process is {what}")
+        time.sleep(_AGAIN_S)
+    try:
         yield
+    finally:
+        _close(descriptors)
+
+
+def _locks(directory: Path) -> list[int]:
+    """Descriptors that hold both locks; none where another process has one, or has just replaced what it
+    locked.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptors: list[int] = []
+    try:
+        for path, opened in ((directory, _open_directory), (directory / LOCK, _open_lock)):
+            descriptors.append(opened(path))
+            if not _locked(descriptors[-1]) or not _is_at(path, descriptors[-1]):
+                break
+        else:
+            return descriptors
+    except BaseException:
+        _close(descriptors)
+        raise
+    _close(descriptors)
+    return []
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _open_directory(directory: Path) -> int:
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _open_lock(path: Path) -> int:
+    """Nothing is written to it: whoever can make a link in its place must not have us empty another file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path}: a symbolic link, where a lock file is expected; remove it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: not a regular file, where a lock file is expected; remove it")
+    return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether it is ours now; also where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
 
 
 def flush(path: Path) -> None:

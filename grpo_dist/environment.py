@@ -15,10 +15,9 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 
 from grpo_dist.durable import write_text
-from grpo_dist.secrets import masked
+from grpo_dist.secrets import masked_command
 from grpo_dist.units import GIB
 
 ENVIRONMENT = "environment.json"
@@ -37,7 +36,7 @@ def environment() -> dict[str, Any]:
     """Of the driver's machine: the actors' nodes may have other GPUs, not other packages."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": [_without_secret(text) for text in sys.argv],
+        "command": masked_command(sys.argv),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -55,20 +54,6 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _without_secret(argument: str) -> str:
-    """judge.api_key=k -> judge.api_key=***, judge={api_key: k} -> judge={api_key: '***'}"""
-    key, sign, value = argument.partition("=")
-    if not sign:
-        return str(masked(argument))
-    try:
-        read = yaml.safe_load(value)
-    except yaml.YAMLError:  # refused as a setting, too
-        read = None
-    if isinstance(read, dict | list) and masked(read) != read:
-        return f"{key}={yaml.safe_dump(masked(read), default_flow_style=True, width=float('inf')).strip()}"
-    return f"{key}={masked({key: value})[key]}"
 
 
 def _gpus() -> list[str]:

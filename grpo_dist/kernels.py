@@ -32,7 +32,7 @@ class BuildLock:
 
     def try_acquire(self) -> bool:
         """True, once it is had. Raises TimeoutError when another process has it for too long."""
-        self._descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        self._descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
         until = time.monotonic() + _DEADLINE_S
         while True:
             try:

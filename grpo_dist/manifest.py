@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
+_LARGEST = 64 * 2**20  # bytes of a manifest, more than any run writes
 _THREADS = 8  # hashing leaves Python's lock alone
 
 
@@ -24,34 +30,67 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(json.dumps({"files": listed}, indent=1))
 
 
-def find_damage(directory: Path) -> str | None:
-    """The first file that is not as the manifest says, in words; None: all are."""
+def find_damage(directory: Path, *, must_have: Sequence[str] = ()) -> str | None:
+    """The first file that is not as the manifest says, in words; None: all are. Never raises and never waits,
+    whatever the directory holds. ``must_have``: files that a whole one lists.
+    """
     try:
-        listed = json.loads((directory / MANIFEST).read_text())["files"]
-        expected = [(directory / name, entry["bytes"], entry["blake2b"]) for name, entry in listed.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        listed = json.loads(_text(directory / MANIFEST))["files"]
+        expected = [(name, entry["bytes"], entry["blake2b"]) for name, entry in listed.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read ({error})"
+    names = {name for name, _, _ in expected}
+    if missing := [name for name in must_have if name not in names] or ([] if names else ["any file"]):
+        return f"{MANIFEST} does not list {missing[0]}"
     # Sizes first: they cost nothing, and a torn file is mostly a short one.
-    for path, size, _ in expected:
-        if not path.is_file():
-            return f"{path.relative_to(directory)} is missing"
-        if path.stat().st_size != size:
-            return f"{path.relative_to(directory)} has {path.stat().st_size} bytes instead of {size}"
+    for name, size, _ in expected:
+        if problem := _misses(directory, name, size):
+            return f"{json.dumps(name)[1:-1]} {problem}"
     with ThreadPoolExecutor(_THREADS) as pool:
-        checked = pool.map(lambda item: _differs(item[0], item[2]), expected)
-        return next((f"{path.relative_to(directory)} {why}" for path, why in checked if why), None)
+        checked = pool.map(lambda item: (item[0], _differs(directory / item[0], item[2])), expected)
+        return next((f"{json.dumps(name)[1:-1]} {why}" for name, why in checked if why), None)
 
 
-def _differs(path: Path, digest: str) -> tuple[Path, str | None]:
+def _text(path: Path) -> str:
+    """Of a regular file of bearable size. Raises OSError or ValueError for what is none."""
+    with _open(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
+            raise ValueError(f"it has {size} bytes")
+        return file.read().decode()
+
+
+def _open(path: Path) -> IO[bytes]:
+    """For reading. Raises OSError for what is no regular file; a pipe nobody writes to is not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return open(descriptor, "rb")
+
+
+def _misses(directory: Path, name: str, size: Any) -> str | None:
+    """How the file falls short of what is listed, its contents aside."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        return "is listed, which lies outside of the directory"
     try:
-        return path, None if _digest(path) == digest else "was changed: its checksum is another"
+        found = (directory / name).stat()
+    except (OSError, ValueError):  # the latter for a name that no file can have
+        return "is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return "is not a regular file"
+    return None if found.st_size == size else f"has {found.st_size} bytes instead of {size}"
+
+
+def _differs(path: Path, digest: Any) -> str | None:
+    try:
+        return None if _digest(path) == digest else "was changed: its checksum is another"
     except OSError as error:
-        return path, f"cannot be read ({error})"
+        return f"cannot be read ({error})"
 
 
 def _digest(path: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with _open(path) as file:
         while block := file.read(_BLOCK):
             digest.update(block)
     return digest.hexdigest()

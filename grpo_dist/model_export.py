@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_dist.durable import publish
+from grpo_dist.durable import clear, publish
 from grpo_dist.lora import write_adapter
 
 
@@ -26,6 +26,7 @@ def write_model(
     from transformers import AutoTokenizer
 
     partial = directory.with_name(f".{directory.name}.partial")
+    clear(partial)
     model.config.use_cache = True  # off while training
     model.save_pretrained(partial, state_dict=weights, safe_serialization=True)
     model.config.use_cache = False

@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.config import Profile
-from grpo_dist.durable import publish
+from grpo_dist.durable import clear, publish
 from grpo_dist.step_lines import kept_lines
 from grpo_dist.trace import write_trace
 from grpo_dist.usage import Span
@@ -44,6 +44,7 @@ def profiled(path: Path | None, settings: Profile) -> Iterator[None]:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial.{path.name}")  # torch compresses what ends in .gz
+    clear(partial)
     found.export_chrome_trace(str(partial))
     publish(partial, path)
 

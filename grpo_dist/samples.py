@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from grpo_dist.durable import publish
+from grpo_dist.durable import clear, publish
 from grpo_dist.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.types import Group, Prompt, Rollout
 
@@ -31,6 +31,7 @@ def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    clear(partial)
     # A dictionary of log-probs or token ids is as long as they are, and costs more than all the rest.
     pq.write_table(
         _table(groups, values or {}),

@@ -2,23 +2,91 @@
 
 A resolved configuration is written to run directories, checkpoints, `stage.json` and trackers. It loads
 again, but with *** for what was secret: such values belong into the environment (`api_key_env` of a judge).
+
+Names are compared word by word (`openAIKey` is `open`, `ai`, `key`), and the last word decides: `my_token`
+holds a token, `token_values_every` and `tokenizer` do not.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import yaml
+
 HIDDEN = "***"
-_KEY = r"(?:api|access|secret|private)[_-]?key"
-# Tokens in the plural are mostly counted (`max_tokens`).
-_TOKEN = r"token|(?:api|access|auth|bearer|refresh|hf)[_-]?tokens?"
-_WORD = r"secret|password|passwd|passphrase|pwd|credential|cookie"
-_SECRET = re.compile(rf"(?:^|[_\-.])(?:(?:{_KEY}|{_WORD})s?|{_TOKEN}|authorization)$", re.IGNORECASE)
-_TOKEN_ID = re.compile(r"tokens?$", re.IGNORECASE)
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+_SECRET_WORDS = _set(
+    "secret secrets password passwords passwd passwds passphrase passphrases pwd pwds credential credentials "
+    "cookie cookies authorization authorisation token jwt oauth auth auths bearer bearers"
+)
+# Words written together: `apikey`, `userpassword`.
+_SECRET_ENDS = tuple(
+    _set("password passwd apikey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken")
+)
+_KEY_OWNERS = _set("api access secret private")  # a number under such a key is a secret, too
+# Words before `key`, `tokens` and `pass` where these are the name of a column, a count, or a walk over data.
+_NOT_BEFORE = {
+    "key": _set(
+        "answer by cache category chat chosen column completion config content conversation data dataset "
+        "dict document duplicate entry extra field file fn foreign full gold group hash id image images "
+        "index input item json label level list lookup map message messages meta metadata metric missing "
+        "model name num order output parent partition primary problem prompt public query question "
+        "reference rejected response reward role row sample score solution sort source split state step "
+        "system target task test text train type unexpected unknown user uid value word yaml"
+    ),
+    "tokens": _set(
+        "added answer batch batched bos budget buffer cached completion count end eos extra generated hidden "
+        "image in input keep max mean min ms n new num number of out output pad per prefill prompt queued "
+        "reasoning response row sampled special start step stop think thinking total train trained used vocab"
+    ),
+    "pass": _set("backward each first forward last multi one per second single two"),
+}
+_PLURAL = {"keys": "key", "passes": "pass"}
+# What may follow the word that decides: `auth_header`, `api_key_2`.
+_TAILS = _set("value header headers base hex")
 _USER = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # of https://user:password@host/
 _PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # of https://host/?api_key=k&n=1
-_SECRET_PARAMETER = re.compile(r"(?:^|[_\-.])(?:key|sig|signature|auth)$", re.IGNORECASE)
+_SECRET_PARAMETER = frozenset({"key", "sig", "signature", "auth"})
+_BEARER = re.compile(r"\b(bearer\s+)(?=[^\s'\"]*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
+_ASSIGNED = re.compile(r"""([\w.-]*\w)(['"`]?\s*[:=]\s*[\[({]*)""")
+_VALUE = re.compile(r"""(?:(?:bearer|basic)\s+)?(?:'[^']*'?|"[^"]*"?|[^\s,;}\]'"]+)""", re.IGNORECASE)
+_SHORTEST = 4  # characters of a secret that is looked for in other text
+
+
+def is_secret(name: str) -> bool:
+    """Whether texts under ``name`` are secret: ``api_key``, ``HF_TOKEN``, ``db.pass``, ``auth-header``."""
+    words = _words(name)
+    if not words:
+        return False
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last in _SECRET_WORDS or last.rstrip("s").endswith(_SECRET_ENDS):
+        return True
+    singular = _PLURAL.get(last, last)
+    if singular == "key" and last == "keys" and not before:
+        return False  # a list of names of columns
+    return singular in _NOT_BEFORE and before not in _NOT_BEFORE[singular]
+
+
+def _words(name: str) -> list[str]:
+    """Of the last part of a dotted name, without what may follow the word that decides."""
+    parts = [part for part in name.split(".") if part and not part.isdigit()]
+    words = [word.lower() for word in _WORDS.findall(parts[-1] if parts else "")]
+    while len(words) > 1 and (words[-1] in _TAILS or _numbers(words)):
+        words.pop()
+    return words
+
+
+def _numbers(words: list[str]) -> bool:
+    """Whether the last word is the number of what stands before it; `pass@8` is not."""
+    return words[-1].isdigit() and words[-2] not in ("at", "pass")
 
 
 def masked(value: Any) -> Any:
@@ -28,10 +96,11 @@ def masked(value: Any) -> Any:
         -> {"api_key": "***", "max_tokens": 8, "base_url": "http://***@host/v1?token=***"}
     """
     if isinstance(value, str):
-        return _PARAMETER.sub(_masked_parameter, _USER.sub(HIDDEN, value))
+        found = _PARAMETER.sub(_masked_parameter, _USER.sub(HIDDEN, value))
+        return _BEARER.sub(rf"\1{HIDDEN}", found)
     if isinstance(value, dict):
         return {
-            key: _hidden(str(key), inner) if _SECRET.search(str(key)) else masked(inner)
+            key: _hidden(str(key), inner) if is_secret(str(key)) else masked(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list):
@@ -39,9 +108,92 @@ def masked(value: Any) -> Any:
     return value
 
 
+def masked_setting(argument: str) -> str:
+    """A word of a command line without the secret in it.
+
+    judge.api_key=k -> judge.api_key=***, judge={api_key: k} -> judge={api_key: '***'},
+    --env=HF_TOKEN=k -> --env=HF_TOKEN=***, --api-key=k -> --api-key=***
+    """
+    key, sign, value = argument.partition("=")
+    if not sign:
+        return masked_text(argument)
+    if is_secret(key):
+        return f"{key}={masked({key: value})[key]}"
+    if key.startswith("-"):  # of a value that is a setting itself, or several: --export=ALL,HF_TOKEN=k
+        return f"{key}=" + ",".join(masked_setting(part) for part in value.split(","))
+    try:
+        read = yaml.safe_load(value)
+    except (yaml.YAMLError, ValueError, RecursionError):  # refused as a setting, too
+        read = None
+        value = masked_text(value)
+    if isinstance(read, dict | list) and masked(read) != read:
+        return f"{key}={yaml.safe_dump(masked(read), default_flow_style=True, width=float('inf')).strip()}"
+    return f"{key}={masked(value)}"
+
+
+def masked_command(arguments: Iterable[str]) -> list[str]:
+    """The words of a command line without secrets, also where the value is a word of its own:
+    ``--api-key k``, ``--env HF_TOKEN=k``.
+    """
+    shown: list[str] = []
+    hide_next = False
+    for word in arguments:
+        hide_this = hide_next and not word.startswith("-")
+        shown.append(HIDDEN if hide_this else masked_setting(word))
+        hide_next = word.startswith("--") and "=" not in word and is_secret(word) and word != "--secret"
+    return shown
+
+
+def masked_text(text: str, *trees: Any) -> str:
+    """``text`` of a message without secrets: what is assigned to a secret name in it, and every secret value
+    of ``trees`` (plain mappings and lists).
+    """
+    values = sorted({value for tree in trees for value in secret_values(tree)}, key=len, reverse=True)
+    for value in values:
+        text = text.replace(value, HIDDEN)
+    return str(masked(_without_assigned(text)))
+
+
+def shown_value(location: Iterable[Any], value: Any) -> str:
+    """A refused value at a place of a tree, such as ``("kwargs", "api_key")``, as a message shows it."""
+    if any(is_secret(str(part)) for part in location):
+        return HIDDEN
+    return repr(masked_text(value) if isinstance(value, str) else masked(value))
+
+
+def secret_values(tree: Any) -> Iterator[str]:
+    """Texts of ``tree`` that `masked` hides, longer than a few characters."""
+    yield from _changed(tree, masked(tree))
+
+
+def _changed(value: Any, shown: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key in value:
+            yield from _changed(value[key], shown[key])
+    elif isinstance(value, list):
+        for one, other in zip(value, shown, strict=True):
+            yield from _changed(one, other)
+    elif value != shown and len(str(value)) >= _SHORTEST:
+        yield str(value)
+        if shown != HIDDEN:  # a part of it: of a URL, of a header
+            yield from (part for part in _parts(str(value)) if len(part) >= _SHORTEST)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The secrets inside of a longer text, and each of a user's name and password."""
+    for user in _USER.findall(text):
+        yield user
+        yield user.partition(":")[2]
+    for name, held in _PARAMETER.findall(text):
+        if _is_secret_parameter(name):
+            yield held
+    for found in _BEARER.finditer(text):
+        yield found[0][len(found[1]) :]
+
+
 def _hidden(key: str, value: Any) -> Any:
-    """``value`` of a secret ``key`` with *** for all that it holds, but for null, "", true and false; the
-    number of an `end_token` says which token it is.
+    """``value`` of a secret ``key`` with *** for all that it holds, but for null, "", true and false. A
+    number is one where passwords and API keys are asked for; that of an `end_token` says which token it is.
     """
     if isinstance(value, dict):
         return {inner: _hidden(key, held) for inner, held in value.items()}
@@ -49,10 +201,33 @@ def _hidden(key: str, value: Any) -> Any:
         return [_hidden(key, held) for held in value]
     if value in (None, "") or isinstance(value, bool):
         return value
-    return value if not isinstance(value, str) and _TOKEN_ID.search(key) else HIDDEN
+    return value if not isinstance(value, str) and not _holds_numbers(key) else HIDDEN
+
+
+def _holds_numbers(key: str) -> bool:
+    words = _words(key)
+    last = _PLURAL.get(words[-1], words[-1])
+    if last in ("token", "tokens"):
+        return False
+    return last != "key" or (len(words) > 1 and words[-2] in _KEY_OWNERS)
+
+
+def _is_secret_parameter(name: str) -> bool:
+    return is_secret(name) or _WORDS.findall(name.lower())[-1:] in [[word] for word in _SECRET_PARAMETER]
 
 
 def _masked_parameter(found: re.Match[str]) -> str:
-    name = found[1]
-    secret = _SECRET.search(name) or _SECRET_PARAMETER.search(name)
-    return f"{name}={HIDDEN}" if secret else found[0]
+    return f"{found[1]}={HIDDEN}" if _is_secret_parameter(found[1]) else found[0]
+
+
+def _without_assigned(text: str) -> str:
+    """``api_key: k, steps: 3`` -> ``api_key: ***, steps: 3``"""
+    parts, end = [], 0
+    for found in _ASSIGNED.finditer(text):
+        value = _VALUE.match(text, found.end())
+        if found.start() < end or value is None or not is_secret(found[1]):
+            continue
+        if value[0].strip("'\"") not in ("", "null", "true", "false", "value", HIDDEN):
+            parts += [text[end : value.start()], HIDDEN]
+            end = value.end()
+    return "".join(parts) + text[end:]

@@ -112,7 +112,7 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
         run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
         final = asyncio.run(_train(run, place))
         books = _checked_books(run)  # before it is called done: nothing goes on from wrong ones
-    (run_dir / _DONE).write_text(f"{config.steps}\n")
+    write_text(run_dir / _DONE, f"{config.steps}\n")
     _print_result(run_dir, final)
     _say(books)
     return run_dir
@@ -216,22 +216,23 @@ def _alone_in(run_dir: Path, there: Path) -> Iterator[None]:
     that was asked to end is waited for a moment.
     """
     what = "training this run; wait for it, or choose another `name`"
-    try:
-        with ExitStack() as stack:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(alone(run_dir, what, patience_s=_PATIENCE_S))
-            except OSError as error:
-                check_room(there, error)
-                raise
+    with ExitStack() as stack:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(run_dir, what, patience_s=_PATIENCE_S))
+        except OSError as error:
+            check_room(there, error)
+            raise
+        try:
             yield
-    except UserError:
-        if run_dir != there and [path.name for path in run_dir.iterdir()] == [LOCK]:
-            shutil.rmtree(run_dir)
-            for parent in takewhile(lambda path: path != there.absolute(), run_dir.absolute().parents):
-                with suppress(OSError):  # somebody else has something in it by now
-                    parent.rmdir()
-        raise
+        except UserError:
+            # Only with the lock: where another process has it, the directory is that one's.
+            if run_dir != there and [path.name for path in run_dir.iterdir()] == [LOCK]:
+                shutil.rmtree(run_dir)
+                for parent in takewhile(lambda path: path != there.absolute(), run_dir.absolute().parents):
+                    with suppress(OSError):  # somebody else has something in it by now
+                        parent.rmdir()
+            raise
 
 
 async def _train(run: Run, place: Place) -> dict[str, float]:

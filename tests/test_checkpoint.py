@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 
 import fakes
@@ -276,6 +278,74 @@ def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path):
     (found / "manifest.json").unlink()
     with pytest.raises(ValueError, match=r"no checkpoint .* is whole.*manifest\.json cannot be read"):
         newest_whole(tmp_path, print)
+
+
+def listing(**files):
+    return json.dumps({"files": {name: {"bytes": 8, "blake2b": "0" * 32} for name in ("state.json", *files)}})
+
+
+def piped(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+HOSTILE = {
+    "absolute": lambda at: (at / "manifest.json").write_text(listing(**{"/etc/passwd": 1})),
+    "outside": lambda at: (at / "manifest.json").write_text(listing(**{"policy/../../x": 1})),
+    "deep": lambda at: (at / "manifest.json").write_text('{"files":' + "[" * 200_000 + "]" * 200_000 + "}"),
+    "of another kind": lambda at: (at / "manifest.json").write_text('{"files": {"state.json": 3}}'),
+    "a list": lambda at: (at / "manifest.json").write_text("[1]"),
+    "no text": lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe"),
+    "a pipe": lambda at: piped(at / "manifest.json"),
+    "a device": lambda at: ((at / "manifest.json").unlink(), (at / "manifest.json").symlink_to("/dev/zero")),
+    "a directory": lambda at: ((at / "manifest.json").unlink(), (at / "manifest.json").mkdir()),
+    "no files": lambda at: (at / "manifest.json").write_text('{"files": {}}'),
+    "no state": lambda at: (at / "manifest.json").write_text(
+        json.dumps({"files": {k: v for k, v in json.loads((at / "manifest.json").read_text())["files"].items()
+                              if k != "state.json"}})
+    ),
+    "no name": lambda at: (at / "manifest.json").write_text(listing(**{"\ud800\0\n": 1})),
+    "a long name": lambda at: (at / "manifest.json").write_text(listing(**{"x" * 5000: 1})),
+    "a file that is a pipe": lambda at: piped(at / "policy/weights"),
+    "a file that is a device": lambda at: (
+        (at / "policy/weights").unlink(), (at / "policy/weights").symlink_to("/dev/zero"),
+    ),
+    "no directory": lambda at: (shutil.rmtree(at), piped(at)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_stands_in_the_place_of_a_checkpoint_the_one_before_is_used(tmp_path, kind):
+    for step in (3, 6):
+        save(tmp_path, step)
+    older, newer = list_checkpoints(tmp_path)
+    HOSTILE[kind](newer)
+    said = []
+    assert newest_whole(tmp_path, said.append) == older
+    (warning,) = said
+    assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: ")
+    assert "\n" not in warning and warning.encode()
+
+
+def test_a_state_that_is_nested_too_deep_is_refused_in_one_message(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "state.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"state\.json cannot be read"):
+        load_state(found, fakes.config())
+
+
+def test_links_in_the_place_of_what_is_saved_are_not_followed(tmp_path):
+    directory, other = tmp_path / "checkpoints", tmp_path / "other"
+    save(directory, 1, config=fakes.config(checkpoint={"keep": 1}))
+    other.mkdir()
+    (other / "precious").touch()
+    for name in (".partial_step_000002_0", "step_000002"):
+        (directory / name).symlink_to(other)
+    save(directory, 2, config=fakes.config(checkpoint={"keep": 1}))
+    assert [path.name for path in directory.iterdir()] == ["step_000002"]
+    assert not (directory / "step_000002").is_symlink()
+    assert [path.name for path in other.iterdir()] == ["precious"]
 
 
 def test_a_run_that_went_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):

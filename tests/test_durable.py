@@ -1,5 +1,6 @@
 """What is published is on the disk before it has its name."""
 
+import contextlib
 import errno
 import os
 import shutil
@@ -10,9 +11,11 @@ import pytest
 
 from grpo_dist.cache import cached
 from grpo_dist.config import Config
-from grpo_dist.durable import DiskFull, alone, check_room, exchange, publish
+from grpo_dist.durable import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 from grpo_dist.errors import UserError
+from grpo_dist.samples import write_groups
 from grpo_dist.tracking import Tracker
+from grpo_dist.training import _alone_in
 
 
 @pytest.fixture
@@ -103,3 +106,91 @@ def test_a_directory_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuses)
     with alone(tmp_path, "here"):
         pass
+
+
+def test_a_lock_that_is_deleted_or_replaced_lets_no_second_process_in(tmp_path):
+    with alone(tmp_path, "here"):
+        for replace in (lambda: None, lambda: (tmp_path / LOCK).touch()):
+            (tmp_path / LOCK).unlink(missing_ok=True)
+            replace()
+            with pytest.raises(UserError, match="another process is there"), alone(tmp_path, "there"):
+                raise AssertionError
+    with alone(tmp_path, "here again"):
+        pass
+
+
+def test_who_waited_for_a_directory_that_was_removed_has_the_one_of_that_name(tmp_path, monkeypatch):
+    """Not the one that is gone, which keeps nobody out."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    waits = []
+
+    def removed_meanwhile(_):
+        if not waits:
+            shutil.rmtree(directory)
+            first.close()
+        waits.append(1)
+
+    monkeypatch.setattr("grpo_dist.durable.time.sleep", removed_meanwhile)
+    with contextlib.ExitStack() as first:
+        first.enter_context(alone(directory, "here"))
+        with alone(directory, "waiting", patience_s=60):
+            assert waits and (directory / LOCK).exists()
+            with pytest.raises(UserError, match="another process is there"), alone(directory, "there"):
+                raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "pipe", "directory"])
+def test_no_lock_is_written_through_to_another_file(tmp_path, kind):
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.write_text("precious")
+    lock = run / LOCK
+    {
+        "link": lambda: lock.symlink_to(other),
+        "link to nothing": lambda: lock.symlink_to(tmp_path / "nothing"),
+        "hard link": lambda: lock.hardlink_to(other),
+        "pipe": lambda: os.mkfifo(lock),
+        "directory": lock.mkdir,
+    }[kind]()
+    refused = contextlib.nullcontext() if kind == "hard link" else pytest.raises((UserError, OSError))
+    with refused, alone(run, "here"):
+        pass
+    assert other.read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("target", ["other", "nothing"])
+def test_what_is_being_written_follows_no_link(tmp_path, target):
+    (tmp_path / "other").write_text("precious")
+    partials = {
+        ".a.partial": lambda: write_text(tmp_path / "a", "1"),
+        ".b.parquet.partial": lambda: write_groups(tmp_path / "b.parquet", []),
+    }
+    for name, write in partials.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+        write()
+        assert not (tmp_path / name.removeprefix(".").removesuffix(".partial")).is_symlink()
+    assert (tmp_path / "other").read_text() == "precious" and not (tmp_path / "nothing").exists()
+
+
+def test_what_was_left_is_removed_and_not_what_a_link_leads_to(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").touch()
+    (tmp_path / "link").symlink_to("kept")
+    (tmp_path / "own/inner").mkdir(parents=True)
+    for name in ("link", "own", "nothing"):
+        clear(tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept/file").exists()
+
+
+def test_a_run_that_is_refused_because_another_trains_it_removes_nothing_of_that_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.training._PATIENCE_S", 0.0)
+    run = tmp_path / "runs" / "mine"
+    run.mkdir(parents=True)
+    with alone(run, "training"):
+        with pytest.raises(UserError, match="another process"), _alone_in(run, tmp_path):
+            raise AssertionError
+        assert (run / LOCK).exists()
+    with pytest.raises(UserError, match="refused"), _alone_in(run, tmp_path):
+        raise UserError("refused")
+    assert not (tmp_path / "runs").exists()

@@ -3,12 +3,14 @@
 import fakes
 import pytest
 from omegaconf import OmegaConf
+from openai_stand_in import StandIn
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import dump_config
+from grpo_dist.config_files import ConfigError, dump_config, load_config
 from grpo_dist.recipe.config import Stage
 from grpo_dist.recipe.record import begin, differences
-from grpo_dist.secrets import masked
+from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.secrets import masked, masked_command, masked_setting, masked_text
 
 
 def config(key: str) -> Config:
@@ -50,6 +52,23 @@ def config(key: str) -> Config:
         "Cookie",
         "Set-Cookie",
         "cookies",
+        "pass",
+        "db_pass",
+        "smtp.pass",
+        "key",
+        "openai_key",
+        "ssh_keys",
+        "signingKey",
+        "auth",
+        "basic_auth",
+        "auth_header",
+        "bearer",
+        "tokens",
+        "my_tokens",
+        "api_key_2",
+        "clientSecret",
+        "userpassword",
+        "judge.api.key",
     ],
 )
 def test_values_of_secret_keys_are_hidden(key):
@@ -80,13 +99,133 @@ def test_secrets_in_urls_are_hidden(url, shown):
 
 @pytest.mark.parametrize(
     "key",
-    ["api_key_env", "max_tokens", "buffer_tokens", "stop_tokens", "aggregation", "tokenizer", "secretary"],
+    [
+        "api_key_env",
+        "max_tokens",
+        "buffer_tokens",
+        "stop_tokens",
+        "aggregation",
+        "tokenizer",
+        "secretary",
+        "max_new_tokens",
+        "token_values_every",
+        "tokens_per_second",
+        "token_ids",
+        "answer_key",
+        "reward_fn_key",
+        "key_columns",
+        "keys",
+        "pass_k",
+        "pass_rate",
+        "pass@8",
+        "pass_at_1",
+        "forward_pass",
+        "auth_mode",
+        "authors",
+        "monkey",
+    ],
 )
 def test_other_values_stay(key):
     assert masked({key: "abc", "url": "http://host:8000/v1?a=b@c"}) == {
         key: "abc",
         "url": "http://host:8000/v1?a=b@c",
     }
+
+
+def test_no_key_of_the_configuration_is_taken_for_a_secret():
+    plain = fakes.config().model_dump(mode="json")
+    assert masked(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("--env=HF_TOKEN=sesame", "--env=HF_TOKEN=***"),
+        ("--sbatch=--export=ALL,HF_TOKEN=sesame", "--sbatch=--export=ALL,HF_TOKEN=***"),
+        ("--api-key=sesame", "--api-key=***"),
+        ("--header=Authorization: Bearer sesame", "--header=Authorization: ***"),
+        ("a={function: judge, kwargs: {api_key: sesame}}", "a={function: judge, kwargs: {api_key: '***'}}"),
+        ("a.kwargs.api_key={sesame: 1", "a.kwargs.api_key=***"),
+        ('a={kwargs: {api_key: "sesame}}', "a={kwargs: {api_key: ***"),
+        ("http://me:sesame@host/data", "http://***@host/data"),
+        *((same, same) for same in ("steps=3", "a=[1, 2]", "a={b: [1,2]}", "--verbose", "+algorithm=dapo")),
+        *((same, same) for same in ("a=b=c", "--env=A=b", "sampling.max_new_tokens=8", "algorithm.pass_k=2")),
+    ],
+)
+def test_a_command_line_is_recorded_without_the_secrets_in_its_words(argument, shown):
+    assert masked_setting(argument) == shown
+
+
+def test_a_secret_that_is_a_word_of_its_own_is_hidden_too():
+    words = ["submit", "--env", "HF_TOKEN=sesame", "--token", "sesame", "--prompt-tokens", "7", "-v"]
+    assert masked_command(words) == [
+        "submit", "--env", "HF_TOKEN=***", "--token", "***", "--prompt-tokens", "7", "-v",
+    ]  # fmt: skip
+
+
+def test_a_message_has_neither_what_is_assigned_to_a_secret_name_nor_a_known_secret():
+    tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
+    said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
+    assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
+
+
+BASE = "model: {path: m}\ndata: {train: [{path: t}]}\n"
+IN_A_FILE = [
+    "rewards: {functions: {function: judge, kwargs: {api_key: SESAME}}}",
+    "rewards: {functions: [[{api_key: SESAME}]]}",
+    "rewards: {functions: [{function: judge, kwargs: 'api_key=SESAME'}]}",
+    "rewards: {functions: [{function: judge, kwargs: [{api_keys: [SESAME, b]}]}]}",
+    'rewards: {functions: [{function: judge, kwargs: {api_key: "${SESAME"}}]}',
+    "a: {api_key: !SESAME x}",
+    "tracking: {wandb: {enabled: {api_key: SESAME}}}",
+    'tracking: {mlflow: {enabled: "http://me:SESAME@host/"}}',
+]
+AS_OVERRIDES = [
+    "rewards.functions.0.kwargs.api_key=SESAME",
+    'judge.api_key="SESAME',
+    "steps.api_key=SESAME",
+    'rewards={functions: [{function: judge, kwargs: {api_key: "SESAME}}]}',
+    'rewards.functions=[{function: judge, kwargs: {api_key: "${SESAME"}}]',
+    "rewards.functions=[{function: judge, weight: [{password: SESAME}]}]",
+    "=judge.api_key=SESAME",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"), [(own, []) for own in IN_A_FILE] + [("", [own]) for own in AS_OVERRIDES]
+)
+def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
+    path = tmp_path / "a.yaml"
+    path.write_text(BASE + text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, overrides)
+    assert "SESAME" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"extra_body": [{"api_key": "SESAME"}]},
+        {"max_retries": {"password": "SESAME"}},
+        {"base_url": "http://me:SESAME@127.0.0.1:9/v1?api_key=SESAME", "max_retries": 0},
+    ],
+)
+def test_no_error_of_a_reward_shows_a_secret(kwargs):
+    function = {"function": "judge", "kwargs": {"base_url": "http://127.0.0.1:9", "model": "m"} | kwargs}
+    with pytest.raises(ValueError) as refused:
+        check_rewards(fakes.config(rewards={"functions": [function]}).rewards, max_new_tokens=8)
+    assert "SESAME" not in str(refused.value)
+
+
+def test_a_judge_that_repeats_its_key_does_not_bring_it_into_messages(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "SESAME-OPEN")
+    repeated = b'{"error": {"message": "Incorrect API key provided: SESAME-OPEN"}}'
+    with StandIn(lambda body, number: (401, repeated, {})) as server:
+        kwargs = {"base_url": server.base_url, "model": "m", "api_key_env": "JUDGE_KEY", "max_retries": 0}
+        rewards = fakes.config(rewards={"functions": [{"function": "judge", "kwargs": kwargs}]}).rewards
+        with pytest.raises(ValueError, match="HTTP 401") as refused:
+            check_rewards(rewards, max_new_tokens=8)
+    assert "SESAME" not in str(refused.value)
 
 
 def test_null_and_empty_are_no_secrets():

@@ -200,6 +200,22 @@ def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
     ("arguments", "words"),
     [
         (("--volume", "runs"), "--volume runs: expected CLAIM:/path"),
+        (("--volume", "claim:/data/../etc"), "expected CLAIM:/path"),
+        (("--volume", "claim:/da\nta"), "expected CLAIM:/path"),
+        (("--volume", "Claim!:/data"), "expected CLAIM:/path"),
+        (("--volume", "claim:/etc/grpo-dist"), "/etc/grpo-dist would hide /etc/grpo-dist of the pods"),
+        (("--volume", "claim:/etc/./"), "/etc would hide /etc/grpo-dist"),
+        (("--volume", "claim://"), "/ would hide /etc/grpo-dist"),
+        (("--volume", "claim:/etc/grpo-dist/runs"), "lies within /etc/grpo-dist"),
+        (("--volume", "claim:/dev/shm"), "/dev/shm lies within /dev"),
+        (("--volume", "claim:/opt"), "/opt would hide /opt of the pods"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (('output_dir="/data/a\\nb"',), "has a line break"),
+        (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
+        (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
+        (("--secret", "hub:HF_TOKEN: x"), "--secret 'hub:HF_TOKEN: x': expected the name of a Secret"),
+        (("rewards.functions=[{function: math, kwargs: {a: {api_key: k-1}}}]",), "looks like a secret"),
+        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
         (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
         (("output_dir=runs",), "`output_dir` = runs is relative"),
         (("rewards.code_paths=[.]",), "no code travels to a pod"),
@@ -211,8 +227,17 @@ def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
 )
 def test_what_cannot_work_is_not_submitted(kube, tmp_path, capsys, arguments, words):
     status, said = submit(capsys, tmp_path, *arguments)
-    assert status == 2 and words in said
+    assert status == 2 and words in said and "k-1" not in said
     assert not (kube / "calls").exists()
+
+
+def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
+    broken = "x\n---\nkind: Pod\nmetadata: {name: 'a\"b'}\n"
+    given = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
+    config, rayjob = manifest(capsys, tmp_path, *given)
+    (container,) = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["env"] == [{"name": "A", "value": broken}]
+    assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
 
 
 def test_the_template_is_a_manifest_as_it_is():

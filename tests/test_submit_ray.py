@@ -248,6 +248,53 @@ def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
     assert len([file for file in copied if file.endswith(".txt")]) == 1
 
 
+def test_neither_keys_nor_what_links_lead_out_to_travel(project, capsys):
+    rewards, outside = project / "rewards", project / "elsewhere"
+    outside.mkdir()
+    (outside / "private.py").write_text("SESAME")
+    for name in ("id_rsa", "server.pem", ".env", ".netrc", "credentials", "kubeconfig", "Secrets.YAML"):
+        (rewards / name).write_text("SESAME")
+    (rewards / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nSESAME\n")
+    (rewards / ".ssh").mkdir()
+    (rewards / ".ssh/config").write_text("SESAME")
+    (rewards / "out.py").symlink_to(outside / "private.py")
+    (rewards / "out").symlink_to(outside)
+    (rewards / "key.txt").symlink_to("id_rsa")
+    (rewards / "loop").symlink_to(".")
+    os.mkfifo(rewards / "pipe")
+    (rewards / "same.py").symlink_to("driver.py")
+    (rewards / "credentials.py").write_text("")  # a module
+    config = load_config(config_in(project), ["rewards.code_paths=[rewards]"])
+    (project / "carried").mkdir()
+    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    own = {name for name in carried.files if name.startswith("rewards/")}
+    assert own == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
+    assert not [p for p in (project / "carried").rglob("*") if p.is_file() and b"SESAME" in p.read_bytes()]
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 0
+    for line in (
+        "id_rsa (its name is that of a key)", ".env (its name is that of a key)", "deploy (a private key)",
+        "out.py (a link that leads out of its directory)", "key.txt (its name is that of a key)",
+        "loop (a link to a directory that it is in)", "pipe (neither a file nor a directory)",
+    ):  # fmt: skip
+        assert f"\n# left out: rewards/{line}\n" in said
+    yaml.safe_load(said.partition("\n# config.yaml\n")[0])
+
+
+def test_a_directory_of_code_that_is_a_link_out_of_here_is_refused(project, capsys, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (project / "linked").symlink_to(other)
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[linked]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and "linked is outside of the current directory" in said
+
+
+def test_by_hand_keys_stay_here_too():
+    excludes = ray_jobs._template()["excludes"]
+    assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
+
+
 def test_links_that_lead_nowhere_do_not_travel(project, capsys):
     (project / "rewards/old.py").symlink_to("nowhere.py")
     arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
@@ -274,6 +321,10 @@ def test_links_that_lead_nowhere_do_not_travel(project, capsys):
             ('rewards.functions=[{function: math, kwargs: {api_key: "k-1"}}]',),
             "`rewards.functions.0.kwargs.api_key` looks like a secret",
         ),
+        (("rewards.functions=[{function: judge, kwargs: {extra_body: {key: k-1}}}]",), "looks like a secret"),
+        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_message(project, capsys, arguments, words):

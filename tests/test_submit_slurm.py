@@ -4,6 +4,7 @@ everything on this machine: a real Ray head, a second real Ray node, and the wai
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from grpo_dist.submit.slurm import print_logs
 pytestmark = pytest.mark.machine
 
 ROOT = Path(__file__).resolve().parents[1]
+JUDGE = "rewards.functions=[{function: judge, kwargs: {extra_body: {api_key: k-1}}}]"
 TEMPLATE = ROOT / "launch/slurm.sbatch"
 
 
@@ -240,12 +242,72 @@ def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monke
         (("rewards.models=[]", "+algorithm=nope"), "+algorithm=nope"),
         (("--image", "x"), "--image is no option of --to slurm"),
         (("sft.api_key=k-1",), "sft"),
+        (('output_dir="/tmp/a\\ntouch pwned"',), "`output_dir` = '/tmp/a\\ntouch pwned' has a line break"),
+        (('output_dir="/tmp/a\\Ltouch pwned"',), "has a line break"),
+        (("output_dir=/tmp/a\\b",), "has a backslash"),
+        (("--time", "1:00\ntouch pwned"), "--time '1:00\\ntouch pwned': expected a limit"),
+        (("--time", "$(touch pwned)"), "--time '$(touch pwned)': expected a limit"),
+        (("--sbatch=--comment=a\rtouch pwned",), "--sbatch = '--comment=a\\rtouch pwned' has a line break"),
+        (("--sbatch=--export=ALL,HF_TOKEN=k-1",), "--sbatch=--export=ALL,HF_TOKEN=*** looks like a secret"),
+        (("--setup", "export HF_TOKEN=k-1"), "--setup=export HF_TOKEN=*** looks like a secret"),
+        (("--env", "HF TOKEN=k-1"), "--env HF TOKEN=***: expected NAME"),
+        ((JUDGE, "rewards.functions=[{function: math}]"), "override rewards.functions=[{function: judge"),
+        ((JUDGE,), "rewards.functions.0.kwargs.extra_body.api_key` looks like a secret"),
     ],
 )
 def test_what_cannot_work_is_not_submitted(slurm, tmp_path, capsys, arguments, words):
     status, said = submit(capsys, tmp_path, *arguments)
-    assert status == 2 and words in said
+    assert status == 2 and words in said and said.count("error:") == 1 and "k-1" not in said
     assert not calls(slurm) and not (tmp_path / "runs").exists()
+
+
+def test_a_secret_in_the_file_is_not_submitted(slurm, tmp_path, capsys):
+    path = config_in(tmp_path)
+    path.write_text(path.read_text() + JUDGE.replace("rewards.functions=", "rewards: {functions: ") + "}\n")
+    status, said = command(capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0")
+    assert status == 2 and "extra_body.api_key` looks like a secret" in said and "k-1" not in said
+    assert not calls(slurm)
+
+
+def test_a_line_break_in_the_current_directory_is_refused(slurm, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a\ntouch pwned").mkdir()
+    monkeypatch.chdir(tmp_path / "a\ntouch pwned")
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "the current directory = " in said and not calls(slurm)
+
+
+def test_a_setup_that_reads_a_secret_elsewhere_is_taken(slurm, tmp_path, capsys):
+    setup = "export HF_TOKEN=$(cat /run/secret); module load cuda"
+    status, said = submit(capsys, tmp_path, "--setup", setup, "--dry-run")
+    assert status == 0 and f"    {setup}\n" in said
+
+
+HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned # %j"
+
+
+@pytest.mark.usefixtures("slurm", "without_ray")
+def test_nothing_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
+    place = tmp_path / HOSTILE
+    place.mkdir()
+    monkeypatch.chdir(place)
+    path = config_in(tmp_path, output=tmp_path / "runs")
+    path.write_text(path.read_text().replace(f"{tmp_path}/runs", json.dumps(f"{place}/runs")))
+    path = path.rename(place / "tiny.yaml")
+    broken = f"x\ntouch pwned\n{HOSTILE}\n}}\ntouch pwned"
+    status, said = command(
+        capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0", "--dry-run",
+        f"--env=GIVEN={broken}", f"data.instruction={json.dumps(broken)}", f"--sbatch=--comment={HOSTILE}",
+    )  # fmt: skip
+    assert status == 0, said
+    directives = [line for line in said.splitlines() if line.startswith("#SBATCH ")]
+    output = next(line for line in directives if line.startswith("#SBATCH --output="))
+    assert shlex.split(output)[1] == f"--output={place}/runs/tiny".replace("%", "%%") + "/slurm-%j.log"
+    job = start(said, nodes=1, DRIVER_S="0")
+    told = job.driver()
+    assert job.end() == 0, job.said()
+    assert told["variable"] == broken and told["arguments"][1] == str(path)
+    assert f"data.instruction={json.dumps(broken)}" in told["arguments"]
+    assert not list(tmp_path.rglob("pwned"))
 
 
 def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):

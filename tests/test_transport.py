@@ -1,6 +1,7 @@
 """Transports of the weight sync between real processes, and the checksum of what they carry."""
 
 import ctypes
+import json
 import multiprocessing
 import os
 import pickle
@@ -205,7 +206,7 @@ def all_of(connection):
 
 
 def test_who_listens_in_the_place_of_rank_0_is_not_believed():
-    """Its words are pickles: not one is read."""
+    """None of its words is read."""
 
     def impostor(server):
         with suppress(OSError):
@@ -263,14 +264,18 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     """Up to the calls of CUDA: what is offered, and what the other side rebuilds on its own number of the
     GPU.
     """
-    made = []
+    made, rebuilt = [], []
 
     def reduce_tensor(tensor):
         made.append(tensor)
-        return rebuild, ("cls", "size", "stride", "offset", "storage", "uint8", 0, len(made) - 1)
+        shape = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, torch.uint8, 0)
+        memory = (b"memory-%d" % len(made), 512, 64 * len(made), False)
+        return None, (*shape, *memory, b"counter", 3, b"\0event", True)
 
     gpu = SimpleNamespace(uuid="GPU-1")
-    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", reduce_tensor)
+    reductions = torch.multiprocessing.reductions
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     monkeypatch.setattr(shared_transport, "Connections", lambda *a, **k: None)
@@ -279,11 +284,50 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
     ends[0].device = torch.device("cpu")  # where the buffers of this test can lie
     offer = ends[0]._make(100)
     assert [len(buffer) for buffer in ends[0]._buffers] == [100, 100]
-    assert ends[1]._map(offer) == [(3, 0), (3, 1)]
+    ends[1]._map(offer)
+    kind = (torch.Tensor, torch.Size([100]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3)
+    rest = (False, b"counter", 3, b"\0event", True)
+    assert rebuilt == [(*kind, b"memory-%d" % n, 512, 64 * n, *rest) for n in (1, 2)]
     gpu.uuid = "GPU-2"
     with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
         ends[1]._map(offer)
-    assert pickle.loads(offer)[0] == "GPU-1"
+    assert json.loads(offer)["gpu"] == "GPU-1"
+
+
+class Runs:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
+    """Also not of one who knows the secret: rank 0 offers something else than its buffers."""
+
+    def rank_0(port, offer):
+        connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0)
+        connections.tell(len(offer).to_bytes(4, "little") + offer)
+        ended.wait(60)
+        connections.close()
+
+    own = {"process": os.getpid(), "descriptor": 0, "bytes": 1}
+    offers = [pickle.dumps(Runs(tmp_path / "run")), b"", b"[" * 60_000, b"[]", b"\xff"]
+    changes = {"bytes": -1}, {"process": "../../x"}, {"x": 1}, {"descriptor": True}
+    offers += [json.dumps(own | change).encode() for change in changes] + [b"x" * 70_000]
+    for offer in offers:
+        port, ended = free_port("127.0.0.1"), threading.Event()
+        thread = threading.Thread(target=rank_0, args=(port, offer))
+        thread.start()
+        transport = join("shared_memory", port, 1, 2)
+        with pytest.raises(RuntimeError, match="what was said of the shared buffers is malformed"):
+            next(iter(transport.incoming([1])))
+        ended.set()
+        thread.join(60)
+        transport.close()
+    assert not (tmp_path / "run").exists()
 
 
 class Communicator:
@@ -426,10 +470,6 @@ def test_one_thread_is_given_back():
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
-
-
-def rebuild(*arguments):
-    return arguments[6], arguments[7]
 
 
 def checksum(*parts):

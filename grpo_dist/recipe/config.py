@@ -39,11 +39,13 @@ from grpo_dist.config_files import (
     ConfigError,
     checked,
     overridden,
+    parser_reason,
     read_tree,
     set_from_text,
     set_key,
     validated,
 )
+from grpo_dist.secrets import masked_setting
 
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
@@ -146,7 +148,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
         try:
             plain[key] = tree[key]
         except OmegaConfBaseException as error:
-            raise ConfigError(f"{path}: `{key}`: {error}".replace("\n", " ")) from error
+            raise ConfigError(f"{path}: `{key}`: {parser_reason(error)}") from error
     return checked(plain, path, PipelineFile)
 
 
@@ -170,8 +172,8 @@ def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[st
         name, dot, rest = text.partition(".")
         if not dot or name not in found:
             raise ConfigError(
-                f"override {text!r}: expected {', '.join(f'{k}=...' for k in _OWN)}, or STAGE.key=value with "
-                f"one of the stages {', '.join(found)}"
+                f"override {masked_setting(text)!r}: expected {', '.join(f'{k}=...' for k in _OWN)}, or "
+                f"STAGE.key=value with one of the stages {', '.join(found)}"
             )
         found[name].append(rest)
     return found

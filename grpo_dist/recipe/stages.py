@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.durable import publish, write_text
+from grpo_dist.durable import clear, publish, write_text
 from grpo_dist.errors import refusals
 from grpo_dist.identity import without_layout
 from grpo_dist.prepare import Say
@@ -47,7 +46,7 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
     assert settings is not None  # an sft stage has the section
     if not stage.result.exists():
         partial = stage.directory / ".partial_model"
-        shutil.rmtree(partial, ignore_errors=True)  # left by a start that was killed
+        clear(partial)  # left by a start that was killed
         partial.mkdir()
         with refusals():
             write_sft(settings, base_model(settings), partial, say)

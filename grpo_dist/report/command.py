@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from grpo_dist.durable import publish
+from grpo_dist.durable import open_new, publish
 from grpo_dist.errors import UserError
 from grpo_dist.report.answers import Answers
 from grpo_dist.report.page import whole_page
@@ -25,7 +25,7 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
         )
     partial = target.with_name(f".{target.name}.partial")
     try:
-        with Answers() as answers, partial.open("w", encoding="utf-8") as file:
+        with Answers() as answers, open_new(partial) as file:
             for text in whole_page(sources(runs, limits, answers), limits):
                 file.write(text)
         publish(partial, target)

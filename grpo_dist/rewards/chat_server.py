@@ -12,8 +12,10 @@ from typing import Any
 import openai
 
 from grpo_dist.rewards.rate_limit import RateLimit
+from grpo_dist.secrets import masked_text
 
 _AGAIN = frozenset({408, 409, 425, 429})  # statuses that may pass; as may any of 500 and above
+_LONGEST_REASON = 300  # characters
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 
 
@@ -48,6 +50,8 @@ class ChatServer:
         self._model, self._max_tokens, self._retries = model, max_tokens, max_retries
         self._extra, self._sleep, self._timeout_s = dict(extra_body or {}), sleep, timeout_s
         self._limit = RateLimit(requests_per_minute) if requests_per_minute else None
+        # A server may repeat in its errors what it was sent.
+        self._secrets = {"api_key": api_key, "base_url": base_url, "extra": self._extra}
         # The client's own retries would not pass through the limit.
         self._client = openai.OpenAI(
             base_url=base_url, api_key=api_key or "none", timeout=timeout_s, max_retries=0
@@ -61,19 +65,22 @@ class ChatServer:
             try:
                 return self._ask(messages)
             except openai.APIConnectionError as error:  # includes timeouts
-                reason, pause = f"{type(error).__name__}: {error}", None
+                reason, pause = self._shown(f"{type(error).__name__}: {error}"), None
             except openai.APIStatusError as error:
-                reason, pause = f"HTTP {error.status_code}: {error.message}"[:300], _retry_after(error)
+                reason, pause = self._shown(f"HTTP {error.status_code}: {error.message}"), _retry_after(error)
                 if error.status_code < 500 and error.status_code not in _AGAIN:
                     raise NoReply(reason) from error
             except (openai.OpenAIError, ValueError) as error:
-                raise NoReply(f"malformed reply ({type(error).__name__}: {error})"[:300]) from error
+                raise NoReply(self._shown(f"malformed reply ({type(error).__name__}: {error})")) from error
             if attempt < self._retries:
                 self._sleep(min(_LONGEST_PAUSE_S, pause if pause is not None else _pause(attempt)))
         raise NoReply(f"{reason} (after {self._retries + 1} tries)")
 
     def close(self) -> None:
         self._client.close()
+
+    def _shown(self, message: str) -> str:
+        return masked_text(message, self._secrets)[:_LONGEST_REASON]
 
     def _ask(self, messages: list[dict[str, str]]) -> str:
         end = time.monotonic() + self._timeout_s

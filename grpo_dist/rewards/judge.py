@@ -20,6 +20,7 @@ from grpo_dist.rewards.chat_server import ChatServer, NoReply, api_key
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
+from grpo_dist.secrets import masked
 
 _TAIL = 300  # characters of a completion without a box that are judged, from its end
 _LONGEST = 1000  # characters; a longer box is no answer, unless the gold is as long
@@ -81,7 +82,7 @@ class Judge(Builtin):
         """One question, so that a judge that is not there ends no run at its first step."""
         VerdictCache(self.cache_path).close()
         server = self._connect(workers=1)
-        where = f"the judge {self.model} at kwargs.base_url = {self.base_url}"
+        where = f"the judge {self.model} at kwargs.base_url = {masked(self.base_url)}"
         try:
             reply = server.reply(self.messages("4", "4"))
         except NoReply as error:

@@ -21,6 +21,7 @@ from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, combine
 from grpo_dist.rewards.judge import Judge
 from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.secrets import masked_text, shown_value
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
 
@@ -213,7 +214,8 @@ def make(spec: RewardSpec) -> Builtin:
         elif item["type"] == "extra_forbidden":
             message = f"unknown key kwargs.{key}"
         else:
-            message = f"kwargs.{key} = {item['input']!r}: {item['msg'].lower()}"
+            message = f"kwargs.{key} = {shown_value(item['loc'], item['input'])}: {item['msg'].lower()}"
+        message = masked_text(message, dict(spec.kwargs))
         raise ValueError(f"{message}; {spec.function} takes: {known}") from error
 
 

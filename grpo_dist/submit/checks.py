@@ -10,9 +10,11 @@ from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked
-from grpo_dist.submit.job import Variable, run_directory
+from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
+from grpo_dist.submit.job import Job, Variable, run_directory
 
+# Also what editors and YAML take for the end of a line.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -48,14 +50,45 @@ def check_rewards_known(config: Config) -> None:
                 raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {said}") from error
 
 
+def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
+    """Raises UserError for a secret in what travels or is written down: the configuration, overrides,
+    variables of the job, and ``options`` of the target, by the option's name. Every target calls it.
+    """
+    check_secrets(job.config.model_dump(mode="json"), str(job.path))
+    for text in job.overrides:
+        if (shown := masked_setting(text)) != text:
+            raise _secret(f"override {shown}")
+    for variable in job.environment:
+        if not variable.hidden and masked({variable.name: variable.value})[variable.name] != variable.value:
+            raise _secret(f"--env {variable.name}={HIDDEN}")
+    for option, text in options:
+        shown = masked_setting(text) if text.startswith("-") else masked_text(text)
+        if shown != text:
+            raise _secret(f"{option}={shown}")
+
+
 def check_secrets(shown: Any, what: str) -> None:
     """Raises UserError when ``shown``, plain mappings and lists that others can read, has a secret."""
     found = list(_differing(shown, masked(shown), ()))
     if found:
+        raise _secret(f"{what}: `{'.'.join(found[0])}`")
+
+
+def _secret(what: str) -> UserError:
+    return UserError(
+        f"{what} looks like a secret, and others on the cluster could read it; name an environment variable "
+        "instead (`api_key_env` of a judge), and hand that on with --env or --secret"
+    )
+
+
+def check_one_line(what: str, text: str) -> None:
+    """Raises UserError for line breaks and other control characters in ``text``, which stands on a line of a
+    script or manifest.
+    """
+    if _CONTROL.search(text):
         raise UserError(
-            f"{what}: `{'.'.join(found[0])}` looks like a secret, and others on the cluster could read it; "
-            "name an environment variable instead (`api_key_env` of a judge), and hand that on with --env or "
-            "--secret"
+            f"{what} = {text!r} has a line break or another control character, which could end its line; "
+            "remove it"
         )
 
 
@@ -72,6 +105,11 @@ def _differing(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ..
 
 def check_output(config: Config, reason: str) -> None:
     """Raises UserError for a run directory that would be lost with the job."""
+    if ".." in Path(config.output_dir).parts:
+        raise UserError(
+            f"`output_dir` = {config.output_dir} has a `..` in it, which may lead out of the storage that it "
+            "names; give the path without"
+        )
     if not Path(config.output_dir).is_absolute():
         raise UserError(
             f"`output_dir` = {config.output_dir} is relative, and {reason}; set output_dir to an absolute "
@@ -110,7 +148,8 @@ def variables(named: Sequence[str]) -> tuple[Variable, ...]:
 def _variable(text: str, get: Callable[[str], str | None]) -> Variable:
     name, sign, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
-        raise UserError(f"--env {text}: expected NAME, or NAME=value")
+        shown = f"{name}={HIDDEN}" if sign else name  # a value may be a secret under whatever name
+        raise UserError(f"--env {shown}: expected NAME, or NAME=value; a name has letters, digits and _")
     if sign:
         if masked({name: value})[name] != value:
             raise UserError(

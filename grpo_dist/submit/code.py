@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -17,6 +19,17 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
 CONFIG = "config.yaml"
+# Names of files and directories that often hold keys. `launch/ray_runtime_env.yaml` has them, too.
+KEYS = (
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks",
+    "*.keystore", "*.kdbx", "*.gpg", "*.asc", ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass",
+    ".git-credentials", ".npmrc", ".pypirc", ".htpasswd", "credentials", "credentials.json",
+    "credentials.y*ml", "credentials.toml", "credentials.ini", "credentials.csv", "credentials.txt",
+    "secrets.json", "secrets.y*ml", "secrets.toml", "secrets.txt", "client_secret*.json",
+    "service[-_]account*.json", "kubeconfig", "kubeconfig.y*ml", "*.kubeconfig", "auth_token", "token.txt",
+    ".ssh", ".aws", ".azure", ".gcloud", ".kube", ".gnupg", ".docker",
+)  # fmt: skip
+_PRIVATE_KEY = b"-----BEGIN "
 LIMIT_MIB = 100  # what a Ray cluster takes of a working directory, by its usual settings
 _PACKAGES = ("grpo_dist", "actors")
 # So that the engines' processes find the plug-in also where grpo-dist is not installed.
@@ -28,10 +41,17 @@ _METADATA = {
 
 @dataclass(frozen=True)
 class Carried:
-    """A directory and what is in it, bytes by path."""
+    """A directory and what is in it, bytes by path. ``left_out``: files of the user's that stay here because
+    they look like keys, or are links or no files, with the reason.
+    """
 
     directory: Path
     files: dict[str, int]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def notices(self) -> list[str]:
+        """``left out: rewards/id_rsa (its name is that of a key)``, one a line."""
+        return [f"left out: {json.dumps(name)[1:-1]} ({why})" for name, why in sorted(self.left_out.items())]
 
     def summary(self) -> str:
         """``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``"""
@@ -59,19 +79,22 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     `launch/ray_runtime_env.yaml`. Raises UserError for reward
     code that cannot travel, and when it all is too much.
     """
+    left_out: dict[str, str] = {}
     for relative in _reward_code(config):
-        _copy(Path(relative), into / relative, (*excludes, f"/{Path(config.output_dir).name}", into.name))
+        own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
+        _copy(Path(relative), into / relative, own, left_out)
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
         shutil.rmtree(into / package, ignore_errors=True)  # a checkout's own, found in the current directory
-        _copy(Path(spec.origin).parent, into / package, ("__pycache__",))
+        _copy(Path(spec.origin).parent, into / package, ("__pycache__",), {})
     for name, text in _METADATA.items():
         file = into / f"grpo_dist-{__version__}.dist-info" / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     (into / CONFIG).write_text(resolved(config, grows=True))
-    carried = Carried(into, {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))})
+    sizes = {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))}
+    carried = Carried(into, sizes, left_out)
     _check_size(carried)
     return carried
 
@@ -82,7 +105,7 @@ def _reward_code(config: Config) -> Iterator[str]:
         if path.is_absolute():
             continue  # a place on the cluster
         relative = os.path.relpath(path)
-        if relative.startswith(".."):
+        if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
             raise UserError(
                 f"`rewards.code_paths`: {given} is outside of the current directory, which is what travels "
                 "with the job; submit from a directory above, or give an absolute path on the cluster"
@@ -92,11 +115,23 @@ def _reward_code(config: Config) -> Iterator[str]:
         yield relative
 
 
-def _copy(source: Path, target: Path, excludes: Sequence[str]) -> None:
+def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[str, str]) -> None:
+    top = source.resolve()
+
     def excluded(directory: str, names: list[str]) -> list[str]:
         at_top = Path(directory).resolve() == Path.cwd()
         patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
-        return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]
+        found = []
+        for name in names:
+            path = Path(directory) / name
+            why = _unfit(path, top)
+            if why:
+                left_out[os.path.relpath(path)] = why
+            # A link is excluded under the name of what it leads to, too.
+            own = {name, path.resolve().name}
+            if why or any(fnmatch(each, pattern) for each in own for pattern in patterns):
+                found.append(name)
+        return found
 
     left = LIMIT_MIB * 2**20
 
@@ -109,9 +144,35 @@ def _copy(source: Path, target: Path, excludes: Sequence[str]) -> None:
             hole.truncate(size)
         return to
 
-    shutil.copytree(
-        source, target, ignore=excluded, copy_function=copy, ignore_dangling_symlinks=True, dirs_exist_ok=True
-    )
+    shutil.copytree(source, target, ignore=excluded, copy_function=copy, dirs_exist_ok=True)
+
+
+def _unfit(path: Path, top: Path) -> str:
+    """Why ``path`` in the directory ``top`` stays here; "" where it may travel."""
+    real = path.resolve()
+    if path.is_symlink():
+        if not path.exists():
+            return "a link that leads nowhere"
+        if not real.is_relative_to(top):
+            return "a link that leads out of its directory"
+        if path.parent.resolve().is_relative_to(real):
+            return "a link to a directory that it is in"
+    names = {path.name.lower(), *(part.lower() for part in real.relative_to(top).parts)}
+    if any(fnmatch(name, pattern) for name in names for pattern in KEYS):
+        return "its name is that of a key"
+    kind = os.stat(path).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        return "neither a file nor a directory"
+    return "a private key" if stat.S_ISREG(kind) and _is_private_key(path) else ""
+
+
+def _is_private_key(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            line = file.readline(200)
+    except OSError:  # copying it says what is wrong
+        return False
+    return line.startswith(_PRIVATE_KEY) and b"PRIVATE KEY" in line
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.submit import kuberay, ray_jobs, slurm
-from grpo_dist.submit.checks import check_resumes, check_rewards_known, variables
+from grpo_dist.submit.checks import check_one_line, check_resumes, check_rewards_known, variables
 from grpo_dist.submit.job import Job, Record, read_record
 
 _TARGETS = {"ray": ray_jobs, "slurm": slurm, "kuberay": kuberay}
@@ -39,6 +39,7 @@ def submit(
     from grpo_dist.config_files import load_config
 
     config = load_config(path, overrides)
+    check_one_line("`output_dir`", config.output_dir)
     check_resumes(config)
     check_rewards_known(config)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))

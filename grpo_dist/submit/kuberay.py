@@ -7,6 +7,7 @@ way to the next.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import PurePosixPath
@@ -15,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets
+from grpo_dist.submit.checks import check_no_secrets, check_not_left_behind, check_output
 from grpo_dist.submit.code import resolved
 from grpo_dist.submit.job import Job, Record, State
 from grpo_dist.submit.programs import Refused, ask, lines
@@ -23,6 +24,18 @@ from grpo_dist.submit.sizes import NodeSizes
 from grpo_dist.submit.templates import template
 
 _OVER = ("Complete", "Failed", "ValidationFailed")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[A-Za-z_][A-Za-z0-9_]*)?")
+_MOUNT = re.compile(r"/[\w./+@-]*", re.ASCII)
+_EXPECTED = {
+    "--namespace": "small letters, digits and -",
+    "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
+    "--secret": "the name of a Secret, or NAME:KEY",
+}
+# Where the manifest mounts something itself, or the kernel does; and what programs of the image live in.
+_MOUNTED = ("/etc/grpo-dist", "/dev", "/proc", "/sys")
+_NEEDED = (*_MOUNTED, "/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/tmp/ray")
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 
 
@@ -50,6 +63,7 @@ class KubeRayTarget(NodeSizes):
                     "claim that holds runs and where it is mounted (--volume CLAIM:/runs)"
                 )
         self._check_numbers()
+        self._check_names()
         check_output(job.config, "the file system of a pod ends with it")
         _, path = self._volume
         if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
@@ -59,7 +73,7 @@ class KubeRayTarget(NodeSizes):
             )
         check_not_left_behind(job.config)
         _check_code(job)
-        check_secrets(job.config.model_dump(mode="json"), str(job.path))
+        check_no_secrets(job)
         if hidden := [variable.name for variable in job.environment if variable.hidden]:
             raise UserError(
                 f"--env {hidden[0]}: its value would stand in the manifest; make a Secret of it and give "
@@ -72,6 +86,14 @@ class KubeRayTarget(NodeSizes):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+
+    def _check_names(self) -> None:
+        """Raises UserError for what Kubernetes would take for something else, or not at all."""
+        named = [("--namespace", self.namespace or "default", _NAME), ("--image", self.image or "", _IMAGE)]
+        named += [("--secret", secret, _SECRET) for secret in self.secret]
+        for option, text, pattern in named:
+            if not pattern.fullmatch(text):
+                raise UserError(f"{option} {text!r}: expected {_EXPECTED[option]}")
 
     def render(self, job: Job) -> str:
         config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
@@ -113,9 +135,22 @@ class KubeRayTarget(NodeSizes):
 
     @property
     def _volume(self) -> tuple[str, str]:
-        claim, sign, path = (self.volume or "").partition(":")
-        if not sign or not path.startswith("/"):
+        claim, _, path = (self.volume or "").partition(":")
+        if not _NAME.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
             raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
+        path = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
+        for own in _NEEDED:
+            if path in (own, *map(str, PurePosixPath(own).parents)):
+                raise UserError(
+                    f"--volume {self.volume}: {path} would hide {own} of the pods; mount it elsewhere, e.g. "
+                    "--volume runs:/runs"
+                )
+        for own in _MOUNTED:
+            if path.startswith(f"{own}/"):
+                raise UserError(
+                    f"--volume {self.volume}: {path} lies within {own}, which is mounted already; mount it "
+                    "elsewhere, e.g. --volume runs:/runs"
+                )
         return claim, path
 
     def _metadata(self, job: Job) -> dict[str, Any]:

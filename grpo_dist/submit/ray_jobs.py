@@ -21,7 +21,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.preemption import Preempted
 from grpo_dist.secrets import HIDDEN
-from grpo_dist.submit.checks import check_not_left_behind, check_output, check_secrets
+from grpo_dist.submit.checks import check_no_secrets, check_not_left_behind, check_output
 from grpo_dist.submit.code import CONFIG, Carried, gather
 from grpo_dist.submit.job import Job, Record, State, read_record
 from grpo_dist.submit.templates import template
@@ -46,7 +46,7 @@ class RayTarget:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
-        check_secrets(job.config.model_dump(mode="json"), str(job.path))
+        check_no_secrets(job)
         with _carried(job):  # refuses code that cannot travel
             pass
 
@@ -61,7 +61,8 @@ class RayTarget:
             request["runtime_env"]["env_vars"] |= {v.name: HIDDEN for v in job.environment if v.hidden}
             shown = {"address": _named(self.address) or "(none given)", **request}
             text = yaml.safe_dump(shown, sort_keys=False, width=110)
-            return f"{text}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
+            notices = "".join(f"# {line}\n" for line in carried.notices())
+            return f"{text}{notices}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
 
     def submit(self, job: Job) -> Record:
         client = _client(_server(self.address))
@@ -79,6 +80,8 @@ class RayTarget:
             with _carried(job) as carried:
                 request = self._request(job, number)
                 request["runtime_env"]["working_dir"] = str(carried.directory)
+                for line in carried.notices():
+                    print(line)
                 submitted = client.submit_job(**request)
         return Record("ray", submitted, str(job.run_dir), where=client.get_address())
 

@@ -6,6 +6,7 @@ Jobs of a run have one name, and `singleton` lets one of them run at a time.
 from __future__ import annotations
 
 import getpass
+import re
 import shlex
 import sys
 import time
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.submit.checks import check_secrets
+from grpo_dist.submit.checks import check_no_secrets, check_one_line
 from grpo_dist.submit.job import Job, Record, State
 from grpo_dist.submit.programs import Refused, ask
 from grpo_dist.submit.sizes import NodeSizes
@@ -21,6 +22,8 @@ from grpo_dist.submit.templates import template
 
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
 _SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
+_READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable that a command sets to what it reads elsewhere
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
 _EVERY_S = 2.0  # the log is read
@@ -37,11 +40,21 @@ class SlurmTarget(NodeSizes):
 
     def check(self, job: Job) -> None:
         """Raises UserError for what cannot be submitted so; asks nobody."""
-        given = [text.lstrip("+").partition("=") for text in job.overrides]
-        check_secrets({key.rpartition(".")[2]: value for key, _, value in given}, "override")
+        options = [("--sbatch", text) for text in self.sbatch]
+        options += [("--setup", _READ.sub("=", text)) for text in self.setup]
+        check_no_secrets(job, options)
         for option in self.sbatch:
-            if not option.startswith("-") or "\n" in option:
+            if not option.startswith("-"):
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
+            check_one_line("--sbatch", option)
+        if not _TIME.fullmatch(self.time):
+            raise UserError(
+                f"--time {self.time!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00"
+            )
+        for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
+            check_one_line(what, str(path))
+            if "\\" in str(path):
+                raise UserError(f"{what} = {path} has a backslash, which Slurm reads as a sign of its own")
         self.nodes_for(job.config, "slurm")
 
     def render(self, job: Job) -> str:
@@ -58,7 +71,7 @@ class SlurmTarget(NodeSizes):
         job.run_dir.mkdir(parents=True, exist_ok=True)
         # "1234" or "1234;cluster"
         number = ask(["sbatch", "--parsable"], given=self.render(job)).strip().split(";")[0]
-        return Record("slurm", number, str(job.run_dir), log=_log(job).replace("%j", number))
+        return Record("slurm", number, str(job.run_dir), log=_log(job, number))
 
     def _settings(self, job: Job) -> str:
         nodes, described = self.nodes_for(job.config, "slurm")
@@ -75,7 +88,7 @@ class SlurmTarget(NodeSizes):
             "--open-mode=append",
             "--dependency=singleton",
             f"--chdir={shlex.quote(str(Path.cwd()))}",
-            f"--output={shlex.quote(_log(job))}",
+            f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
             *self.sbatch,
         ]
         # The programs of the environment that submits, which a shared file system has on every node.
@@ -88,11 +101,11 @@ class SlurmTarget(NodeSizes):
         train += ["cluster.grows_to=null"] if job.config.cluster.grows_to else []
         return (
             "".join(f"#SBATCH {option}\n" for option in options)
-            + f"# {described}\n"
+            + f"# {' '.join(described.split())}\n"
             + (f"# {warning}\n" if (warning := self.idle(job.config, "slurm")) else "")
             + "prepare() {\n" + "".join(f"    {line}\n" for line in prepare) + "}\n"
             + f"train=({shlex.join(train)})\n"
-            + f"nodes_log={shlex.quote(str(job.run_dir / 'slurm-%j-nodes.log'))}\n"
+            + f"nodes_log={shlex.quote(_pattern(job, 'slurm-%j-nodes.log'))}\n"
             + "nodes_deadline_s=600 # for all nodes to join\nmost_requeues=100\n"
         )  # fmt: skip
 
@@ -150,5 +163,10 @@ def _live(job: Job) -> str:
     return found.split()[0] if found.split() else ""
 
 
-def _log(job: Job) -> str:
-    return str(job.run_dir / "slurm-%j.log")
+def _log(job: Job, number: str) -> str:
+    return str(job.run_dir / f"slurm-{number}.log")
+
+
+def _pattern(job: Job, name: str) -> str:
+    """The path of a file of the run for Slurm, which puts something in the place of %j, %x and the like."""
+    return str(job.run_dir).replace("%", "%%") + f"/{name}"

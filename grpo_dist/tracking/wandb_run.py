@@ -5,11 +5,14 @@ resumed.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from grpo_dist.config import Config
-from grpo_dist.secrets import masked
+from grpo_dist.secrets import masked, masked_command
 from grpo_dist.tracking.completions import COLUMNS, Table
 from grpo_dist.tracking.sinks import Tell
 
@@ -24,18 +27,19 @@ class WandbRun:
         import wandb
 
         settings = config.tracking.wandb
-        self._run = wandb.init(
-            project=settings.project,
-            entity=settings.entity,
-            name=config.name,
-            dir=str(run_dir),
-            mode=_mode(settings.mode, run_dir, tell),
-            id=run_id,
-            resume="allow",
-            config=masked(config.model_dump(mode="json")),
-            # The terminal is the run's own: what is written there is not copied.
-            settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
-        )
+        with _masked_command():
+            self._run = wandb.init(
+                project=settings.project,
+                entity=settings.entity,
+                name=config.name,
+                dir=str(run_dir),
+                mode=_mode(settings.mode, run_dir, tell),
+                id=run_id,
+                resume="allow",
+                config=masked(config.model_dump(mode="json")),
+                # The terminal is the run's own: what is written there is not copied.
+                settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
+            )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """wandb closes a step when the next begins, so what joins a step later still lands in it."""
@@ -50,6 +54,17 @@ class WandbRun:
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)
+
+
+@contextmanager
+def _masked_command() -> Iterator[None]:
+    """Within, wandb, which records the command line, finds no secrets in it."""
+    command = sys.argv
+    sys.argv = masked_command(command)
+    try:
+        yield
+    finally:
+        sys.argv = command
 
 
 def _mode(wanted: str, run_dir: Path, tell: Tell) -> Literal["online", "offline", "disabled"]:
