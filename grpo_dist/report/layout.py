@@ -78,6 +78,7 @@ SECTIONS = (
         "Engine against trainer",
         (
             Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
+            Chart("sync probe", (r"probe/logprob_diff_mean", r"probe/logprob_diff_max")),
             Chart("mismatch, KL", (r"mismatch/kl",)),
             Chart("effective samples", (r"(?:mismatch|correction)/ess_share",)),
             Chart("correction weights", (r"correction/weight_.+",)),
@@ -89,7 +90,7 @@ SECTIONS = (
         (
             Chart(
                 "stages of a step",
-                (r"time/(?:sample|stage|update|drain|sync|reference)_s",),
+                (r"time/(?:sample|stage|probe|update|drain|sync|reference)_s",),
                 "stack",
             ),
             Chart("step", (r"time/step_s",)),

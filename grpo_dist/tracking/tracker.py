@@ -156,6 +156,10 @@ class Tracker:
         if self._console is None:
             with suppress(OSError, ValueError):  # nobody reads it; it is in the file
                 print(message, file=sys.stderr, flush=True)
+        self.note(message)
+
+    def note(self, message: str) -> None:
+        """An event of the run that needs no attention: in `events.jsonl` alone."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
