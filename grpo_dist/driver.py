@@ -157,6 +157,7 @@ async def run(
                 {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)} if teaches else {}
             )
             kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
+            metrics["train/loss_tokens"] = float(staged.loss_tokens if teaches else 0)
             alarms = health.examine(step + 1, metrics)
             recorder.spans(step + 1, watch.spans, workers.usage.latest if workers.usage else {})
             recorder.samples(f"step_{step + 1:06d}", sampled, values)

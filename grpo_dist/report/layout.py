@@ -58,6 +58,7 @@ SECTIONS = (
             Chart("cut off, garbage", (r"rollout/truncated_share", r"rollout/garbage_share")),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
+            Chart("tokens in the loss", (r"train/loss_tokens",)),
         ),
     ),
     Section(

@@ -71,6 +71,8 @@ METRICS = (
     Metric("train/rows", "samples", "count", "samples that were trained on",
            "the rest adds nothing to the gradient (`algorithm.skip_idle_rows`)"),
     Metric("train/tokens", "tokens", "sum over rows", "prompt and completion tokens of those", ""),
+    Metric("train/loss_tokens", "tokens", "sum over rows", "completion tokens in the loss, before idle rows "
+           "are left out", "above 0; the run ends after `health.idle_steps_above` steps without any"),
     # The update
     Metric("loss/total", "loss", "sum over the update's rows" + _UPDATES, "the objective that is minimised",
            "finite; its value says little, for advantages are centred"),
@@ -140,6 +142,8 @@ METRICS = (
     Metric("health/skipped_updates", "updates", "count", "updates that were not made", "0"),
     Metric("health/skipped_in_a_row", "steps", _STEP, "steps in a row with such an update",
            "0; the run ends above `health.skipped_steps_above`"),
+    Metric("health/idle_in_a_row", "steps", _STEP, "steps in a row that trained on no token",
+           "0; the run ends above `health.idle_steps_above`"),
     Metric("health/refused_<key>", "updates", "count", "updates not made for the bound `health.<key>`",
            "absent"),
     Metric("health/bad_weights", "0 or 1", _STEP, "weights that are not finite after the step",
