@@ -139,6 +139,7 @@ async def run(
                     metrics |= await workers.policy.update(
                         staged.updates, kl_coef=kl_coef, bounds=health.bounds_of_update()
                     )
+                    probe.after_update(step, metrics)
                     health.after_update(step + 1, metrics, batch.sampled.groups)
                 values = await recorded_values(staged, workers.policy, trained=teaches)
             renews = workers.reference_sync and is_due(step + 1, config.reference.refresh_every)

@@ -9,6 +9,9 @@ An engine is probed when the loop starts (first sync, resume, recovery), when it
 every `weight_sync.probe_every` steps. The probe is sampled right after a sync and compared right before the
 next update, while the policy still holds the version that the engine sampled under. So it compares the same
 version under any staleness and sync mode, and nothing is trained on samples of an engine that fails it.
+
+A probe is short. Where all samples of a step are of the policy's own version, the update computes their
+log-probs anyway: their mean difference is held to the same bound, at no cost.
 """
 
 from __future__ import annotations
@@ -32,13 +35,17 @@ from grpo_dist.workers import Workers
 
 # Bound on the mean difference, nats a token, by the dtype of the policy.
 #
-# float32: a dense model differs by 1e-7 to 1e-6 on a CPU, and by up to about 1e-4 where a GPU kernel
-# multiplies in TF32. Experts, heads or adapters that are not the policy's differ by 1e-2 and more.
+# float32: a dense model differs by 1e-7 to 1e-6 on a CPU, and by about 1e-4 where a GPU kernel multiplies in
+# TF32. A tensor of the engine that is not the policy's makes 1e-2 and more.
 #
 # bfloat16: one rounding is at most 2^-9 of a value, 0.06 of a logit between 16 and 32, where the likely
-# tokens of trained models are. Engine and trainer round at different places: other kernels, other shapes, one
-# token at a time against all at once. `grpo_dist/tracking/README.md` has what was measured.
-BOUNDS = {"float32": 1e-3, "bfloat16": 0.1}
+# tokens of trained models are; engine and trainer round at different places: other kernels, other shapes, one
+# token at a time against all at once. Measured on a CPU, a forward over all tokens against decoding with a
+# cache, random weights with logits of deviation 3 to 5 and an entropy of 3 to 6 nats, which is a hard case
+# (what a trained model is sure of hardly differs): 12 layers of width 512 0.036 to 0.061, 24 of width 896
+# 0.069 (0.23 at most). The same models with one norm 10 % off: 0.29 to 0.40; with one matrix of another
+# layer: 2.8 to 6.1. The bound lies in the middle.
+BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
 
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
 _PATIENCE = 3  # probes in a row of one engine with no token to compare
@@ -88,6 +95,7 @@ class SyncProbe:
         self._probes, self._where_stuck = workers.probe, workers.where_stuck
         self._passed: dict[str, tuple[Any, int]] = {}  # engine by name, and the version it was compared at
         self._missed = Counter[str]()
+        self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
         self._sampling: asyncio.Task[dict[str, Sampled]] | None = None
 
     def begin(self, step: int) -> None:
@@ -111,6 +119,23 @@ class SyncProbe:
         # Others depend on when the run was resumed, or an engine lost: they are events, so that a resumed
         # run logs the numbers of one that was never interrupted.
         return metrics if self._is_scheduled(step) else {}
+
+    def after_update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hold the update's ``mismatch`` to the bound, where the step is on-policy. Raises Unhealthy; no
+        engine or checkpoint has the weights of that update.
+        """
+        on_policy = metrics["rollout/staleness_max"] == metrics["rollout/staleness_mean"] == 0
+        if self._bound is None or not on_policy:
+            return
+        bound, limit = self._bound
+        mean, largest = (metrics.get(f"mismatch/logprob_diff_{name}", 0.0) for name in ("mean", "max"))
+        if mean > bound:
+            apart = f"{mean:.3g} nats in the mean, {largest:.3g} at most"
+            found = [f"log-probs of its own samples differ by {apart}"]
+            message = _message(step, found, limit, "Stopped; no checkpoint has this update")
+            self._record.log(step + 1, dict(metrics))
+            self._record.note(message)
+            raise Unhealthy(message)
 
     async def __aenter__(self) -> SyncProbe:
         return self
@@ -211,6 +236,7 @@ class SyncProbe:
     ) -> None:
         bound = self._config.weight_sync.probe_above or BOUNDS.get(dtype, min(BOUNDS.values()))
         limit = f"bound {bound:g} in {dtype}"
+        self._bound = (bound, limit) if dtype else self._bound
         wrong = []
         for name, difference in found.items():
             if difference is None:
@@ -221,7 +247,7 @@ class SyncProbe:
             else:
                 wrong.append(f"{name} and the policy differ by {difference}")
         if wrong:
-            message = _message(step, wrong, limit)
+            message = _message(step, wrong, limit, "Stopped before the update")
             self._record.log(step + 1, metrics)
             self._record.note(message)
             raise Unhealthy(message)
@@ -276,11 +302,11 @@ def _metrics(found: Mapping[str, Difference | None]) -> dict[str, float]:
     }
 
 
-def _message(step: int, wrong: Sequence[str], limit: str) -> str:
+def _message(step: int, wrong: Sequence[str], limit: str, stopped: str) -> str:
     return (
         f"step {step + 1}: engine and trainer are not the same model at version {step}: {'; '.join(wrong)} "
-        f"({limit}, `weight_sync.probe_above`). Stopped before the update. Set model.dtype=float32 to see "
-        "whether precision is the cause; remove settings of `rollout.engine`, above all quantisation and "
-        "logprobs_mode; report a model whose architecture the engine computes differently. Raise "
-        "`weight_sync.probe_above` only for a difference that you know, with `algorithm.correction` for it"
+        f"({limit}, `weight_sync.probe_above`). {stopped}. Set model.dtype=float32 to see whether precision "
+        "is the cause; remove settings of `rollout.engine`, above all quantisation and logprobs_mode; report "
+        "a model whose architecture the engine computes differently. Raise `weight_sync.probe_above` only "
+        "for a difference that you know, with `algorithm.correction` for it"
     )

@@ -154,5 +154,5 @@ class WeightSync(Section):
     probe_above: PositiveFloat | None = Field(
         None,
         description="mean difference of a probe, nats a token, that ends the run with exit code 3, whatever "
-        "`health.action` is; null: 1e-3 in float32, 0.1 in bfloat16",
+        "`health.action` is; null: 1e-3 in float32, 0.15 in bfloat16",
     )
