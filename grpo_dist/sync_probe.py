@@ -43,8 +43,8 @@ from grpo_dist.workers import Workers
 # token at a time against all at once. Measured on a CPU, a forward over all tokens against decoding with a
 # cache, random weights with logits of deviation 3 to 5 and an entropy of 3 to 6 nats, which is a hard case
 # (what a trained model is sure of hardly differs): 12 layers of width 512 0.036 to 0.061, 24 of width 896
-# 0.069 (0.23 at most). The same models with one norm 10 % off: 0.29 to 0.40; with one matrix of another
-# layer: 2.8 to 6.1. The bound lies in the middle.
+# 0.069 (0.23 at most). The same models with one norm 10 % off: 0.23 to 0.40; with one matrix of another
+# layer: 2.4 to 6.1. The bound lies in the middle.
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
 
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
