@@ -128,8 +128,9 @@ class SyncProbe:
         if self._bound is None or not on_policy:
             return
         bound, limit = self._bound
-        mean, largest = (metrics.get(f"mismatch/logprob_diff_{name}", 0.0) for name in ("mean", "max"))
+        mean = metrics.get("mismatch/logprob_diff_mean", 0.0)
         if mean > bound:
+            largest = metrics.get("mismatch/logprob_diff_max", mean)
             apart = f"{mean:.3g} nats in the mean, {largest:.3g} at most"
             found = [f"log-probs of its own samples differ by {apart}"]
             message = _message(step, found, limit, "Stopped; no checkpoint has this update")
