@@ -46,6 +46,7 @@ from actors.reward_model import RewardModelPool
 from actors.rollout import RolloutPool
 from actors.room import Room, expected
 from actors.supervision import Team, reason
+from actors.sync_probe import EngineProbe
 from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 from actors.usage import ActorUsage
 from actors.watchdog import where_stuck
@@ -202,9 +203,11 @@ class Cluster:
             self._parts = parts
             return workers
         await turns.to_sampling()
+        colocated = ColocatedPolicy(policy, turns)
         return replace(
             workers,
-            policy=ColocatedPolicy(policy, turns),
+            policy=colocated,
+            probe=EngineProbe(colocated, samplers.rollouts),
             sync=ColocatedSync(workers.sync, turns),
             reference_sync=workers.reference_sync and ColocatedReferenceSync(workers.reference_sync, turns),
         )
@@ -280,6 +283,7 @@ class Cluster:
             reference_sync,
             usage,
             self.where_stuck,
+            EngineProbe(policy, samplers.rollouts),
         )
 
     def _usage(self, parts: Parts) -> ActorUsage:

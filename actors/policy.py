@@ -88,6 +88,10 @@ class PolicyWorker(Metered, Watched):
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
 
+    def logprobs(self, shards: Sequence[TrainBatch]) -> tuple[str, dict[int, np.ndarray]]:
+        """Name of the policy's dtype, and by row id, float32 [C], its log-probs of the rows of ``shards``."""
+        return self._trainer.dtype_name, self._trainer.row_logprobs(shards)
+
     def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
         return self._trainer.parameter_specs(adapters_only=adapters_only)
 
@@ -234,6 +238,14 @@ class PolicyGroup:
         asked: list[tuple[Any, ...]] = [()] * len(self.ranks)
         answers = await self._on_all("token_logprobs", asked, self._timeouts.update_s, "log-probs of tokens")
         return {row: values for answer in answers for row, values in answer.items()}
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        """Of the rows of ``batch``, which have ids: see `PolicyWorker.logprobs`."""
+        arguments = [(own,) for own in self.stage([batch])]
+        stage = "log-probs of the sync probe"
+        answers = await self._on_all("logprobs", arguments, self._timeouts.update_s, stage)
+        rows = {row: values for _, own in answers for row, values in own.items()}
+        return answers[0][0], rows
 
     @property
     def update_s(self) -> float:

@@ -82,6 +82,14 @@ class RolloutWorker(Metered, Watched):
         rollouts = tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
         return self._finished, rollouts
 
+    async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
+        """As `sample`, for the sync probe: it counts neither as work nor as finished, for nobody is admitted
+        for it.
+        """
+        ids = prompt.token_ids.tolist()
+        outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, None) for seed in seeds))
+        return tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
+
     async def finished(self, at_least: int) -> Load:
         """What this engine has finished since it started, once that is ``at_least`` sequences."""
         async with self._progress:

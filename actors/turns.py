@@ -100,6 +100,11 @@ class ColocatedPolicy:
     async def token_logprobs(self) -> dict[int, np.ndarray]:
         return await self._policy.token_logprobs()
 
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        """In the turn of the update that follows."""
+        await self._turns.to_training()
+        return await self._policy.logprobs(batch)
+
     async def save(self, directory: Path, *, beside: bool = False) -> None:
         async with self._turns.training():
             await self._policy.save(directory, beside=beside)

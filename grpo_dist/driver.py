@@ -32,6 +32,7 @@ from grpo_dist.preemption import Preempted
 from grpo_dist.progress import Progress
 from grpo_dist.schedules import is_due
 from grpo_dist.staging import Staging, recorded_values
+from grpo_dist.sync_probe import SyncProbe
 from grpo_dist.token_values import ValuesOfSamples
 from grpo_dist.types import Group, Prompt
 from grpo_dist.usage import Span, Usage
@@ -47,6 +48,7 @@ class Recorder(Protocol):
     def account(self, step: int, found: Account) -> None: ...
     def aside(self, step: int, groups: list[Group]) -> str: ...
     def warn(self, message: str) -> None: ...
+    def note(self, message: str) -> None: ...
     def flush(self) -> None: ...
     def phase(self, name: str) -> None: ...
     @property
@@ -82,6 +84,7 @@ async def run(
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
     staging = Staging(config, workers.policy)
+    probe = SyncProbe(config, workers, prompts, recorder, start=start)
     health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
@@ -110,11 +113,12 @@ async def run(
         await checkpoints.settle()
         raise Preempted(f"ended as asked after step {step}, saved; the same command goes on from it")
 
-    async with pipeline:
+    async with pipeline, probe:
         if unassessed or (start == 0 and config.evaluation.before):
             await assess(start)
         for step in range(start, config.steps):
             watch = Stopwatch(recorder.phase)
+            probe.begin(step)
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with watch("sample"):
                 batch = await pipeline.next(unless=asked_to_end)
@@ -126,6 +130,7 @@ async def run(
             staging.begin(step + 1, pipeline.oldest)
             sampled = batch.sampled.sampled
             metrics = rollout_metrics(sampled, version=step, max_new_tokens=config.sampling.max_new_tokens)
+            metrics |= await probe.finish(step, watch)
             teaches = health.teaches(step + 1, batch.sampled.groups, metrics)
             with watch("update"):
                 if teaches:
@@ -134,6 +139,7 @@ async def run(
                     metrics |= await workers.policy.update(
                         staged.updates, kl_coef=kl_coef, bounds=health.bounds_of_update()
                     )
+                    probe.after_update(step, metrics)
                     health.after_update(step + 1, metrics, batch.sampled.groups)
                 values = await recorded_values(staged, workers.policy, trained=teaches)
             renews = workers.reference_sync and is_due(step + 1, config.reference.refresh_every)
@@ -152,6 +158,7 @@ async def run(
                 {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)} if teaches else {}
             )
             kl_coef = steered(kl_coef, kl, metrics.get("ref/kl"))
+            metrics["train/loss_tokens"] = float(staged.loss_tokens if teaches else 0)
             alarms = health.examine(step + 1, metrics)
             recorder.spans(step + 1, watch.spans, workers.usage.latest if workers.usage else {})
             recorder.samples(f"step_{step + 1:06d}", sampled, values)

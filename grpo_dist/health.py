@@ -24,6 +24,7 @@ from grpo_dist.types import Group, has_signal
 SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
 REFUSED = "health/refused_"  # and the key of a bound: of those, how many were beyond it
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
+TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
 
 
@@ -101,6 +102,8 @@ class HealthWatch:
         skipped = self.state.skipped + 1 if metrics.get(SKIPPED) else 0
         metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), IN_A_ROW: float(skipped)})
         settings, state = self._settings, self.state
+        idle = state.idle + 1 if metrics.get(TRAINED_TOKENS) == 0 else 0
+        metrics["health/idle_in_a_row"] = float(idle)
         bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
         alarms = passed(bounds, metrics)
         followed = follow(state.followed, step, metrics)
@@ -114,6 +117,7 @@ class HealthWatch:
             grad_norms=(*state.grad_norms, *norms)[-_REMEMBERED:],
             skipped=skipped,
             followed=followed,
+            idle=idle,
         )
         return alarms
 
@@ -125,6 +129,7 @@ class HealthWatch:
         """
         for message in begun(self.state.followed, step):
             self._record.warn(f"step {step}: {message}")
+        self._stop_if_idle(step, metrics)
         if self._skips:
             alarms = passed(of_run(self._settings), metrics)
         if not alarms:
@@ -139,6 +144,22 @@ class HealthWatch:
             f"{found}. Stopped (`health.action` = {self._settings.action}); the batch is kept in {kept}. "
             "Nothing of this step is in a checkpoint: the same command goes on from the one before, and "
             "comes to this step again unless the bound is another"
+        )
+
+    def _stop_if_idle(self, step: int, metrics: dict[str, float]) -> None:
+        """Raises Unhealthy where too many steps in a row trained on nothing, whatever `health.action` is: to
+        go on, or to go back, would only sample on.
+        """
+        most = self._settings.idle_steps_above
+        if most is None or self.state.idle <= most:
+            return
+        seen = ("reward/mean", "reward/unscored", "group/no_signal_share", "rollout/truncated_share")
+        numbers = ", ".join(f"{name} = {metrics[name]:.4g}" for name in seen if name in metrics)
+        raise Unhealthy(
+            f"step {step}: {self.state.idle} steps in a row trained on no token (`health.idle_steps_above` = "
+            f"{most}): {numbers}. Stopped. Use problems of which the model solves some "
+            "(`data.order=pass_rate`, `dynamic_sampling`), check the rewards with `grpo-dist check`, raise "
+            "`sampling.max_new_tokens` where completions are cut off, or set `health.idle_steps_above=null`"
         )
 
     def _kept(self, step: int, groups: list[Group]) -> str:

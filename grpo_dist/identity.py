@@ -25,7 +25,7 @@ _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
     "bench",
 )  # fmt: skip
-_FREE_KEYS = ("data.overlap", "algorithm.preset")
+_FREE_KEYS = ("data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above")
 # How the policy's state is shared out, and where it is.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",

@@ -26,8 +26,8 @@ class SampledBatch:
 class HealthState:
     """What watches remember of the steps so far. ``best_reward``: the greatest mean of a step;
     ``grad_norms``: the latest, oldest first; ``skipped``: steps in a row, up to the last, with an update that
-    was not made; ``avoid``: steps that the run was rolled back from, and that are not trained on;
-    ``followed``: metrics that may drift, by name.
+    was not made; ``idle``: steps in a row that trained on no token; ``avoid``: steps that the run was rolled
+    back from, and that are not trained on; ``followed``: metrics that may drift, by name.
     """
 
     best_reward: float | None = None
@@ -35,6 +35,7 @@ class HealthState:
     skipped: int = 0
     avoid: tuple[int, ...] = ()
     followed: Mapping[str, Followed] = field(default_factory=dict)
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)

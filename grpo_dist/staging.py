@@ -30,6 +30,7 @@ class Staged:
     updates: Any  # what `Policy.stage` returned
     rows: int  # of all updates together
     tokens: int  # of these rows, prompts with each sample
+    loss_tokens: int  # of these those in the loss
     taught: frozenset[int]  # groups, by their place in the batch, with an advantage that is not 0
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
@@ -94,8 +95,9 @@ class Staging:
         rows = sum(map(len, updates))
         count = sum(int(update.lengths.sum()) for update in updates)
         taught = frozenset(chain.from_iterable(map(_taught, updates)))
+        trained = round(sum(update.num_tokens for update in updates))
         staged = self._policy.stage(updates)
-        return Staged(staged, rows, count, taught, batch, self._inside(kl_coef), values, tokens)
+        return Staged(staged, rows, count, trained, taught, batch, self._inside(kl_coef), values, tokens)
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""

@@ -80,6 +80,7 @@ class Trainer:
         device = device_type()
         self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         dtype = resolve_dtype(model.dtype, device)
+        self.dtype_name = str(dtype).removeprefix("torch.")
         check_offload(policy)
         self._token_budget = micro_batch_tokens(token_budget, device)
         self._kernel = choose_kernel(model.attention, self.device, dtype) if model.packing else None
@@ -159,6 +160,17 @@ class Trainer:
                 logprobs[rows, : values.shape[1]] = values.cpu()
                 entropies[rows, : values.shape[1]] = entropy.cpu()
         return logprobs, entropies
+
+    def row_logprobs(self, batches: Sequence[TrainBatch]) -> dict[int, np.ndarray]:
+        """By row id, float32 [C]: log-probs of the rows of ``batches`` under the current weights.
+        Collective.
+        """
+        found: dict[int, np.ndarray] = {}
+        for batch in batches:
+            values, mask = self.logprobs(batch)[0].numpy(), batch.loss_mask.numpy()
+            ids = [] if batch.row_ids is None else batch.row_ids.tolist()
+            found |= {row: own[wanted] for row, own, wanted in zip(ids, values, mask, strict=True)}
+        return found
 
     def _prepared(self, batch: TrainBatch, *, moves: bool) -> TrainBatch:
         """``batch`` with what must be known of the weights before they move. ``moves``: they will have moved

@@ -105,7 +105,7 @@ def _train_in(run_dir: Path, config: Config, identity: Config) -> Path:
     _say(described(config))
     with tracker:
         for warning in prepared.warnings:
-            tracker.record(warning)
+            tracker.note(warning)
         checkpoints = Checkpoints(
             run_dir / CHECKPOINTS, config, prepared.prompts, identity=identity, wandb_id=tracker.wandb_id
         )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_dist.bounds import Bound
-from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
+from grpo_dist.types import Group, Prompt, Rollout, Sampling, TrainBatch
 from grpo_dist.usage import Usage
 
 # The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple
@@ -66,11 +66,21 @@ class WorkerUsage(Protocol):
     def states(self) -> dict[str, bool]: ...
 
 
+class Probes(Protocol):
+    """See `actors.sync_probe.EngineProbe`."""
+
+    def engines(self) -> dict[str, Any]: ...
+    async def sample(
+        self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
+    ) -> Sequence[tuple[Rollout, ...]]: ...
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
+
+
 @dataclass(frozen=True)
 class Workers:
     """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen,
     ``usage`` when nobody counts what the workers do. ``where_stuck`` says where each worker is in its code,
-    for a deadline that has passed.
+    for a deadline that has passed. ``probe`` is None where there is no engine to probe: simulated workers.
     """
 
     rollouts: Rollouts
@@ -81,3 +91,4 @@ class Workers:
     reference_sync: ReferenceSync | None = None
     usage: WorkerUsage | None = None
     where_stuck: Callable[[], Awaitable[str]] | None = None
+    probe: Probes | None = None

@@ -271,6 +271,15 @@ def test_overlong_prompts_are_refused_by_line_or_listed_as_dropped(tokenizer):
         build_prompts(three, tokenizer, max_prompt_tokens=2, overlong="drop")
 
 
+@pytest.mark.parametrize("overlong", ["refuse", "drop"])
+def test_a_prompt_without_tokens_is_refused_with_its_line(tiny_model, overlong):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ messages[-1]['content'] if '+' in messages[-1]['content'] else '' }}"
+    three = rows("1+1=", "2+2=", "what?")
+    with pytest.raises(ValueError, match=f"{three[2].location}: the prompt 'what.' has no tokens"):
+        build_prompts(three, tokenizer, max_prompt_tokens=20, overlong=overlong)
+
+
 def test_a_tokenizer_without_a_usable_chat_template_is_refused_with_the_remedy(tiny_model):
     own = AutoTokenizer.from_pretrained(tiny_model)
     own.chat_template = "{{ raise_exception('System role not supported') }}"

@@ -260,6 +260,58 @@ def test_a_run_that_skips_on_and_on_is_stopped():
     assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
 
 
+# --- runs that train on nothing
+
+
+@pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
+@pytest.mark.parametrize("why", ["equal rewards", "not scored"])
+def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action):
+    """Of the first four steps the second can be trained on: the count begins again behind it."""
+    world = fakes.World(jitter=False)
+    idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
+    scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)
+    health = {"idle_steps_above": 2, "action": action, "min_signal_groups": int(why == "equal rewards")}
+    with pytest.raises(Unhealthy) as stop:
+        train(world, fakes.config(steps=9, health=health))
+    assert str(stop.value).startswith(
+        "step 5: 3 steps in a row trained on no token (`health.idle_steps_above` = 2): reward/mean = "
+    )
+    assert stop.value.exit_code == 3
+    assert [world.logged[s]["health/idle_in_a_row"] for s in sorted(world.logged)] == [1, 0, 1, 2, 3]
+    assert [world.logged[s]["train/loss_tokens"] for s in sorted(world.logged)] == [0, 16, 0, 0, 0]
+
+
+def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token():
+    world = fakes.World(jitter=False)
+    sample = world.sample
+
+    async def cut(prompt, **request):
+        return tuple(dataclasses.replace(r, finish_reason="length") for r in await sample(prompt, **request))
+
+    world.sample = cut
+    config = fakes.config(
+        steps=9, health={"idle_steps_above": 3, "min_signal_groups": 0}, algorithm={"mask_truncated": True}
+    )
+    with pytest.raises(Unhealthy, match=r"step 4: 4 steps in a row.*rollout/truncated_share = 1\. Stopped"):
+        train(world, config)
+
+
+def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
+    config = fakes.config(steps=4, checkpoint={"every": 2}, health={"idle_steps_above": None})
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [1.0, 1.0])
+    train(world, config)
+    assert world.saved[2].health.idle == 2 and not world.updates
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    scored_by(resumed, lambda step, index: [1.0, 1.0])
+    with pytest.raises(Unhealthy, match=r"step 3: 3 steps in a row"):
+        train(
+            resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), start=2, progress=world.saved[2]
+        )
+    assert Health().idle_steps_above == 50
+
+
 def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipped():
     """The median of 1 to 5 is 3."""
     keys = {}

@@ -163,6 +163,41 @@ def test_gradient_is_that_of_the_whole_batch(
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
 
 
+@pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})])
+def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
+):
+    """Also with fewer rows than ranks. update == probe, update, to the last bit."""
+    batch = samples_of_groups.batch(groups=2, samples=2)
+    batch = replace(batch, row_ids=torch.arange(len(batch)))
+    one = batch.select([2])
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, **how)
+        await group.ready()
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([batch]))
+        await group.load(tmp_path)
+        found = await group.logprobs(batch), await group.logprobs(one)
+        again = await group.update(group.stage([batch]))
+        await group.shutdown()
+        return found, expected, again
+
+    ((dtype, rows), (_, alone)), expected, again = asyncio.run(steps())
+    assert dtype == "float32" and sorted(rows) == [0, 1, 2, 3] and list(alone) == [2]
+    assert again == expected
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    with torch.no_grad():
+        values = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+            padded(batch.tokens, batch.loss_mask)
+        )[0]
+    for row, own in (rows | {4: alone[2]}).items():
+        mine = row if row < 4 else 2
+        assert torch.allclose(
+            torch.from_numpy(own).double(), values[mine][batch.loss_mask[mine]].double(), atol=1e-5
+        )
+
+
 def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
     small = samples_of_groups.batch(groups=1, samples=1)
 

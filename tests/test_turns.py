@@ -86,6 +86,23 @@ def test_a_step_drops_the_engines_weights_and_brings_them_anew():
     ]
 
 
+def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
+    events, turns, policy, *_ = world()
+
+    async def step():
+        await started(turns, events)
+        await policy.logprobs("batch")
+        await policy.update([])
+
+    asyncio.run(step())
+    assert events == [
+        "engines.sleep(keep_weights=False)",
+        "policy.reload_states()",
+        "policy.logprobs(batch)",
+        "policy.update([], kl_coef=None, bounds=())",
+    ]
+
+
 def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights():
     events, turns, policy, _, reference = world()
 

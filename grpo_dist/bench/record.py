@@ -74,6 +74,9 @@ class BenchRecorder:
     def warn(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
+    def note(self, message: str) -> None:
+        """A benchmark keeps no events."""
+
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         self._usage = dict(workers)
 

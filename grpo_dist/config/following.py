@@ -58,6 +58,11 @@ class Health(Section):
         description="steps in a row with an update that was not made: a loss or gradient was not finite, "
         "or a bound was passed and the step skipped",
     )
+    idle_steps_above: PositiveInt | None = Field(
+        50,
+        description="steps in a row that trained on no token, after which the run ends whatever the action: "
+        "rewards were equal in all groups, or no sample could be scored, or all were cut off and masked",
+    )
     reward_below_share: Fraction | None = Field(
         None, description="mean reward, as a share of its greatest so far where that is above 0, e.g. 0.5"
     )

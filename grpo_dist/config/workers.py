@@ -149,3 +149,14 @@ class WeightSync(Section):
         description="drain: all launched samples finish first, more than 1 step of staleness gains nothing; "
         "keep: they pause, and go on under the new weights",
     )
+    probe_every: Count = Field(
+        20,
+        description="steps between two probes of all engines: the trainer's log-probs of tokens just sampled "
+        "against the engine's. An engine is probed in any case when a run starts or resumes and when it was "
+        "restarted itself; 0: only then",
+    )
+    probe_above: PositiveFloat | None = Field(
+        None,
+        description="mean difference of a probe, nats a token, that ends the run with exit code 3, whatever "
+        "`health.action` is; null: 1e-3 in float32, 0.15 in bfloat16",
+    )

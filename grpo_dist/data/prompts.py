@@ -38,8 +38,8 @@ def build_prompts(
     ``seen`` counts the uids given so far; hand the same dict to every call whose prompts must differ in uid.
 
     Raises ValueError for a tokenizer without a chat template where one is asked for, for a template that does
-    not take the messages, with ``overlong="refuse"`` for the first prompt of more than ``max_prompt_tokens``
-    tokens, and where every prompt is dropped.
+    not take the messages, for a prompt without tokens, with ``overlong="refuse"`` for the first prompt of
+    more than ``max_prompt_tokens`` tokens, and where every prompt is dropped.
     """
     if use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -54,6 +54,11 @@ def build_prompts(
         token_ids = tokenise(
             row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
         )
+        if not len(token_ids):
+            raise ValueError(
+                f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
+                "check the model's tokenizer and chat template (`data.chat_template`), or remove the row"
+            )
         if len(token_ids) > max_prompt_tokens:
             reason = (
                 f"{row.location}: the prompt has {len(token_ids)} tokens, data.max_prompt_tokens = "

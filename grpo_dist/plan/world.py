@@ -261,6 +261,9 @@ class World:
     def warn(self, message: str) -> None:
         """Health is not what is simulated."""
 
+    def note(self, message: str) -> None:
+        """Nobody reads the events of a simulated run."""
+
     def flush(self) -> None:
         """Nothing is written."""
 

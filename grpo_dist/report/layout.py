@@ -58,6 +58,7 @@ SECTIONS = (
             Chart("cut off, garbage", (r"rollout/truncated_share", r"rollout/garbage_share")),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
+            Chart("tokens in the loss", (r"train/loss_tokens",)),
         ),
     ),
     Section(
@@ -78,6 +79,7 @@ SECTIONS = (
         "Engine against trainer",
         (
             Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
+            Chart("sync probe", (r"probe/logprob_diff_mean", r"probe/logprob_diff_max")),
             Chart("mismatch, KL", (r"mismatch/kl",)),
             Chart("effective samples", (r"(?:mismatch|correction)/ess_share",)),
             Chart("correction weights", (r"correction/weight_.+",)),
@@ -89,7 +91,7 @@ SECTIONS = (
         (
             Chart(
                 "stages of a step",
-                (r"time/(?:sample|stage|update|drain|sync|reference)_s",),
+                (r"time/(?:sample|stage|probe|update|drain|sync|reference)_s",),
                 "stack",
             ),
             Chart("step", (r"time/step_s",)),

@@ -167,10 +167,10 @@ class Tracker:
         if self._console is None:
             with suppress(OSError, ValueError):  # nobody reads it; it is in the file
                 print(message, file=sys.stderr, flush=True)
-        self.record(message)
+        self.note(message)
 
-    def record(self, message: str) -> None:
-        """Add a warning that the terminal has already shown to `events.jsonl`."""
+    def note(self, message: str) -> None:
+        """Write an event to `events.jsonl` alone: nothing to act on, or the terminal has shown it already."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")

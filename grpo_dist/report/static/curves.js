@@ -12,7 +12,7 @@
 
   const options = () => ({ axis: byId("axis").value, weight: Number(byId("smoothing").value) });
   const isWhole = (pattern) => new RegExp(`^(?:${pattern})$`);
-  const short = (name) => name.replace(/^(?:eval|reward|rollout|policy|time|memory|throughput|outcome|mismatch|correction|health|restarts|loss)\//, "");
+  const short = (name) => name.replace(/^(?:eval|reward|rollout|policy|time|memory|throughput|outcome|mismatch|probe|correction|health|restarts|loss)\//, "");
 
   // Short, where no other metric of the chart is called the same then.
   const labelOf = ({ metrics }, name) => (metrics.filter((other) => short(other) === short(name)).length > 1 ? name : short(name));
