@@ -81,7 +81,7 @@ async def run(
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
-    staging = Staging(config, workers.policy)
+    staging = Staging(config, workers.policy, progress.rewards)
     health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
     kl_coef = kl.coef if progress.kl_coef is None else progress.kl_coef
@@ -91,7 +91,9 @@ async def run(
     async def save(step: int) -> None:
         recorder.phase("save")
         recorder.flush()
-        known = pipeline.progress(kl_coef=kl_coef, health=health.state, unassessed=unassessed)
+        known = pipeline.progress(
+            kl_coef=kl_coef, health=health.state, unassessed=unassessed, rewards=staging.rewards
+        )
         await checkpoints.save(step, workers, known)
 
     async def assess(step: int) -> None:

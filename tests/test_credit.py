@@ -1,16 +1,18 @@
 """Credit of single tokens: what happens between a group's rewards and the advantages of a batch."""
 
 import math
+from dataclasses import replace
 
 import fakes
 import numpy as np
 import pytest
 import torch
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batching import make_batch
 from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
 from grpo_dist.pipeline import ScoredGroup
-from grpo_dist.step_batches import credit_settings, make_batches
+from grpo_dist.step_batches import credit_settings, make_batches, reward_moments
 from grpo_dist.types import Group, Prompt, Rollout
 
 
@@ -140,3 +142,86 @@ def test_the_order_of_groups_changes_no_advantage():
         back = credited(groups[::-1], settings)
         back = torch.cat([back[6:], back[3:6], back[:3]])
         torch.testing.assert_close(back, forth, rtol=1e-6, atol=1e-7)
+
+
+def in_float64(rewards):
+    """The numbers that float32 rewards are, centred and divided by their sample deviation."""
+    values = np.array(rewards, np.float32).astype(np.float64)
+    return (values - values.mean()) / values.std(ddof=1)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(("shift", "scale"), [(False, True), (True, True), (True, False)])
+def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(estimator, shift, scale):
+    rewards = [100, 100.001, 100, 100.002]
+    settings = CreditSettings(
+        estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
+        whiten=estimator.startswith("reinforce"), eps=1e-12,
+    )  # fmt: skip
+    got = credited([group(rewards, [1] * 4)], settings)[:, 2]
+    assert got.dtype == torch.float32
+    expected = in_float64(rewards)
+    expected *= got.double().std().item()  # what it was divided by is another test's
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4)
+    unit = {"grpo": 1.0, "dr_grpo": 1.0, "rloo": 4 / 3}.get(estimator)
+    if unit and scale:
+        np.testing.assert_allclose(got.numpy(), unit * in_float64(rewards), rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "remax", "rloo", "opo", "pass_at_k"])
+def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
+    settings = CreditSettings(estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp")
+    with_it = credited([group([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
+    without = credited([group([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
+    assert not with_it[0].any() and torch.equal(with_it[1:, 2], without[:, 2])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
+    """Its reward still counts in its group, and what is whitened over all tokens does not see it."""
+    broken = group([1, 0, 0], [2, 2, 1])
+    broken.rollouts[0].logprobs[1] = math.nan
+    algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
+    config = fakes.config(algorithm=algorithm | {"add_token_level_kl": kl > 0})
+    reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
+    (batch,) = make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
+    assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
+    assert batch.advantages.isfinite().all() and batch.rollout_logprobs.isfinite().all()
+    if not kl:
+        torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("shift", "scale", "expected"),
+    [
+        (None, None, (True, True)),
+        (False, False, (True, True)),  # ROLL's defaults
+        (True, True, (True, True)),
+        (True, False, (True, False)),  # ROLL: only subtract the mean
+        (True, None, (True, False)),
+        (None, False, (True, False)),
+        (False, True, (False, True)),  # ROLL: only divide by the deviation
+        (None, True, (False, True)),
+        (False, None, (False, True)),
+    ],
+)
+def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected):
+    algorithm = {"reward_norm": "batch", "reward_shift": shift, "reward_scale": scale}
+    settings = credit_settings(fakes.config(algorithm=algorithm), 0.0)
+    assert (settings.reward_shift, settings.reward_scale) == expected
+
+
+def test_running_normalisation_goes_on_from_the_steps_before():
+    config = fakes.config(algorithm={"advantage": "reinforce_pp", "reward_norm": "running"})
+    first, second = scored(group([1, 0, 1, 1], [1] * 4)), scored(group([0, 4, 0, 2], [1] * 4))
+    after_one = reward_moments(config, first, Moments())
+    after_two = reward_moments(config, second, after_one)
+    everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
+    assert after_two.mean == pytest.approx(everything.mean())
+    assert after_two.deviation == pytest.approx(everything.std(ddof=1))
+    settings = credit_settings(config, 0.0)
+    settings = replace(settings, moments=after_two, whiten=False)
+    (got,) = sample_advantages([s.group for s in second], settings)
+    np.testing.assert_allclose(got, (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6), rtol=1e-6)
+    assert reward_moments(fakes.config(), first, Moments()) == Moments()
