@@ -3,9 +3,9 @@
     prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
                                          loss_mask  . . . x x x     the EOS a model produced (2) is trained
 
-A sample that could not be scored (its reward is not finite) stays in the batch as a row with an empty mask: it
-adds to no loss, no KL term and no denominator. So does one with a token whose log-prob the engine gave as NaN
-or infinite, for what it was sampled from is not known; its reward still counts in its group.
+A sample that could not be scored (its reward is not finite) stays in the batch as a row with an empty mask:
+it adds to no loss, no KL term and no denominator. So does one with a token whose log-prob the engine gave as
+NaN or infinite, for what it was sampled from is not known; its reward still counts in its group.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_dist.config import Config
+from grpo_dist.config.peers import table
 from grpo_dist.generated import refresh
 from grpo_dist.recipe.config import PipelineFile
 
@@ -162,7 +163,8 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code 1: asked to check, and something is out of date."""
     configuration = refresh(PAGE, "configuration", page(Config, "The run"), arguments=arguments)
     pipelines = refresh(PAGE, "pipelines", page(PipelineFile, "The pipeline"), arguments=arguments)
-    return configuration | pipelines
+    names = refresh(PAGE, "peers", table(), arguments=arguments)
+    return configuration | pipelines | names
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def _baselines(group: Group) -> Tensor:
 
 
 def _finite(rewards: Tensor) -> Tensor:
-    """float64; NaN, which is "could not be scored", for what is infinite: a clip must not make it a reward."""
+    """float64; NaN, "could not be scored", for what is infinite: a clip must not make it a reward."""
     return torch.where(torch.isfinite(rewards), rewards.double(), torch.nan)
 
 

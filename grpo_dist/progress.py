@@ -58,4 +58,4 @@ class Progress:
     health: HealthState = HealthState()
     begun: Mapping[int, list[Group]] = field(default_factory=dict)
     unassessed: bool = False
-    rewards: Moments = Moments()
+    rewards: Moments = field(default_factory=Moments)

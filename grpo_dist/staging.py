@@ -52,7 +52,7 @@ async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> V
 class Staging:
     """Stages a batch when it is asked for, or ahead of that with `begin`. The numbers are the same.
 
-    ``rewards``: moments of the rewards of all steps taken so far; a step staged ahead counts once it is taken.
+    ``rewards``: reward moments of all steps taken so far. A step staged ahead counts once it is taken.
     """
 
     def __init__(self, config: Config, policy: Policy, rewards: Moments | None = None) -> None:

@@ -223,5 +223,6 @@ def test_running_normalisation_goes_on_from_the_steps_before():
     settings = credit_settings(config, 0.0)
     settings = replace(settings, moments=after_two, whiten=False)
     (got,) = sample_advantages([s.group for s in second], settings)
-    np.testing.assert_allclose(got, (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6), rtol=1e-6)
+    expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert reward_moments(fakes.config(), first, Moments()) == Moments()

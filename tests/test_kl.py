@@ -103,4 +103,5 @@ def test_half_precision_logprobs_have_the_divergence_of_the_numbers_they_are():
     logprobs, reference = (torch.tensor([[v]], dtype=torch.bfloat16) for v in (-7.96875, -0.0018))
     for name, estimator in KL_ESTIMATORS.items():
         exact = estimator(logprobs.double(), reference.double())
-        torch.testing.assert_close(estimator(logprobs, reference).double(), exact, rtol=1e-5, atol=0, msg=name)
+        got = estimator(logprobs, reference).double()
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=0, msg=name)

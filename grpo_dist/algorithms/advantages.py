@@ -3,8 +3,8 @@
     rewards [0, 0, 1, 1], one group, std "none" -> [-0.5, -0.5, 0.5, 0.5]
 
 ``group_ids`` says which samples answer the same prompt; ids need be neither sorted nor consecutive.
-Statistics are taken in float64 and the result has the type of ``rewards`` (float32 for integer rewards), so
-that a group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
+Statistics are taken in float64 and the result has the type of ``rewards``, float32 for integer rewards. So a
+group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
 rounding error by a deviation of the same size gives 0.06 to 0.9.
 
 A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
@@ -38,9 +38,9 @@ def grpo(
         std: ``group``: sample deviation (ddof 1) of the group. ``batch``: sample deviation of the centred
             rewards of all scored samples of the batch, whose mean is 0 (REINFORCE++ with a group baseline,
             Hu et al. 2025, arXiv:2501.03262). ``batch_raw``: sample deviation of the rewards themselves over
-            the batch, as TRL's ``scale_rewards: batch`` and ROLL's ``norm_std_type: batch`` have it (Lite PPO,
-            Liu et al. 2025, arXiv:2508.08221); it also counts how prompts differ in difficulty, so it is never
-            smaller. ``none``: divide by nothing.
+            the batch, which is TRL's ``scale_rewards: batch`` and ROLL's ``norm_std_type: batch`` (Lite PPO,
+            Liu et al. 2025, arXiv:2508.08221). It is never smaller: it also counts how prompts differ in
+            difficulty. ``none``: divide by nothing.
         eps: added to the deviation.
 
     Returns:

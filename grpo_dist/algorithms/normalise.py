@@ -63,8 +63,8 @@ def whiten(
 ) -> Float[Tensor, "B T"]:
     """(value - mean) / sqrt(sample variance + eps) over all unmasked tokens of the batch; 0 where masked.
 
-    Every token counts once, so long completions weigh more. Equal values give exact zeros. A value that is not
-    finite leaves the statistics and becomes 0.
+    Every token counts once, so long completions weigh more. Equal values give exact zeros. A value that is
+    not finite leaves the statistics and becomes 0.
     """
     counted = mask & torch.isfinite(values)
     kept = values[counted].double()

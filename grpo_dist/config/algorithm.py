@@ -44,6 +44,12 @@ class Correction(Section):
         return self
 
 
+RewardNorm = Annotated[
+    Literal["none", "group", "batch", "running"],
+    BeforeValidator(lambda value: "none" if value is None else value),
+]
+
+
 class Algorithm(Section):
     """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
 
@@ -53,28 +59,28 @@ class Algorithm(Section):
     ] = Field("grpo", description="estimator: from the rewards of a group to advantages")  # fmt: skip
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
-        description="deviation that a centred reward is divided by: of its group; of all centred rewards of the "
-        "batch; of all rewards of the batch as they are (TRL, ROLL); null: group, where the estimator divides",
+        description="deviation that a centred reward is divided by: of its group; of all centred rewards of "
+        "the batch; of all rewards of the batch as they are (TRL, ROLL); null: group, where the estimator "
+        "divides",
     )
     advantage_eps: PositiveFloat = Field(1e-6, description="added to a deviation that is divided by")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
     reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")
-    reward_norm: Annotated[
-        Literal["none", "group", "batch", "running"], BeforeValidator(lambda value: "none" if value is None else value)
-    ] = Field(
+    reward_norm: RewardNorm = Field(
         "none",
-        description="normalise rewards before the estimator over their group, the batch, or all steps so far; "
-        "`null` is none",
+        description="normalise rewards before the estimator: over their group, the batch, or all steps so "
+        "far; null: none",
     )
     reward_shift: bool | None = Field(
         None,
         description="with reward_norm, as in ROLL: true: only subtract the mean; equal to `reward_scale`: "
-        "subtract and divide; null: the opposite of `reward_scale`, or both steps where that is null too",
+        "subtract and divide; null: the opposite of `reward_scale`, or both where that is null",
     )
     reward_scale: bool | None = Field(
         None,
-        description="with reward_norm, as in ROLL: true: only divide by the deviation; equal to `reward_shift`: "
-        "subtract and divide; null: the opposite of `reward_shift`, or both steps where that is null too",
+        description="with reward_norm, as in ROLL: true: only divide by the deviation; equal to "
+        "`reward_shift`: subtract and divide; null: the opposite of `reward_shift`, or both where that is "
+        "null",
     )
     whiten_advantages: bool | None = Field(
         None, description="mean 0, deviation 1 over all tokens; null: with reinforce_pp and its baseline form"
