@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import fakes
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batching import make_batch
+from grpo_dist.config_files import read_tree
 from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
 from grpo_dist.pipeline import ScoredGroup
 from grpo_dist.step_batches import credit_settings, make_batches, reward_moments
@@ -226,3 +228,39 @@ def test_running_normalisation_goes_on_from_the_steps_before():
     expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert reward_moments(fakes.config(), first, Moments()) == Moments()
+
+
+def of_roll(rewards, lengths, *, clip):
+    """ROLL's steps for adv_estimator grpo, in float64: group norm, one reward a token, whitened, clipped."""
+    rewards = np.array(rewards, np.float64)
+    normalised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    tokens = np.repeat(normalised.ravel(), np.ravel(lengths))
+    whitened = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    return np.clip(whitened, -clip, clip)
+
+
+def test_the_preset_of_rolls_study_gives_rolls_advantages():
+    rewards, lengths = [[1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]], [[5, 3, 1, 4, 2, 5, 2, 3]] * 2
+    preset = read_tree(Path(__file__).parents[1] / "configs" / "algorithms" / "roll.yaml").algorithm
+    config = fakes.config(algorithm=dict(preset))
+    groups = [group(r, n) for r, n in zip(rewards, lengths, strict=True)]
+    got = credited(groups, credit_settings(config, 0.0))
+    flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
+    np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
+    assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"reward_norm": "group", "reward_shift": True, "reward_scale": False}, [0.75, -0.25]),
+        ({"reward_norm": "group", "reward_shift": False, "reward_scale": False}, [1.6201816, -0.5400605]),
+        ({"reward_norm": None, "reward_shift": False, "reward_scale": False}, [1.0, 0.0]),
+    ],
+)
+def test_rolls_reward_block_means_what_it_means_there(block, expected):
+    """Of one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce takes the normalised reward."""
+    block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
+    settings = credit_settings(fakes.config(algorithm=block), 0.0)
+    (got,) = sample_advantages([group([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
+    np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
