@@ -310,3 +310,18 @@ def test_running_moments_are_those_of_all_rewards_so_far():
     close(normalise_rewards(rewards, groups, **how)[[0, 2]], tensor(*shifted))
     scaled = [v / moments.deviation for v in (7, 3)]
     close(normalise_rewards(rewards, groups, shift=False, **how)[[0, 2]], tensor(*scaled))
+
+
+@pytest.mark.parametrize(
+    ("eps", "right", "wrong"),
+    [
+        (1e-6, 1.6201816, -0.5400605),  # verl and ROLL
+        (1e-9, 1.6201851, -0.5400617),  # OpenRLHF
+        (1e-4, 1.6198353, -0.5399451),  # TRL and ms-swift
+    ],
+)
+def test_recorded_advantages_of_other_trainers(eps, right, wrong):
+    """Run from their own functions on one group of rewards [1, 0, 0, 1, 0, 0, 0, 0]."""
+    for std in ("group", "batch", "batch_raw"):  # all the same for one group
+        got = grpo(RIGHT, ONE, std=std, eps=eps)
+        close(got[:2], tensor(right, wrong), 1e-7)
