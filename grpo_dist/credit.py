@@ -89,7 +89,9 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Credi
     if settings.kl_coef:
         advantages = advantages - settings.kl_coef * _kl_to_go(batch, settings.kl_estimator)
     if settings.whiten:
-        advantages = whiten(advantages, batch.loss_mask)
+        # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
+        broken = batch.loss_mask & ~torch.isfinite(advantages)
+        advantages = torch.where(broken, torch.nan, whiten(advantages, batch.loss_mask))
     if settings.clip is not None:
         advantages = advantages.clamp(-settings.clip, settings.clip)
     return replace(batch, advantages=advantages.float())
@@ -156,7 +158,8 @@ def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
     kl = named(KL_ESTIMATORS, estimator, "KL estimator")(
-        torch.where(mask, batch.rollout_logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
+        torch.where(mask, batch.rollout_logprobs, 0.0).double(),
+        torch.where(mask, batch.ref_logprobs, 0.0).double(),
     )
     kl = torch.where(mask, kl, 0.0)
     return torch.where(mask, sum_to_go(kl), 0.0)

@@ -1,12 +1,14 @@
 """Importance corrections for samplers that are not quite the policy."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from numbers_by_hand import INF, close, mask_of, row
 
 from grpo_dist.algorithms.offpolicy import KINDS, LEVELS, correction
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.loss import LossSettings, batch_loss
 from grpo_dist.types import TrainBatch
 
@@ -177,3 +179,23 @@ def test_a_nan_of_the_engine_has_the_same_loss_with_and_without_correction(kind,
     loss.backward()
     assert loss.item() == 0.5 and logprobs.grad.tolist() == [[0.0, 0.0], [0.25, 0.25]]
     assert all(value.isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advantage):
+    """Old log-probs as far below and above both others as float32 has numbers for."""
+    gaps = torch.tensor([[0.0], [1e-3], [5.0], [-5.0], [30.0], [-30.0], [59.0], [61.0], [80.0], [-80.0]])
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        logprobs = torch.full(gaps.shape, -2.0, dtype=dtype, requires_grad=True)
+        batch = one_token_batch(logprobs.detach() - gaps.to(dtype), logprobs.detach() + 0.25)
+        batch = replace(batch, advantages=torch.full_like(batch.advantages, advantage))
+        settings = LossSettings(policy_loss=name, correction_kind=kind, aggregation="seq-mean-token-sum")
+        for i in range(len(gaps)):  # one by one: the largest would hide the others
+            loss, _ = batch_loss(logprobs[i : i + 1], batch.select([i]), settings)
+            (gradient,) = torch.autograd.grad(loss, logprobs)
+            results.append((float(loss.detach()), float(gradient[i])))
+    single, exact = torch.tensor(results, dtype=torch.float64).chunk(2)
+    torch.testing.assert_close(single, exact, rtol=2e-4, atol=1e-30)

@@ -264,3 +264,12 @@ def test_rolls_reward_block_means_what_it_means_there(block, expected):
     settings = credit_settings(fakes.config(algorithm=block), 0.0)
     (got,) = sample_advantages([group([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
+    """The loss is then not finite either, and the update is refused."""
+    reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
+    settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
+    got = credited([group([1, 0], [2, 1])], settings, reference)
+    assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()
