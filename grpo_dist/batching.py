@@ -3,8 +3,9 @@
     prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
                                          loss_mask  . . . x x x     the EOS a model produced (2) is trained
 
-A sample that could not be scored (NaN) stays in the batch as a row with an empty mask: it adds to no loss, no
-KL term and no denominator.
+A sample that could not be scored (its reward is not finite) stays in the batch as a row with an empty mask:
+it adds to no loss, no KL term and no denominator. So does one with a token whose log-prob the engine gave as
+NaN or infinite, for what it was sampled from is not known; its reward still counts in its group.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_dist.types import Group, TrainBatch
+from grpo_dist.types import Group, Rollout, TrainBatch
 
 
 def make_batch(
@@ -31,7 +32,7 @@ def make_batch(
     """One right-padded row per sample, group after group.
 
     Args:
-        advantages: [G] for each group.
+        advantages: [G] for each group; the batch's have their type.
         ref_logprobs: float32 [C] for each sample in row order, or None when there is no KL term.
         max_new_tokens: longest completion that could have been sampled.
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
@@ -47,12 +48,13 @@ def make_batch(
     for group, first in zip(groups, np.cumsum([0, *sizes]).tolist(), strict=False):
         tokens[first : first + len(group.rollouts), : len(group.prompt.token_ids)] = group.prompt.token_ids
     _fill(tokens, starts, lengths, [r.completion_ids for r in samples])
-    trained = ~np.isnan(np.concatenate([g.rewards for g in groups]))
+    trained = np.isfinite(np.concatenate([g.rewards for g in groups]))
+    trained &= np.fromiter(map(has_logprobs, samples), bool, len(samples))
     if mask_truncated:
         trained &= np.array([r.finish_reason != "length" for r in samples])
     column = np.arange(tokens.shape[1])
     loss_mask = (column >= starts[:, None]) & (column < np.where(trained, lengths, 0)[:, None])
-    advantage = np.where(loss_mask, np.concatenate(list(advantages))[:, None], np.float32(0))
+    advantage = np.where(loss_mask, np.concatenate(list(advantages))[:, None], 0)
     rollout = np.zeros(tokens.shape, np.float32)
     _fill(rollout, starts, lengths, [r.logprobs for r in samples], trained)
     reference = None if ref_logprobs is None else np.zeros(tokens.shape, np.float32)
@@ -72,6 +74,11 @@ def make_batch(
         row_ids=torch.arange(len(samples)) if with_row_ids else None,
         **_denominators(torch.from_numpy(loss_mask)),
     )
+
+
+def has_logprobs(rollout: Rollout) -> bool:
+    """Whether the engine gave a finite log-prob for every token of the sample."""
+    return bool(np.isfinite(rollout.logprobs).all())
 
 
 def _fill(

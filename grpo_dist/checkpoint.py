@@ -6,7 +6,8 @@
         ahead/*.parquet finished groups of batches launched ahead of training (max_staleness > 0): of whole
                         batches, and of those that were begun
         state.json      step, fingerprints of configuration and data, KL coefficient, prompts
-                        prompts taken, their order, tracker run id, what health watches remember
+                        prompts taken, their order, tracker run id, what health watches remember, moments of
+                        all rewards so far
         config.yaml     the configuration of the run
         manifest.json   size and checksum of every other file
 
@@ -30,6 +31,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.concurrency import deadline, in_thread
 from grpo_dist.config import Config
 from grpo_dist.config_files import dump_config
@@ -64,6 +66,7 @@ class State:
     wandb_id: str | None = None
     health: Mapping[str, Any] = field(default_factory=dict)
     unassessed: bool = False
+    rewards: Mapping[str, Any] = field(default_factory=dict)  # moments, for `algorithm.reward_norm` running
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class Checkpoints:
             self._wandb_id,
             asdict(progress.health),
             progress.unassessed,
+            asdict(progress.rewards),
         )
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=1))
         (partial / "config.yaml").write_text(dump_config(self._config))
@@ -318,7 +322,8 @@ def load_progress(checkpoint: Path, state: State, prompts: Sequence[Prompt]) -> 
     ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
     taken = {int(batch): places for batch, places in state.taken.items()}
     health = TypeAdapter(HealthState).validate_python(dict(state.health))
-    return Progress(ahead, state.kl_coef, taken, order_state(state), health, begun, state.unassessed)
+    rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
+    return Progress(ahead, state.kl_coef, taken, order_state(state), health, begun, state.unassessed, rewards)
 
 
 def order_state(state: State) -> OrderState:

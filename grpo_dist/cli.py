@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USER_ERROR
     if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_of_peers(unknown)}")
     own = ("command", "config", "overrides")
     options = {name: value for name, value in vars(args).items() if name not in own}
     # Overrides behind an option are what argparse leaves over.
@@ -173,6 +173,15 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
 
 def _say(message: str) -> None:
     print(message, flush=True)
+
+
+def _of_peers(flags: Sequence[str]) -> str:
+    """What to set instead of flags that TRL or OpenRLHF have."""
+    from grpo_dist.config.peers import hint
+
+    names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
+    said = [f"{name}: {found}" for name in names if (found := hint(name))]
+    return f"; settings are given as key=value: {'; '.join(said)}" if said else ""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -163,8 +163,11 @@ def _without_effect(config: Config) -> Iterator[str]:
     """A value that differs from its default where nothing reads it."""
     a, dynamic = config.algorithm, config.dynamic_sampling
     idle = [
-        ("algorithm.reward_shift", not a.reward_shift and a.reward_norm == "none", "algorithm.reward_norm"),
-        ("algorithm.reward_scale", not a.reward_scale and a.reward_norm == "none", "algorithm.reward_norm"),
+        (
+            "algorithm.reward_shift" if a.reward_shift is not None else "algorithm.reward_scale",
+            a.reward_norm == "none" and a.shifts_rewards != a.scales_rewards,
+            "algorithm.reward_norm",
+        ),
         ("algorithm.pass_k", a.pass_k != 4 and a.advantage != "pass_at_k", "algorithm.advantage=pass_at_k"),
         ("algorithm.kl.gain", a.kl.gain != 0.1 and a.kl.target is None, "algorithm.kl.target"),
         (

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from yaml import YAMLError
 
 from grpo_dist.config import Config
+from grpo_dist.config.peers import hint
 from grpo_dist.config_messages import readable
 from grpo_dist.config_text import check_characters, check_key, check_nesting
 from grpo_dist.errors import UserError
@@ -224,7 +225,7 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
     for item in readable(error.errors(), root):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root)}")
+            lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root, item['input'])}")
         elif item["type"] == "missing":
             lines.append(f"`{where}` is missing: {_description(item['loc'], root) or 'it has no default'}")
         elif item["type"] == "value_error":
@@ -236,8 +237,13 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
     return f"{path}: " + "; ".join(lines)
 
 
-def _suggestion(location: tuple[Any, ...], root: type[BaseModel]) -> str:
+def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
     section = _section(location[:-1], root)
+    own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
+    # Of a name that is also one of ours, in another section, only the whole path says whose it is.
+    elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
+    if root is Config and elsewhere_named:
+        return f"; {elsewhere_named}"
     if section is None:
         return ""
     known = list(section.model_fields)

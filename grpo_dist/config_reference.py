@@ -19,8 +19,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from grpo_dist.config import Config
+from grpo_dist.config.peers import table as peers_table
 from grpo_dist.generated import refresh
-from grpo_dist.presets import table
+from grpo_dist.presets import table as presets_table
 from grpo_dist.recipe.config import PipelineFile
 
 PAGE = Path(__file__).resolve().parents[1] / "configs" / "README.md"
@@ -163,8 +164,9 @@ def main(arguments: Sequence[str]) -> int:
     """Exit code 1: asked to check, and something is out of date."""
     configuration = refresh(PAGE, "configuration", page(Config, "The run"), arguments=arguments)
     pipelines = refresh(PAGE, "pipelines", page(PipelineFile, "The pipeline"), arguments=arguments)
-    presets = refresh(PAGE, "presets", table(), arguments=arguments)
-    return configuration | pipelines | presets
+    presets = refresh(PAGE, "presets", presets_table(), arguments=arguments)
+    names = refresh(PAGE, "peers", peers_table(), arguments=arguments)
+    return configuration | pipelines | presets | names
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Credit: from the rewards of a step to the advantage of every token. Every group of the step takes part.
 
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
+                              (what is not finite: not scored)
   -> advantages [G]           the estimator                        advantage, std
   -> advantages [B, T]        spread over tokens, or step rewards  process
                               less the KL still to come            kl_coef
@@ -21,6 +22,7 @@ from torch import Tensor
 from grpo_dist.algorithms.advantages import ADVANTAGES
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.algorithms.process import process, sum_to_go
 from grpo_dist.types import Group, TrainBatch
@@ -41,6 +43,7 @@ class CreditSettings:
     reward_norm: str = "none"
     reward_shift: bool = True
     reward_scale: bool = True
+    moments: Moments | None = None  # of reward_norm running: of all rewards so far, these groups' included
     kl_coef: float = 0.0  # of the KL term in the reward; 0: none there
     kl_estimator: str = "k1"
     whiten: bool = False
@@ -48,21 +51,30 @@ class CreditSettings:
 
 
 def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list[np.ndarray]:
-    """float32 [G] for each group; zeros with the estimator `process`."""
+    """[G] for each group; zeros with the estimator `process`.
+
+    float64 where whitening or a KL term still follows, which `token_advantages` ends in float32: whitening
+    looks at differences, of which float32 keeps few digits where the mean is large. float32 otherwise.
+    """
     sizes = [len(g.rewards) for g in groups]
     if settings.estimator == PROCESS:
         return [np.zeros(size, np.float32) for size in sizes]
-    rewards = torch.from_numpy(np.concatenate([g.rewards for g in groups]))
+    rewards = clipped_rewards(groups, settings.reward_clip)
     ids = _group_ids(groups)
-    if settings.reward_clip is not None:
-        rewards = rewards.clamp(-settings.reward_clip, settings.reward_clip)
     rewards = normalise_rewards(
         rewards, ids, over=settings.reward_norm, shift=settings.reward_shift, scale=settings.reward_scale,
-        eps=settings.eps,
+        eps=settings.eps, moments=settings.moments,
     )  # fmt: skip
     estimator = named(ADVANTAGES, settings.estimator, "advantage")
     advantages = estimator(rewards, ids, **_asked_for(estimator, groups, settings))
-    return [part.numpy() for part in advantages.split(sizes)]
+    follows = settings.whiten or settings.kl_coef
+    return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
+
+
+def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
+    """float64, of all groups one after the other, within +- ``clip``; NaN where they are not finite."""
+    rewards = _finite(torch.from_numpy(np.concatenate([g.rewards for g in groups])))
+    return rewards if clip is None else rewards.clamp(-clip, clip)
 
 
 def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> TrainBatch:
@@ -77,10 +89,12 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Credi
     if settings.kl_coef:
         advantages = advantages - settings.kl_coef * _kl_to_go(batch, settings.kl_estimator)
     if settings.whiten:
-        advantages = whiten(advantages, batch.loss_mask)
+        # A KL that is not finite must not become advantage 0: the loss is then NaN, and the update refused.
+        broken = batch.loss_mask & ~torch.isfinite(advantages)
+        advantages = torch.where(broken, torch.nan, whiten(advantages, batch.loss_mask))
     if settings.clip is not None:
         advantages = advantages.clamp(-settings.clip, settings.clip)
-    return replace(batch, advantages=advantages)
+    return replace(batch, advantages=advantages.float())
 
 
 def _asked_for(estimator: Any, groups: Sequence[Group], settings: CreditSettings) -> dict[str, Any]:
@@ -96,14 +110,19 @@ def _asked_for(estimator: Any, groups: Sequence[Group], settings: CreditSettings
     if "parts" in names:
         used = [name for name, weight in settings.weights.items() if weight]
         parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in used]
-        known["parts"] = torch.from_numpy(np.stack(parts))
+        known["parts"] = _finite(torch.from_numpy(np.stack(parts)))
         known["weights"] = torch.tensor([settings.weights[name] for name in used])
     return {name: value for name, value in known.items() if name in names}
 
 
 def _baselines(group: Group) -> Tensor:
     assert group.baseline_reward is not None, "remax needs a greedy sample of every prompt"
-    return torch.full((len(group.rewards),), group.baseline_reward)
+    return _finite(torch.full((len(group.rewards),), group.baseline_reward))
+
+
+def _finite(rewards: Tensor) -> Tensor:
+    """float64; NaN, "could not be scored", for what is infinite: a clip must not make it a reward."""
+    return torch.where(torch.isfinite(rewards), rewards.double(), torch.nan)
 
 
 def _group_ids(groups: Sequence[Group]) -> Tensor:
@@ -139,7 +158,8 @@ def _kl_to_go(batch: TrainBatch, estimator: str) -> Tensor:
     assert batch.ref_logprobs is not None, "a KL term in the reward needs reference log-probs"
     mask = batch.loss_mask
     kl = named(KL_ESTIMATORS, estimator, "KL estimator")(
-        torch.where(mask, batch.rollout_logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
+        torch.where(mask, batch.rollout_logprobs, 0.0).double(),
+        torch.where(mask, batch.ref_logprobs, 0.0).double(),
     )
     kl = torch.where(mask, kl, 0.0)
     return torch.where(mask, sum_to_go(kl), 0.0)

@@ -83,7 +83,7 @@ async def run(
     """
     progress = progress or Progress()
     pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
-    staging = Staging(config, workers.policy)
+    staging = Staging(config, workers.policy, progress.rewards)
     probe = SyncProbe(config, workers, prompts, recorder, start=start)
     health = HealthWatch(config, recorder, progress.health)
     kl = config.algorithm.kl
@@ -94,7 +94,9 @@ async def run(
     async def save(step: int) -> None:
         recorder.phase("save")
         recorder.flush()
-        known = pipeline.progress(kl_coef=kl_coef, health=health.state, unassessed=unassessed)
+        known = pipeline.progress(
+            kl_coef=kl_coef, health=health.state, unassessed=unassessed, rewards=staging.rewards
+        )
         await checkpoints.save(step, workers, known)
 
     async def assess(step: int) -> None:

@@ -52,6 +52,12 @@ class HealthWatch:
         """
         carrying = sum(has_signal(group.rewards) for group in groups)
         metrics["health/low_signal"] = float(carrying < self._needed)
+        if unknown := metrics.get("rollout/nan_logprobs"):
+            self._record.warn(
+                f"step {step}: {unknown:.0f} samples are not trained on, the engine gave NaN or infinity as "
+                "the log-prob of a token; if this goes on, set `model.dtype` = float32 or another attention "
+                "backend in `rollout.engine`"
+            )
         if step in self.state.avoid:
             self._record.warn(f"step {step}: not trained on, the run was rolled back from it")
             return False

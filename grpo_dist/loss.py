@@ -6,6 +6,10 @@
 All terms are divided by the denominators of the whole update, so losses, gradients and statistics of any
 split of the rows simply add up. The correction weight belongs to the policy loss alone: times the KL term it
 would bend the penalty.
+
+A sequence with a trained token whose engine log-prob is NaN has policy loss 0 under every correction, none
+included, and with ratios to the engine's log-probs. `batching.make_batch` gives such a sample an empty mask,
+so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.aggregation import aggregate
@@ -24,6 +28,7 @@ from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.algorithms.ratios import LOG_LIMIT
 from grpo_dist.types import TrainBatch
 
 Stats = dict[str, Tensor]
@@ -73,20 +78,24 @@ def batch_loss(
     """
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
-    token_losses, stats = policy_loss(
-        logprobs, old, batch.advantages, mask, **_own_settings(policy_loss, settings)
-    )
+    known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
+    old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
+    weights = known.to(logprobs.dtype).expand_as(logprobs)
     if batch.policy_mask is not None:
-        token_losses = torch.where(batch.policy_mask, token_losses, 0.0)
+        weights = weights * batch.policy_mask
+    weight_stats: Stats = {}
     if settings.correction_kind != "none":
-        weights, weight_stats = correction(
+        importance, weight_stats = correction(
             old, batch.rollout_logprobs, mask,
             kind=settings.correction_kind, level=settings.correction_level,
             low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
         )  # fmt: skip
-        token_losses = token_losses * weights
-        stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
+        weights = weights * importance
+    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
+    advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, mask)
+    token_losses, stats = policy_loss(logprobs, old, advantages, mask, **_own_settings(policy_loss, settings))
+    token_losses = token_losses * weights
+    stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
     policy = _aggregate(token_losses, batch, settings)
     loss = policy
     kl_coef = settings.kl_coef if batch.kl_coef is None or not settings.kl_coef else batch.kl_coef
@@ -190,11 +199,30 @@ def _aggregate(
 @torch.no_grad()
 def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
     """How far the trainer's log-probs of the sampled tokens lie from those the engine sampled with."""
-    difference = torch.where(batch.loss_mask, old.double() - batch.rollout_logprobs.double(), 0.0)
+    difference = old.double() - batch.rollout_logprobs.double()
+    known = batch.loss_mask & ~batch.rollout_logprobs.isnan()
+    difference = torch.where(known, difference, 0.0)
     return {
         "mismatch": difference.abs().sum(),
         "mismatch_max": difference.abs().max() if difference.numel() else difference.sum(),
         "mismatch_kl": (torch.expm1(difference) - difference).sum(),  # k3 of rollout to trainer
-        "mismatch_w": torch.where(batch.loss_mask, difference.exp(), 0.0).sum(),
-        "mismatch_w2": torch.where(batch.loss_mask, (2 * difference).exp(), 0.0).sum(),
+        "mismatch_w": torch.where(known, difference.exp(), 0.0).sum(),
+        "mismatch_w2": torch.where(known, (2 * difference).exp(), 0.0).sum(),
     }
+
+
+def _without_overflow(
+    advantages: Float[Tensor, "B T"],
+    log_ratio: Float[Tensor, "B T"],
+    weights: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> Float[Tensor, "B T"]:
+    """``advantages``, 0 where the weight is 0 and the policy loss could overflow: 0 * inf would be NaN.
+
+    A ratio is that large for tokens with A < 0 alone, which no bound of the loss holds; that of a sequence
+    where the whole sequence is dropped.
+    """
+    dropped = mask & (weights == 0)
+    far = mask & (log_ratio > LOG_LIMIT)
+    whole = (dropped | ~mask).all(dim=1, keepdim=True) & far.any(dim=1, keepdim=True)
+    return torch.where(dropped & (whole | (far & (advantages < 0))), 0.0, advantages)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from grpo_dist.batching import has_logprobs
 from grpo_dist.types import Group, has_signal
 from grpo_dist.usage import Span
 
@@ -51,7 +52,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
     """Rewards, lengths, outcomes and staleness of the batch that a step trained on. ``version`` is the
     policy's before the update: a token sampled at that version has staleness 0."""
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
-    scored = rewards[~np.isnan(rewards)]
+    scored = rewards[np.isfinite(rewards)]
     lengths = np.array([len(r.completion_ids) for g in groups for r in g.rollouts])
     reasons = Counter(r.finish_reason for g in groups for r in g.rollouts)
     staleness = version - np.concatenate([r.policy_versions for g in groups for r in g.rollouts])
@@ -63,6 +64,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
         "rollout/length_tokens": float(lengths.mean()),
         "rollout/length_max_tokens": float(lengths.max()),
         "rollout/truncated_share": reasons["length"] / len(lengths),
+        "rollout/nan_logprobs": float(sum(not has_logprobs(r) for g in groups for r in g.rollouts)),
         "rollout/garbage_share": sum(g.garbage for g in groups) / len(lengths),
         "rollout/tokens": float(lengths.sum()),
         "rollout/staleness_mean": float(staleness.mean()) if len(staleness) else 0.0,
@@ -70,7 +72,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
     }
     for name in groups[0].reward_parts:
         part = np.concatenate([g.reward_parts[name] for g in groups]).astype(np.float64)
-        known = part[~np.isnan(part)]
+        known = part[np.isfinite(part)]
         metrics[f"reward/{name}"] = float(known.mean()) if len(known) else float("nan")
         metrics[f"reward/{name}_unscored"] = float(len(part) - len(known))
     outcomes = Counter(o for g in groups for o in g.outcomes if o)

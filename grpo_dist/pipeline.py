@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.concurrency import deadline, finished_unless, gather, sampled_again
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
@@ -125,7 +126,9 @@ class Pipeline:
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
 
-    def progress(self, *, kl_coef: float, health: HealthState, unassessed: bool) -> Progress:
+    def progress(
+        self, *, kl_coef: float, health: HealthState, unassessed: bool, rewards: Moments | None = None
+    ) -> Progress:
         """What a checkpoint keeps: finished groups of launched batches (the others are launched again, on the
         same prompts), and what decides which prompts come next.
         """
@@ -139,7 +142,16 @@ class Pipeline:
             for batch, _ in self._launched
             if batch not in ahead and self._finished.get(batch)
         }
-        return Progress(ahead, kl_coef, dict(self._taken), self._order.state, health, begun, unassessed)
+        return Progress(
+            ahead,
+            kl_coef,
+            dict(self._taken),
+            self._order.state,
+            health,
+            begun,
+            unassessed,
+            rewards or Moments(),
+        )
 
     async def __aenter__(self) -> Pipeline:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.drift import Followed
 from grpo_dist.types import Group
@@ -45,6 +46,8 @@ class Progress:
 
     ``unassessed``: the evaluation that was due after the step was not finished.
 
+    ``rewards``: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
+
     ``taken``: places in the order of prompts that each batch launched and not trained on yet has taken, and
     ``order``: what the order remembers.
     """
@@ -56,3 +59,4 @@ class Progress:
     health: HealthState = HealthState()
     begun: Mapping[int, list[Group]] = field(default_factory=dict)
     unassessed: bool = False
+    rewards: Moments = field(default_factory=Moments)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.pipeline import ScoredBatch
 from grpo_dist.schedules import is_due
-from grpo_dist.step_batches import make_batches
+from grpo_dist.step_batches import make_batches, reward_moments
 from grpo_dist.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import Policy
@@ -36,6 +37,7 @@ class Staged:
     kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
     values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
     tokens_recorded: bool
+    rewards: Moments  # of all steps up to this one
 
 
 async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> ValuesOfSamples | None:
@@ -49,10 +51,14 @@ async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> V
 
 
 class Staging:
-    """Stages a batch when it is asked for, or ahead of that with `begin`. The numbers are the same."""
+    """Stages a batch when it is asked for, or ahead of that with `begin`. The numbers are the same.
 
-    def __init__(self, config: Config, policy: Policy) -> None:
+    ``rewards``: reward moments of all steps taken so far. A step staged ahead counts once it is taken.
+    """
+
+    def __init__(self, config: Config, policy: Policy, rewards: Moments | None = None) -> None:
         self._config, self._policy = config, policy
+        self.rewards = rewards or Moments()
         self._ahead: asyncio.Task[Staged | None] | None = None
 
     def begin(self, step: int, sampling: asyncio.Task[ScoredBatch] | None) -> None:
@@ -70,9 +76,10 @@ class Staging:
         """``batch`` ready for the update of ``step`` under this weight of the KL term."""
         ahead, self._ahead = self._ahead, None
         staged = await ahead if ahead is not None else None
-        if staged is not None and staged.source is batch and staged.kl_coef == self._inside(kl_coef):
-            return staged
-        return await asyncio.to_thread(self._stage, step, batch, kl_coef)
+        if staged is None or staged.source is not batch or staged.kl_coef != self._inside(kl_coef):
+            staged = await asyncio.to_thread(self._stage, step, batch, kl_coef)
+        self.rewards = staged.rewards
+        return staged
 
     async def _follow(self, step: int, sampling: asyncio.Task[ScoredBatch]) -> Staged | None:
         """None where sampling failed: whoever waits for the batch itself learns why."""
@@ -85,8 +92,9 @@ class Staging:
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
         """In a thread of its own: the loop goes on admitting and receiving groups."""
         tracking = self._config.tracking
+        rewards = reward_moments(self._config, batch.scored, self.rewards)
         updates = make_batches(
-            self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=tracking.samples
+            self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=tracking.samples, moments=rewards
         )
         tokens = is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens) if tracking.samples else None
@@ -97,7 +105,8 @@ class Staging:
         taught = frozenset(chain.from_iterable(map(_taught, updates)))
         trained = round(sum(update.num_tokens for update in updates))
         staged = self._policy.stage(updates)
-        return Staged(staged, rows, count, trained, taught, batch, self._inside(kl_coef), values, tokens)
+        inside = self._inside(kl_coef)
+        return Staged(staged, rows, count, trained, taught, batch, inside, values, tokens, rewards)
 
     def _inside(self, kl_coef: float) -> float | None:
         """The weight as far as it is part of what is staged; otherwise an update takes it along."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batching import make_batch, split_updates
 from grpo_dist.config import Config
 from grpo_dist.control import shuffle_rewards
-from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
+from grpo_dist.credit import CreditSettings, clipped_rewards, sample_advantages, token_advantages
 from grpo_dist.pipeline import ScoredGroup
 from grpo_dist.seeds import derived_seed
 from grpo_dist.types import TrainBatch
@@ -18,19 +20,34 @@ from grpo_dist.types import TrainBatch
 _WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 
 
+def reward_moments(config: Config, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
+    """``before``, of all steps so far, with the rewards of this one; unchanged where no setting needs it."""
+    if config.algorithm.reward_norm != "running":
+        return before
+    return before.updated(clipped_rewards([s.group for s in scored], config.algorithm.reward_clip))
+
+
 def make_batches(
-    config: Config, scored: Sequence[ScoredGroup], step: int, *, kl_coef: float, with_row_ids: bool = False
+    config: Config,
+    scored: Sequence[ScoredGroup],
+    step: int,
+    *,
+    kl_coef: float,
+    with_row_ids: bool = False,
+    moments: Moments | None = None,
 ) -> list[TrainBatch]:
     """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
 
     ``kl_coef``: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
     during a run when `algorithm.kl.target` is set. Its weight in the loss is handed to the update itself.
-    ``with_row_ids``: rows are numbered in the order of ``scored``, for `token_values`.
+    ``with_row_ids``: rows are numbered in the order of ``scored``, for `token_values`. ``moments``: see
+    `reward_moments`; None: those of this step alone.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
-    settings = credit_settings(config, kl_coef)
+    moments = reward_moments(config, scored, Moments()) if moments is None else moments
+    settings = replace(credit_settings(config, kl_coef), moments=moments)
     batch = make_batch(
         groups,
         sample_advantages(groups, settings),
@@ -57,8 +74,8 @@ def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
         | {m.name: m.weight for m in config.rewards.models},
         reward_clip=algorithm.reward_clip,
         reward_norm=algorithm.reward_norm,
-        reward_shift=algorithm.reward_shift,
-        reward_scale=algorithm.reward_scale,
+        reward_shift=algorithm.shifts_rewards,
+        reward_scale=algorithm.scales_rewards,
         kl_coef=kl_coef if algorithm.add_token_level_kl else 0.0,
         kl_estimator=algorithm.kl.estimator,
         whiten=algorithm.advantage in _WHITENED if whitened is None else whitened,

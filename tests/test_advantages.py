@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbers_by_hand import NAN, close, tensor
+from numbers_by_hand import NAN, close, mask_of, tensor
 
 from grpo_dist.algorithms.advantages import (
     ADVANTAGES,
@@ -22,6 +22,7 @@ from grpo_dist.algorithms.advantages import (
     remax,
     rloo,
 )
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.normalise import normalise_rewards, whiten
 from grpo_dist.algorithms.pass_at_k import pass_at_k
 from grpo_dist.algorithms.process import process
@@ -255,3 +256,72 @@ def test_advantages_keep_the_type_of_rewards_and_leave_them_alone():
         assert advantages(name, rewards, groups).dtype == torch.float32
         assert advantages(name, rewards.double(), groups).dtype == torch.float64
     assert torch.equal(rewards.nan_to_num(9), before.nan_to_num(9))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_gets_no_advantage_and_leaves_the_statistics(name, bad):
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 0])
+    whole = tensor(1, 0, 0, 2, 1, 0, bad)
+    got = advantages(name, whole, groups)
+    assert got[-1] == 0.0 and got.isfinite().all()
+    assert torch.equal(got[:-1], advantages(name, whole[:-1], groups[:-1]))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_integer_rewards_are_not_truncated(name):
+    groups, values = torch.tensor([0, 0, 0, 1, 1, 1]), (3, 0, 1, 2, 0, 0)
+    got = advantages(name, torch.tensor(values), groups)
+    assert got.dtype == torch.float32
+    close(got, advantages(name, tensor(*values), groups), 1e-7)
+    whole = normalise_rewards(torch.tensor(values), groups, over="group")
+    close(whole, normalise_rewards(tensor(*values), groups, over="group"), 1e-12)
+
+
+def test_the_deviation_of_the_batch_is_that_of_centred_or_of_raw_rewards():
+    """TRL's scale_rewards = batch and ROLL's norm_std_type = batch have the second."""
+    rewards, groups = tensor(1, 0, 5, 4), torch.tensor([0, 0, 1, 1])
+    unit = [0.5, -0.5, 0.5, -0.5]
+    centred, raw = statistics.stdev(unit), statistics.stdev([1, 0, 5, 4])
+    close(grpo(rewards, groups, std="batch", eps=0.0), tensor(*(u / centred for u in unit)), 1e-6)
+    close(grpo(rewards, groups, std="batch_raw", eps=0.0), tensor(*(u / raw for u in unit)), 1e-6)
+
+
+def test_whitening_leaves_out_what_is_not_finite():
+    values, mask = torch.tensor([[1.0, NAN, 3.0], [math.inf, 5.0, 9.0]]), mask_of([3, 2], 3)
+    got = whiten(values, mask)
+    kept = [1.0, 3.0, 5.0]
+    expected = [(v - 3) / statistics.stdev(kept) for v in kept]
+    close(got, torch.tensor([[expected[0], 0, expected[1]], [0, expected[2], 0]]), 1e-6)
+
+
+def test_running_moments_are_those_of_all_rewards_so_far():
+    steps = [(1.0, 0.0, NAN, 1.0), (0.25,), (math.inf,), (7.0, -2.0, 3.0)]
+    moments = Moments()
+    for step in steps:
+        moments = moments.updated(tensor(*step))
+    known = [v for step in steps for v in step if math.isfinite(v)]
+    assert (moments.count, moments.mean) == (len(known), pytest.approx(statistics.fmean(known), rel=1e-12))
+    assert moments.deviation == pytest.approx(statistics.stdev(known), rel=1e-12)
+    assert Moments().updated(tensor(0.1, 0.1, 0.1)).deviation == 0.0
+    groups, rewards = torch.tensor([0, 0, 0]), tensor(7, NAN, 3)
+    how = {"over": "running", "eps": 0.0, "moments": moments}
+    shifted = [(v - moments.mean) / moments.deviation for v in (7, 3)]
+    close(normalise_rewards(rewards, groups, **how)[[0, 2]], tensor(*shifted))
+    scaled = [v / moments.deviation for v in (7, 3)]
+    close(normalise_rewards(rewards, groups, shift=False, **how)[[0, 2]], tensor(*scaled))
+
+
+@pytest.mark.parametrize(
+    ("eps", "right", "wrong"),
+    [
+        (1e-6, 1.6201816, -0.5400605),  # verl and ROLL
+        (1e-9, 1.6201851, -0.5400617),  # OpenRLHF
+        (1e-4, 1.6198353, -0.5399451),  # TRL and ms-swift
+    ],
+)
+def test_recorded_advantages_of_other_trainers(eps, right, wrong):
+    """Run from their own functions on one group of rewards [1, 0, 0, 1, 0, 0, 0, 0]."""
+    for std in ("group", "batch", "batch_raw"):  # all the same for one group
+        got = grpo(RIGHT, ONE, std=std, eps=eps)
+        close(got[:2], tensor(right, wrong), 1e-7)

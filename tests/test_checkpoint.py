@@ -11,6 +11,7 @@ import fakes
 import numpy as np
 import pytest
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.checkpoint import (
     Checkpoints,
     State,
@@ -35,6 +36,7 @@ FOLLOWED = {
     "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
     "policy/entropy": Followed(((3, 0.5),)),
 }
+MOMENTS = Moments(12, 0.1, 1 / 3)
 HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), FOLLOWED)
 ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
 
@@ -77,7 +79,7 @@ def group(prompt):
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
     begun = {4: [group(PROMPTS[0])]} if ahead else {}
-    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun)
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun, False, MOMENTS)
     asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
 
 
@@ -99,7 +101,7 @@ def test_what_was_saved_is_found_again(tmp_path):
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
     assert [g.prompt for g in progress.begun[4]] == [PROMPTS[0]] and list(progress.begun) == [4]
     assert progress.taken == {3: [1, 0], 12: [2]} and progress.order == ORDER
-    assert progress.health == HEALTH
+    assert progress.health == HEALTH and progress.rewards == MOMENTS
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 
@@ -107,6 +109,7 @@ def test_what_was_saved_is_found_again(tmp_path):
 def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
     progress = load_progress(tmp_path, State(1, "", "", health={"best_reward": 0.5}), PROMPTS)
     assert progress.health == HealthState(0.5) and progress.order == OrderState()
+    assert progress.rewards == Moments()
 
 
 def test_one_of_another_version_is_not_to_be_deleted(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import Rewards
-from grpo_dist.rewards.combine import Term, combine
+from grpo_dist.rewards.combine import Term, as_part, combine
 
 NAN = float("nan")
 
@@ -82,3 +82,18 @@ def test_a_reward_may_be_gated_by_a_model():
         {"functions": [{"function": "math"}, {"function": "format", "gate": "quality"}], "models": [model]}
     )
     assert settings.functions[1].gate == "quality" and settings.models[0].gate == "math"
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf"), 1e39])
+def test_what_is_not_a_finite_float32_could_not_be_scored(bad):
+    parts = {"a": np.array([bad, 1.0]), "b": np.array([1.0, 1.0])}
+    np.testing.assert_array_equal(combine(parts, [Term("a"), Term("b")]), [NAN, 2.0])
+    np.testing.assert_array_equal(as_part([bad, 1.0, None]), np.array([NAN, 1.0, NAN], np.float32))
+    gated = [Term("a", 0.0), Term("b", gate="a")]
+    np.testing.assert_array_equal(combine(parts, gated), [NAN, 1.0])
+
+
+def test_a_weight_that_carries_a_part_out_of_range_leaves_it_unscored():
+    for weight in (1e30, 1e308):
+        result = combine({"a": np.array([1e30, 0.0], np.float32)}, [Term("a", weight)])
+        np.testing.assert_array_equal(result, [NAN, 0.0])

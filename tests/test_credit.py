@@ -1,16 +1,20 @@
 """Credit of single tokens: what happens between a group's rewards and the advantages of a batch."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import fakes
 import numpy as np
 import pytest
 import torch
 
+from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batching import make_batch
+from grpo_dist.config_files import read_tree
 from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
 from grpo_dist.pipeline import ScoredGroup
-from grpo_dist.step_batches import credit_settings, make_batches
+from grpo_dist.step_batches import credit_settings, make_batches, reward_moments
 from grpo_dist.types import Group, Prompt, Rollout
 
 
@@ -140,3 +144,132 @@ def test_the_order_of_groups_changes_no_advantage():
         back = credited(groups[::-1], settings)
         back = torch.cat([back[6:], back[3:6], back[:3]])
         torch.testing.assert_close(back, forth, rtol=1e-6, atol=1e-7)
+
+
+def in_float64(rewards):
+    """The numbers that float32 rewards are, centred and divided by their sample deviation."""
+    values = np.array(rewards, np.float32).astype(np.float64)
+    return (values - values.mean()) / values.std(ddof=1)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize(("shift", "scale"), [(False, True), (True, True), (True, False)])
+def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(estimator, shift, scale):
+    rewards = [100, 100.001, 100, 100.002]
+    settings = CreditSettings(
+        estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
+        whiten=estimator.startswith("reinforce"), eps=1e-12,
+    )  # fmt: skip
+    got = credited([group(rewards, [1] * 4)], settings)[:, 2]
+    assert got.dtype == torch.float32
+    expected = in_float64(rewards)
+    expected *= got.double().std().item()  # what it was divided by is another test's
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4)
+    unit = {"grpo": 1.0, "dr_grpo": 1.0, "rloo": 4 / 3}.get(estimator)
+    if unit and scale:
+        np.testing.assert_allclose(got.numpy(), unit * in_float64(rewards), rtol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "remax", "rloo", "opo", "pass_at_k"])
+def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
+    settings = CreditSettings(estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp")
+    with_it = credited([group([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
+    without = credited([group([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
+    assert not with_it[0].any() and torch.equal(with_it[1:, 2], without[:, 2])
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
+    """Its reward still counts in its group, and what is whitened over all tokens does not see it."""
+    broken = group([1, 0, 0], [2, 2, 1])
+    broken.rollouts[0].logprobs[1] = math.nan
+    algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
+    config = fakes.config(algorithm=algorithm | {"add_token_level_kl": kl > 0})
+    reference = [np.full(n, -1.0, np.float32) for n in (2, 2, 1)]
+    (batch,) = make_batches(config, [ScoredGroup(broken, reference)], 0, kl_coef=kl)
+    assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (3.0, 2.0)
+    assert batch.advantages.isfinite().all() and batch.rollout_logprobs.isfinite().all()
+    if not kl:
+        torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
+
+
+@pytest.mark.parametrize(
+    ("shift", "scale", "expected"),
+    [
+        (None, None, (True, True)),
+        (False, False, (True, True)),  # ROLL's defaults
+        (True, True, (True, True)),
+        (True, False, (True, False)),  # ROLL: only subtract the mean
+        (True, None, (True, False)),
+        (None, False, (True, False)),
+        (False, True, (False, True)),  # ROLL: only divide by the deviation
+        (None, True, (False, True)),
+        (False, None, (False, True)),
+    ],
+)
+def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected):
+    algorithm = {"reward_norm": "batch", "reward_shift": shift, "reward_scale": scale}
+    settings = credit_settings(fakes.config(algorithm=algorithm), 0.0)
+    assert (settings.reward_shift, settings.reward_scale) == expected
+
+
+def test_running_normalisation_goes_on_from_the_steps_before():
+    config = fakes.config(algorithm={"advantage": "reinforce_pp", "reward_norm": "running"})
+    first, second = scored(group([1, 0, 1, 1], [1] * 4)), scored(group([0, 4, 0, 2], [1] * 4))
+    after_one = reward_moments(config, first, Moments())
+    after_two = reward_moments(config, second, after_one)
+    everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
+    assert after_two.mean == pytest.approx(everything.mean())
+    assert after_two.deviation == pytest.approx(everything.std(ddof=1))
+    settings = credit_settings(config, 0.0)
+    settings = replace(settings, moments=after_two, whiten=False)
+    (got,) = sample_advantages([s.group for s in second], settings)
+    expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    assert reward_moments(fakes.config(), first, Moments()) == Moments()
+
+
+def of_roll(rewards, lengths, *, clip):
+    """ROLL's steps for adv_estimator grpo, in float64: group norm, one reward a token, whitened, clipped."""
+    rewards = np.array(rewards, np.float64)
+    normalised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
+    tokens = np.repeat(normalised.ravel(), np.ravel(lengths))
+    whitened = (tokens - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8)
+    return np.clip(whitened, -clip, clip)
+
+
+def test_the_preset_of_rolls_study_gives_rolls_advantages():
+    rewards, lengths = [[1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]], [[5, 3, 1, 4, 2, 5, 2, 3]] * 2
+    preset = read_tree(Path(__file__).parents[1] / "configs" / "algorithms" / "roll.yaml").algorithm
+    config = fakes.config(algorithm=dict(preset))
+    groups = [group(r, n) for r, n in zip(rewards, lengths, strict=True)]
+    got = credited(groups, credit_settings(config, 0.0))
+    flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
+    np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
+    assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ({"reward_norm": "group", "reward_shift": True, "reward_scale": False}, [0.75, -0.25]),
+        ({"reward_norm": "group", "reward_shift": False, "reward_scale": False}, [1.6201816, -0.5400605]),
+        ({"reward_norm": None, "reward_shift": False, "reward_scale": False}, [1.0, 0.0]),
+    ],
+)
+def test_rolls_reward_block_means_what_it_means_there(block, expected):
+    """Of one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce takes the normalised reward."""
+    block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
+    settings = credit_settings(fakes.config(algorithm=block), 0.0)
+    (got,) = sample_advantages([group([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
+    np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("whiten", [False, True])
+def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
+    """The loss is then not finite either, and the update is refused."""
+    reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
+    settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
+    got = credited([group([1, 0], [2, 1])], settings, reference)
+    assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()

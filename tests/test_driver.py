@@ -407,3 +407,30 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
     assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
     assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
     assert any(right > 0 for right, _ in rates.values())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(staleness):
+    """The advantages of a step are those of its rewards among all rewards so far, staged ahead or not."""
+    algorithm = {"advantage": "reinforce_pp", "reward_norm": "running", "whiten_advantages": False}
+    how = {"steps": 6, "max_staleness": staleness, "algorithm": algorithm}
+    whole = fakes.World()
+    train(whole, fakes.config(**how), fakes.prompts(40))
+    first = fakes.World()
+    config = fakes.config(**how, checkpoint={"every": 3})
+    train(first, config, fakes.prompts(40))
+    seen = []
+    for step, (batch,) in enumerate(whole.updates):
+        rewards = (batch.tokens[range(len(batch)), batch.prompt_lengths] % 2).double().numpy()
+        seen.extend(rewards)
+        spread = np.std(seen, ddof=1)
+        expected = (rewards - np.mean(seen)) / (spread + 1e-6)
+        got = batch.advantages[range(len(batch)), batch.prompt_lengths].numpy()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+        if step == 2:
+            assert first.saved[3].rewards.count == len(seen)
+    second = fakes.World()
+    second.version = 3
+    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
+    for a, b in zip(whole.updates[3:], second.updates, strict=True):
+        assert torch.equal(a[0].advantages, b[0].advantages)

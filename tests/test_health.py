@@ -382,3 +382,22 @@ def test_a_bound_that_no_step_can_meet_is_refused():
     with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5 is above"):
         fakes.config(health={"min_signal_groups": 5})
     assert Health().min_signal_groups == 1 and Health().action == "skip"
+
+
+def test_samples_with_a_nan_log_prob_are_counted_and_told_of():
+    world = fakes.World(jitter=False)
+    score = world.score
+
+    async def broken(prompt, rollouts):
+        rollouts[0].logprobs[1] = math.nan
+        return await score(prompt, rollouts)
+
+    world.score = broken
+    config = fakes.config(steps=1, algorithm={"skip_idle_rows": False})
+    train(world, config)
+    groups = config.batch.prompts_per_step
+    assert world.logged[1]["rollout/nan_logprobs"] == groups
+    assert [w for w in world.warnings if f"{groups} samples are not trained on" in w]
+    ((batch,),) = world.updates
+    empty = ~batch.loss_mask.any(dim=1)
+    assert int(empty.sum()) == groups and batch.rollout_logprobs.isfinite().all()

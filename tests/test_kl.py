@@ -88,3 +88,20 @@ def test_the_kl_weight_is_steered_towards_the_target():
     assert next_kl_coef(0.2, 9.0, **how) == pytest.approx(0.2 * 1.1)
     assert next_kl_coef(0.2, 0.0, **how) == pytest.approx(0.2 * 0.9)
     assert next_kl_coef(0.2, math.nan, **how) == 0.2
+
+
+@pytest.mark.parametrize("name", ["k1+", "k3+"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_straight_through_forms_are_finite_where_their_gradient_is(name, dtype):
+    logprobs = torch.full((1, 1), -300.0, dtype=dtype, requires_grad=True)
+    value = KL_ESTIMATORS[name](logprobs, torch.zeros(1, 1, dtype=dtype))
+    value.sum().backward()
+    assert value.isfinite().all() and logprobs.grad.item() == -300.0
+
+
+def test_half_precision_logprobs_have_the_divergence_of_the_numbers_they_are():
+    logprobs, reference = (torch.tensor([[v]], dtype=torch.bfloat16) for v in (-7.96875, -0.0018))
+    for name, estimator in KL_ESTIMATORS.items():
+        exact = estimator(logprobs.double(), reference.double())
+        got = estimator(logprobs, reference).double()
+        torch.testing.assert_close(got, exact, rtol=1e-5, atol=0, msg=name)

@@ -131,3 +131,40 @@ def test_garbage_where_masked_reaches_no_loss(name, garbage):
         assert not losses.detach()[~mask].any() and not gradient[~mask].any()
         results.append([losses.detach(), gradient, *stats.values()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
+def test_a_bad_token_keeps_its_gradient_where_the_ratio_is_largest(name):
+    """Nothing bounds a ratio for A < 0: at 70 nats, past the cut for tokens that are bounded, it is exact."""
+    new = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((1, 2), -70.0), torch.full((1, 2), -1.0), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.tolist() == [[pytest.approx(math.exp(70))] * 2]
+    assert gradient.tolist() == [[pytest.approx(math.exp(70))] * 2]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_a_sequence_ratio_that_overflows_is_no_nan_where_the_advantage_is_zero(name):
+    new = torch.zeros(2, 2, requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((2, 2), -200.0), torch.zeros(2, 2), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert not losses.any() and not gradient.any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logprobs_are_clipped_as_the_numbers_they_are(name, dtype):
+    """Bounds of 3e-4 are finer than bfloat16: differences and means must not be rounded to it."""
+    generator = torch.Generator().manual_seed(2)
+    old = -8 * torch.rand(64, 32, generator=generator)
+    new = (old + 2e-3 * torch.randn(64, 32, generator=generator)).to(dtype)
+    advantages = torch.randn(64, 1, generator=generator).expand(64, 32)
+    mask = torch.ones(64, 32, dtype=torch.bool)
+    _, exact = POLICY_LOSSES[name](new.double(), old.to(dtype).double(), advantages, mask)
+    losses, stats = POLICY_LOSSES[name](new, old.to(dtype), advantages, mask)
+    assert losses.dtype == torch.float32
+    assert {k: float(stats[k]) for k in ("clip_low", "clip_high")} == {
+        k: float(exact[k]) for k in ("clip_low", "clip_high")
+    }

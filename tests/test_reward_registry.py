@@ -8,6 +8,7 @@ from answers_made import answers, spec
 from patience import HANG_S, in_time
 
 from grpo_dist.config import Reward, Rewards
+from grpo_dist.rewards.combine import Term
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
 
@@ -33,6 +34,9 @@ def endless(completion, answer):
 
 def noisy(completion, answer):
     raise RuntimeError(completion)
+
+def huge(completion, answer):
+    return float(completion)
 
 not_a_function = 3
 """
@@ -247,3 +251,19 @@ def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
     assert scores.parts["overlong"].tolist() == [-0.25, -0.5, -0.75]
     assert scores.rewards[:2].tolist() == [0.5, 0.0]
     assert np.isnan(scores.rewards[2])
+
+
+def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: GraderPool) -> None:
+    scorer = Scorer([spec("huge", "my_rewards:huge")], pool)
+    scores = scorer.score(answers(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
+    np.testing.assert_array_equal(scores.rewards, np.array([np.nan] * 4 + [3e38], np.float32))
+    assert [line.partition(",")[0] for line in scorer.news()[-2:]] == [
+        "reward huge: gave 1e+39",
+        "reward huge: gave -1e+300",
+    ]
+
+
+def test_a_reward_models_score_that_is_not_finite_could_not_be_scored(pool: GraderPool) -> None:
+    scorer = Scorer([], pool, models=[Term("quality")])
+    scores = scorer.score(answers(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
+    np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])

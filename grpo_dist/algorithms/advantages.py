@@ -3,9 +3,12 @@
     rewards [0, 0, 1, 1], one group, std "none" -> [-0.5, -0.5, 0.5, 0.5]
 
 ``group_ids`` says which samples answer the same prompt; ids need be neither sorted nor consecutive.
-Statistics are taken in float64 and the result has the type of ``rewards``, so that a group of equal rewards
-gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that rounding error by a
-deviation of the same size gives 0.06 to 0.9.
+Statistics are taken in float64 and the result has the type of ``rewards``, float32 for integer rewards. So a
+group of equal rewards gets exact zeros: in float32 the mean of eight 0.7s is not 0.7, and dividing that
+rounding error by a deviation of the same size gives 0.06 to 0.9.
+
+A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
+and gets advantage 0.
 
 An estimator's keywords say what else it looks at; `credit.py` hands each what it names.
 """
@@ -15,26 +18,29 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.groups import Groups
+from grpo_dist.algorithms.groups import Groups, is_scored, typed_like
 from grpo_dist.algorithms.pass_at_k import pass_at_k
 
 
 def grpo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "group", eps: float | int = 1e-6
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "group", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Group-relative advantage: (r - mean of its group) / (standard deviation + eps).
 
     DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.2.
 
     Args:
-        rewards: one per sample; NaN could not be scored: it leaves the statistics and gets advantage 0.
+        rewards: one per sample; one that is not finite leaves the statistics and gets advantage 0.
         group_ids: samples of one prompt share an id.
         std: ``group``: sample deviation (ddof 1) of the group. ``batch``: sample deviation of the centred
             rewards of all scored samples of the batch, whose mean is 0 (REINFORCE++ with a group baseline,
-            Hu et al. 2025, arXiv:2501.03262). ``none``: divide by nothing.
+            Hu et al. 2025, arXiv:2501.03262). ``batch_raw``: sample deviation of the rewards themselves over
+            the batch, which is TRL's ``scale_rewards: batch`` and ROLL's ``norm_std_type: batch`` (Lite PPO,
+            Liu et al. 2025, arXiv:2508.08221). It is never smaller: it also counts how prompts differ in
+            difficulty. ``none``: divide by nothing.
         eps: added to the deviation.
 
     Returns:
@@ -42,9 +48,9 @@ def grpo(
         [1, 0, 0, 1, 0, 0, 0, 0]: 1.6201816 for a right answer, -0.5400605 for a wrong one.
 
     Raises:
-        ValueError: ``std`` is none of the three.
+        ValueError: ``std`` is none of the four.
     """
-    known = ~torch.isnan(rewards)
+    known = is_scored(rewards)
     group = Groups(group_ids, known)
     centred, spread = group.centre(rewards)
     if std == "none":
@@ -53,13 +59,15 @@ def grpo(
         scale = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index] + eps
     elif std == "batch":
         scale = ((centred**2).sum() / (group.count.sum() - 1).clamp(min=1)).sqrt() + eps
+    elif std == "batch_raw":
+        scale = _deviation(rewards, known) + eps
     else:
-        raise ValueError(f"std = {std!r}: expected group, batch or none")
-    return torch.where(spread, centred / scale, 0.0).to(rewards.dtype)
+        raise ValueError(f"std = {std!r}: expected group, batch or none, or batch_raw")
+    return typed_like(torch.where(spread, centred / scale, 0.0), rewards)
 
 
 def dr_grpo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Dr. GRPO: r - mean of its group, with no division, which would weight easy and hard prompts up.
 
@@ -71,7 +79,7 @@ def dr_grpo(
 
 
 def rloo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Leave-one-out: r - mean of the other samples of its group = n / (n - 1) * (r - mean of the group).
 
@@ -79,23 +87,23 @@ def rloo(
     -0.2857143.
     """
     del std, eps
-    group = Groups(group_ids, ~torch.isnan(rewards))
+    group = Groups(group_ids, is_scored(rewards))
     centred, spread = group.centre(rewards)
     factor = group.count / (group.count - 1).clamp(min=1)
-    return torch.where(spread, centred * factor[group.index], 0.0).to(rewards.dtype)
+    return typed_like(torch.where(spread, centred * factor[group.index], 0.0), rewards)
 
 
-def reinforce_pp(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++: the reward itself; whitening over all tokens of the batch is the baseline.
 
     Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.whiten_advantages` is on with it unless the
     configuration says otherwise.
     """
     del group_ids
-    return torch.nan_to_num(rewards, nan=0.0)
+    return typed_like(_or_zero(rewards.double()), rewards)
 
 
-def reinforce_pp_baseline(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+def reinforce_pp_baseline(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """REINFORCE++ with a group baseline: r - mean of its group, whitened over all tokens of the batch.
 
     Hu et al. 2025 (arXiv:2501.03262). With lengths [5, 3, 1, 4, 2, 5, 2, 3] whitening makes of
@@ -105,18 +113,18 @@ def reinforce_pp_baseline(rewards: Float[Tensor, " B"], group_ids: Int[Tensor, "
 
 
 def remax(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, baselines: Float[Tensor, " B"]
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, baselines: Real[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
     """ReMax: r - reward of the greedy answer to the same prompt; Li et al. 2023 (arXiv:2310.10505).
 
-    ``baselines``: that reward, one per sample. A sample whose own reward or baseline is NaN gets 0.
+    ``baselines``: that reward, one per sample. A sample whose own reward or baseline is not finite gets 0.
     """
     del group_ids
-    return torch.nan_to_num(rewards - baselines, nan=0.0)
+    return typed_like(_or_zero(rewards.double() - baselines.double()), rewards)
 
 
 def opo(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, lengths: Int[Tensor, " B"]
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, lengths: Int[Tensor, " B"]
 ) -> Float[Tensor, " B"]:
     """OPO: r - mean of the group weighted by length, the baseline of least variance when gradients of tokens
     are independent; Hao et al. 2025 (arXiv:2505.23585), equation 6.
@@ -124,19 +132,19 @@ def opo(
     ``lengths``: completion tokens of each sample. For [1, 0, 0, 1, 0, 0, 0, 0] with lengths
     [5, 3, 1, 4, 2, 5, 2, 3]: 0.64 and -0.36.
     """
-    group = Groups(group_ids, ~torch.isnan(rewards))
+    group = Groups(group_ids, is_scored(rewards))
     _, spread = group.centre(rewards)
     tokens = group.sum(lengths.double())
-    baseline = group.sum(torch.nan_to_num(rewards.double()) * lengths) / tokens.clamp(min=1)
-    return torch.where(spread, rewards.double() - baseline[group.index], 0.0).to(rewards.dtype)
+    baseline = group.sum(_or_zero(rewards.double()) * lengths) / tokens.clamp(min=1)
+    return typed_like(torch.where(spread, rewards.double() - baseline[group.index], 0.0), rewards)
 
 
 def gdpo(
-    rewards: Float[Tensor, " B"],
+    rewards: Real[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
     *,
-    parts: Float[Tensor, "K B"],
-    weights: Float[Tensor, " K"],
+    parts: Real[Tensor, "K B"],
+    weights: Real[Tensor, " K"],
     std: str = "group",
     eps: float | int = 1e-6,
 ) -> Float[Tensor, " B"]:
@@ -150,7 +158,7 @@ def gdpo(
             statistics.
         parts: each reward before weighting.
     """
-    known = ~torch.isnan(rewards)
+    known = is_scored(rewards)
     own = torch.where(known, parts, torch.nan)
     total = sum(
         weight * grpo(part.double(), group_ids, std=std, eps=eps)
@@ -159,7 +167,18 @@ def gdpo(
     assert isinstance(total, Tensor)
     # Centred group by group, the sums have mean 0 over the batch already: only their size is normalised.
     scale = (total.square().sum() / max(int(known.sum()) - 1, 1)).sqrt() + eps
-    return torch.where(known, total / scale, 0.0).to(rewards.dtype)
+    return typed_like(torch.where(known, total / scale, 0.0), rewards)
+
+
+def _deviation(rewards: Real[Tensor, " B"], known: Bool[Tensor, " B"]) -> Float[Tensor, ""]:
+    """Sample deviation of all known rewards, in float64."""
+    everyone = Groups(torch.zeros_like(rewards, dtype=torch.long), known)
+    centred, _ = everyone.centre(rewards)
+    return ((centred**2).sum() / (known.sum() - 1).clamp(min=1)).sqrt()
+
+
+def _or_zero(values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    return torch.where(torch.isfinite(values), values, 0.0)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

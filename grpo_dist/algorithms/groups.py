@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
+
+
+def is_scored(rewards: Real[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """True for finite rewards. NaN and infinity both mean "could not be scored"."""
+    return torch.isfinite(rewards)
+
+
+def typed_like(values: Float[Tensor, "*shape"], rewards: Real[Tensor, ...]) -> Float[Tensor, "*shape"]:
+    """``values`` in the type of ``rewards``, or in float32 for integer rewards, which would truncate them."""
+    return values.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 
 class Groups:
@@ -17,11 +27,11 @@ class Groups:
         self._known, self._size = known, len(unique)
         self.count = self.sum(torch.ones_like(known, dtype=torch.float64))
 
-    def sum(self, values: Float[Tensor, " B"]) -> Float[Tensor, " G"]:
+    def sum(self, values: Real[Tensor, " B"]) -> Float[Tensor, " G"]:
         zeros = torch.zeros(self._size, dtype=torch.float64, device=values.device)
         return zeros.index_add(0, self.index, torch.where(self._known, values.double(), 0.0))
 
-    def centre(self, values: Float[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
+    def centre(self, values: Real[Tensor, " B"]) -> tuple[Float[Tensor, " B"], Bool[Tensor, " B"]]:
         """Known values less the mean of their group, in float64; and where the group has a spread at all:
         elsewhere the values are exactly 0, free of the rounding of the mean.
         """

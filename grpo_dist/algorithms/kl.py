@@ -13,7 +13,7 @@ k3 is the gradient of KL(reference || policy). That of k2 is the gradient of KL(
 and ``k3+`` are straight-through forms that report the unbiased value and have that gradient (Tang and Munos
 2025, arXiv:2506.09477). In a reward there is no gradient, and k1 or k3 are the unbiased choice.
 
-None of them is clamped: a clamp makes the gradient exactly 0 where the divergence is largest.
+No gradient is clamped: a clamp makes it exactly 0 where the divergence is largest.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_dist.algorithms.ratios import LOG_LIMIT, at_least_float32
+
 
 def k1(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """d, in nats."""
-    return logprobs - ref_logprobs
+    return _difference(logprobs, ref_logprobs)
 
 
 def k2(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """d^2 / 2, in nats."""
-    return (logprobs - ref_logprobs).square() / 2
+    return _difference(logprobs, ref_logprobs).square() / 2
 
 
 def k3(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """exp(-d) - 1 + d, in nats; DeepSeekMath (arXiv:2402.03300), equation 4. ``expm1`` keeps it exact where d
     is tiny. In float32 it overflows to inf below d = -88, and the trainer refuses a loss that is not finite.
     """
-    d = logprobs - ref_logprobs
+    d = _difference(logprobs, ref_logprobs)
     return torch.expm1(-d) + d
 
 
@@ -53,8 +55,17 @@ def k1_straight_through(
 def k3_straight_through(
     logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]
 ) -> Float[Tensor, "B T"]:
-    """exp(-d) - 1 + d with the gradient of k2, which grows with d instead of exp(-d)."""
-    return _with_gradient_of(k3(logprobs, ref_logprobs), k2(logprobs, ref_logprobs))
+    """exp(-d) - 1 + d with the gradient of k2, which grows with d instead of exp(-d).
+
+    The value is held at that of d = -60, 1.1e26, before it overflows: the gradient is finite there, and an
+    infinite value would have the trainer refuse the update. The gradient is not held.
+    """
+    value = k3(at_least_float32(logprobs).clamp(min=at_least_float32(ref_logprobs) - LOG_LIMIT), ref_logprobs)
+    return _with_gradient_of(value, k2(logprobs, ref_logprobs))
+
+
+def _difference(logprobs: Float[Tensor, "B T"], ref_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return at_least_float32(logprobs) - at_least_float32(ref_logprobs)
 
 
 def _with_gradient_of(value: Tensor, other: Tensor) -> Tensor:

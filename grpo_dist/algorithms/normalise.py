@@ -3,43 +3,59 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from grpo_dist.algorithms.groups import Groups
+from grpo_dist.algorithms.groups import Groups, is_scored
+from grpo_dist.algorithms.moments import Moments
 
-OVER = ("none", "group", "batch")
+OVER = ("none", "group", "batch", "running")
 
 
 def normalise_rewards(
-    rewards: Float[Tensor, " B"],
+    rewards: Real[Tensor, " B"],
     group_ids: Int[Tensor, " B"],
     *,
     over: str,
     shift: bool = True,
     scale: bool = True,
     eps: float | int = 1e-6,
-) -> Float[Tensor, " B"]:
-    """(r - mean) / (sample deviation + eps) over the ``group`` or the whole ``batch``.
+    moments: Moments | None = None,
+) -> Real[Tensor, " B"]:
+    """(r - mean) / (sample deviation + eps) over the ``group``, the whole ``batch``, or all steps so far.
 
-    ``shift`` False leaves the mean in, ``scale`` False the deviation; ``over`` none changes nothing. NaN
-    stays NaN and leaves the statistics. Fewer than two scored samples have deviation 0.
+    ``shift`` False leaves the mean in, ``scale`` False the deviation; ``over`` none returns ``rewards``
+    themselves. A reward that is not finite becomes NaN and leaves the statistics. Fewer than two scored
+    samples have deviation 0.
+
+    Args:
+        moments: with ``over`` running: those of all rewards so far, this batch's included.
+
+    Returns:
+        float64: what comes next centres the values again, and with the mean left in float32 keeps too few
+        digits of their differences.
 
     Raises:
-        ValueError: ``over`` is none of the three.
+        ValueError: ``over`` is none of the four.
     """
     if over not in OVER:
         raise ValueError(f"reward_norm = {over!r}: expected {', '.join(OVER)}")
     if over == "none":
         return rewards
-    ids = group_ids if over == "group" else torch.zeros_like(group_ids)
-    group = Groups(ids, ~torch.isnan(rewards))
-    centred, spread = group.centre(rewards)
-    deviation = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index]
+    known = is_scored(rewards)
+    if over == "running":
+        assert moments is not None, "running statistics come from the steps so far"
+        mean, deviation, spread = moments.mean, moments.deviation, moments.deviation > 0
+        centred = torch.where(known, rewards.double() - mean, 0.0)
+        divisor = torch.full_like(centred, deviation + eps if spread else 1.0)
+    else:
+        group = Groups(group_ids if over == "group" else torch.zeros_like(group_ids), known)
+        centred, differ = group.centre(rewards)
+        deviations = (group.sum(centred**2) / (group.count - 1).clamp(min=1)).sqrt()[group.index]
+        # Equal rewards have no deviation to be measured in: dividing by eps would blow them up.
+        divisor = torch.where(differ, deviations + eps, 1.0)
     values = centred if shift else rewards.double()
-    # Equal rewards have no deviation to be measured in: dividing by eps would blow them up.
-    values = values / torch.where(spread, deviation + eps, 1.0) if scale else values
-    return torch.where(torch.isnan(rewards), torch.nan, values).to(rewards.dtype)
+    return torch.where(known, values / divisor if scale else values, torch.nan)
 
 
 def whiten(
@@ -47,10 +63,12 @@ def whiten(
 ) -> Float[Tensor, "B T"]:
     """(value - mean) / sqrt(sample variance + eps) over all unmasked tokens of the batch; 0 where masked.
 
-    Every token counts once, so long completions weigh more. Equal values give exact zeros.
+    Every token counts once, so long completions weigh more. Equal values give exact zeros. A value that is
+    not finite leaves the statistics and becomes 0.
     """
-    kept = values[mask].double()
+    counted = mask & torch.isfinite(values)
+    kept = values[counted].double()
     out = torch.zeros_like(values)
     if kept.numel() > 1 and kept.max() > kept.min():
-        out[mask] = ((kept - kept.mean()) / (kept.var() + eps).sqrt()).to(values.dtype)
+        out[counted] = ((kept - kept.mean()) / (kept.var() + eps).sqrt()).to(values.dtype)
     return out

@@ -19,9 +19,14 @@ rollout engine:
 
 ``veto`` drops a whole sequence for one token that the trainer finds all but impossible: a sign that engine
 and trainer do not run the same model there (Liu et al. 2025, as above).
+
+A sequence with an unmasked token whose log-prob is NaN is dropped too, under every kind and level: what the
+engine sampled it from is not known.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,7 +34,6 @@ from torch import Tensor
 
 KINDS = ("tis", "mis", "icepop")
 LEVELS = ("token", "sequence", "geometric")
-_LOG_LIMIT = 20.0  # |log w| beyond which exp is not asked: 5e8 is past every bound that makes sense
 
 
 @torch.no_grad()
@@ -57,9 +61,11 @@ def correction(
     Returns:
         Weights, 0 where masked; and sums over unmasked tokens: ``weight`` (before bounds), its square
         ``weight_sq``, ``weight_max``, ``outside`` (tokens whose weight lay outside the bounds), ``dropped``
-        (tokens whose returned weight is 0). Weights are computed in float64, so that a
-        product over a long sequence does not depend on the order of its factors, and returned in the type of
-        ``train_logprobs``. |log w| is cut at 20 nats before exp.
+        (tokens whose returned weight is 0). Tokens of sequences with a NaN count in the last two only.
+        Weights are computed in float64, so that a product over a long sequence does not depend on the order
+        of its factors, and returned in the type of ``train_logprobs``. Bounds and veto compare logarithms.
+        log w is cut from above alone, where exp would overflow that type: the policy loss multiplies a tiny
+        weight by a ratio that may be as large as it is small, and their product is what counts.
 
     Raises:
         ValueError: unknown kind or level, or bounds out of order.
@@ -72,33 +78,44 @@ def correction(
     if not 0 <= low < high:
         raise ValueError(f"correction bounds low = {low}, high = {high}: expected 0 <= low < high")
     zero = torch.zeros((), dtype=torch.float64, device=train_logprobs.device)
-    log_ratio = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
-    token_ratio = _exp(log_ratio)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-    elif level == "geometric":
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)
-        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(log_ratio)
-    ratio = _exp(log_ratio)
-    inside = (ratio >= low) & (ratio <= high)
+    log_token = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
+    log_ratio = _over(level, log_token, mask)
+    known = ~(log_token + log_ratio).isnan().any(dim=1, keepdim=True).expand_as(mask)
+    log_token, log_ratio = torch.where(known, log_token, zero), torch.where(known, log_ratio, zero)
+    largest = math.log(torch.finfo(train_logprobs.dtype).max) - 1
+    low, high = float(low), min(float(high), math.exp(largest))
+    ratio = log_ratio.clamp(max=largest).exp()
+    below, above = log_ratio < _log(low), log_ratio > _log(high)
+    outside = ~known | below | above
     if kind == "tis":
-        weights = ratio.clamp(low, high)
+        weights = torch.where(below, low, torch.where(above, high, ratio))
     elif kind == "mis":
-        weights = torch.where(inside, ratio, zero)
+        weights = torch.where(outside, zero, ratio)
     else:
-        weights = torch.where(inside, token_ratio, zero)
-    if veto > 0:
-        vetoed = (mask & (token_ratio < veto)).any(dim=1, keepdim=True)
-        weights = torch.where(vetoed, zero, weights)
+        weights = torch.where(outside, zero, log_token.clamp(max=largest).exp())
+    vetoed = (mask & (log_token < _log(veto))).any(dim=1, keepdim=True)
+    weights = torch.where(mask & known & ~vetoed, weights, zero).to(train_logprobs.dtype)
+    counted = torch.where(mask & known, ratio, zero)
     stats = {
-        "weight": torch.where(mask, ratio, zero).sum(),
-        "weight_sq": torch.where(mask, ratio.square(), zero).sum(),
+        "weight": counted.sum(),
+        "weight_sq": counted.square().sum(),
         "dropped": (mask & (weights == 0)).sum(),
-        "weight_max": torch.where(mask, ratio, zero).max() if mask.numel() else zero,
-        "outside": (mask & ~inside).sum(),
+        "weight_max": counted.max() if mask.numel() else zero,
+        "outside": (mask & outside).sum(),
     }
-    return torch.where(mask, weights, zero).to(train_logprobs.dtype), stats
+    return weights, stats
 
 
-def _exp(log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    return log_ratio.clamp(-_LOG_LIMIT, _LOG_LIMIT).exp()
+def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Log-ratios of what ``level`` takes them over. ``log_token`` is 0 where masked."""
+    if level == "token":
+        return log_token
+    total = log_token.sum(dim=1, keepdim=True)
+    if level == "geometric":
+        total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return total.expand_as(log_token)
+
+
+def _log(bound: float | int) -> float:
+    """-inf for 0: then nothing is below it."""
+    return math.log(bound) if bound > 0 else -math.inf

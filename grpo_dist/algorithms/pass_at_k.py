@@ -15,16 +15,18 @@ from __future__ import annotations
 from math import comb, sqrt
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Real
 from torch import Tensor
+
+from grpo_dist.algorithms.groups import is_scored, typed_like
 
 
 def pass_at_k(
-    rewards: Float[Tensor, " B"], group_ids: Int[Tensor, " B"], *, k: int, eps: float | int = 1e-6
+    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, k: int, eps: float | int = 1e-6
 ) -> Float[Tensor, " B"]:
     """Advantage of each sample for the best of ``k``. With ``k`` 1 it is GRPO with the population deviation.
 
-    Samples that could not be scored (NaN) leave the group and get 0, and so does a group of fewer than
+    Samples that could not be scored (not finite) leave the group and get 0, and so does a group of fewer than
     ``k`` + 1 scored samples, all of whose tries are the same, or of equal rewards.
 
     Raises:
@@ -32,13 +34,14 @@ def pass_at_k(
     """
     if k < 1:
         raise ValueError(f"pass_at_k: k = {k}: expected at least 1")
-    out = torch.zeros_like(rewards)
+    out = torch.zeros_like(rewards, dtype=torch.float64)
+    scored = is_scored(rewards)
     for group in torch.unique(group_ids).tolist():
-        rows = ((group_ids == group) & ~torch.isnan(rewards)).nonzero()[:, 0]
+        rows = ((group_ids == group) & scored).nonzero()[:, 0]
         values = rewards[rows].double().tolist()
         if len(values) > k and max(values) > min(values):
-            out[rows] = torch.tensor(_advantages(values, k, eps), dtype=rewards.dtype, device=rewards.device)
-    return out
+            out[rows] = torch.tensor(_advantages(values, k, eps), dtype=out.dtype, device=rewards.device)
+    return typed_like(out, rewards)
 
 
 def _advantages(values: list[float], k: int, eps: float) -> list[float]:

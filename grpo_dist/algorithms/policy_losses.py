@@ -22,7 +22,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_dist.algorithms.ratios import LOG_LIMIT, Stats, clipped_surrogate, masked_inputs, ratio_stats
+from grpo_dist.algorithms.ratios import (
+    LOG_LIMIT,
+    Stats,
+    at_least_float32,
+    bounded_exp,
+    clipped_surrogate,
+    masked_inputs,
+    ratio_stats,
+)
 from grpo_dist.algorithms.sequence_losses import gmpo, gspo
 
 
@@ -66,10 +74,9 @@ def ppo_clip(
         ``clip_high`` and ``dual_clip``.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    # Where a bound makes the loss constant in a large ratio, the ratio must not overflow: 0 * inf is NaN in
-    # the backward pass. A token with A < 0 and no dual clip has no such bound; it keeps its gradient.
+    # A token with A < 0 and no dual clip has no bound on a large ratio.
     unbounded = (advantages < 0) if dual_clip is None else torch.zeros_like(mask)
-    ratio = torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
+    ratio = bounded_exp(log_ratio, unbounded)
     losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     capped = None
     if dual_clip is not None:
@@ -95,7 +102,7 @@ def cispo(
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     ratio = log_ratio.detach().clamp(max=LOG_LIMIT).exp()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -weight * advantages * torch.where(mask, logprobs, 0.0)
+    losses = -weight * advantages * torch.where(mask, at_least_float32(logprobs), 0.0)
     low, high = ratio < 1 - clip_low, ratio > 1 + clip_high
     return losses, ratio_stats(log_ratio, mask, low=low, high=high)
 
@@ -136,9 +143,10 @@ def dppo_tv(
     0.001 to 0.002 is a ratio of 2 and no divergence, from 0.99 to 0.5 the reverse.
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
-    own = torch.where(mask, logprobs, 0.0)
+    own = torch.where(mask, at_least_float32(logprobs), 0.0)
     with torch.no_grad():
-        moved = torch.where(mask, own.exp() - torch.where(mask, old_logprobs, 0.0).exp(), 0.0)
+        old = torch.where(mask, at_least_float32(old_logprobs), 0.0)
+        moved = torch.where(mask, own.exp() - old.exp(), 0.0)
         low, high = (advantages < 0) & (moved < -clip_low), (advantages > 0) & (moved > clip_high)
         weight = log_ratio.clamp(max=LOG_LIMIT).exp().clamp(max=ratio_cap)
         weight = torch.where(low | high, 0.0, weight)

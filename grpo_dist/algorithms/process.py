@@ -8,14 +8,15 @@ advantage    0 0 0 0   1 1 1 1   0       the sum over the steps that end at or a
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from grpo_dist.algorithms.advantages import grpo
+from grpo_dist.algorithms.groups import typed_like
 
 
 def process(
-    step_rewards: Float[Tensor, " N"],
+    step_rewards: Real[Tensor, " N"],
     step_rows: Int[Tensor, " N"],
     step_ends: Int[Tensor, " N"],
     group_ids: Int[Tensor, " B"],
@@ -27,8 +28,8 @@ def process(
     """Token advantages from step rewards; DeepSeekMath (Shao et al. 2024, arXiv:2402.03300), section 4.1.3.
 
     Args:
-        step_rewards: of all steps of all rows, in any order. NaN could not be scored: it leaves the
-            statistics and adds nothing.
+        step_rewards: of all steps of all rows, in any order. One that is not finite could not be scored: it
+            leaves the statistics and adds nothing.
         step_rows: the row, 0..B-1, that each step belongs to.
         step_ends: index in [0, T) of each step's last token.
         group_ids: rows of one prompt share an id. Steps are normalised over all steps of their group.
@@ -38,10 +39,10 @@ def process(
     Returns:
         Advantages, 0 where masked and behind the last step of a row.
     """
-    normalised = grpo(step_rewards, group_ids[step_rows], std=std, eps=eps)
+    normalised = grpo(step_rewards.double(), group_ids[step_rows], std=std, eps=eps)
     at_ends = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
-    at_ends.index_put_((step_rows, step_ends), normalised.double(), accumulate=True)
-    return torch.where(mask, sum_to_go(at_ends), 0.0).to(step_rewards.dtype)
+    at_ends.index_put_((step_rows, step_ends), normalised, accumulate=True)
+    return typed_like(torch.where(mask, sum_to_go(at_ends), 0.0), step_rewards)
 
 
 def sum_to_go(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:

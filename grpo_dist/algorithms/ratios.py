@@ -22,10 +22,28 @@ def masked_inputs(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Log-ratios logprobs - old_logprobs, nats, and advantages; both 0 where masked, whatever stood there. No
     gradient flows into ``old_logprobs``.
+
+    Both are at least float32: bfloat16 has 8 bits, and near a log-prob of -5 they are 0.03 nats apart, beyond
+    the bounds of a sequence ratio (3e-4).
     """
+    logprobs, old_logprobs = at_least_float32(logprobs), at_least_float32(old_logprobs.detach())
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs.detach(), zero)
+    log_ratio = torch.where(mask, logprobs, zero) - torch.where(mask, old_logprobs, zero)
     return log_ratio, torch.where(mask, advantages.to(logprobs.dtype), zero)
+
+
+def at_least_float32(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def bounded_exp(log_ratio: Float[Tensor, "B T"], unbounded: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """exp of ``log_ratio``, of what is past `LOG_LIMIT` only where ``unbounded``.
+
+    Elsewhere a bound of the loss, or an advantage of 0, makes the loss constant in a ratio so large. It must
+    not overflow there: 0 * inf is NaN in the backward pass. Where ``unbounded`` nothing is cut, so that the
+    gradient stays; a ratio that overflows makes a loss that is not finite, which the trainer refuses.
+    """
+    return torch.where(unbounded, log_ratio, log_ratio.clamp(max=LOG_LIMIT)).exp()
 
 
 def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:

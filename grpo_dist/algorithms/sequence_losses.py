@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_dist.algorithms.ratios import (
-    LOG_LIMIT,
     Stats,
+    bounded_exp,
     clipped_surrogate,
     masked_inputs,
     ratio_stats,
@@ -35,7 +35,7 @@ def gspo(
     """
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     mean = sequence_mean(log_ratio, mask).detach()
-    ratio = (mean + log_ratio - log_ratio.detach()).clamp(max=LOG_LIMIT).exp()
+    ratio = bounded_exp(mean + log_ratio - log_ratio.detach(), advantages < 0)
     losses, low, high = clipped_surrogate(ratio, advantages, clip_low=clip_low, clip_high=clip_high)
     return torch.where(mask, losses, 0.0), ratio_stats(log_ratio, mask, low=low, high=high)
 
@@ -57,5 +57,5 @@ def gmpo(
     log_ratio, advantages = masked_inputs(logprobs, old_logprobs, advantages, mask)
     low, high = (advantages < 0) & (log_ratio < -clip_low), (advantages > 0) & (log_ratio > clip_high)
     clipped = torch.where(high, clip_high, torch.where(low, -clip_low, log_ratio))
-    ratio = sequence_mean(clipped, mask).clamp(max=LOG_LIMIT).exp()
+    ratio = bounded_exp(sequence_mean(clipped, mask).expand_as(clipped), advantages != 0)
     return -ratio * advantages, ratio_stats(log_ratio, mask, low=low, high=high)

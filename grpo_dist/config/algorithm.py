@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Fraction, NonNegative, Section
 
@@ -44,6 +44,12 @@ class Correction(Section):
         return self
 
 
+RewardNorm = Annotated[
+    Literal["none", "group", "batch", "running"],
+    BeforeValidator(lambda value: "none" if value is None else value),
+]
+
+
 class Algorithm(Section):
     """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
 
@@ -56,17 +62,31 @@ class Algorithm(Section):
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "process",
     ] = Field("grpo", description="estimator: from the rewards of a group to advantages")  # fmt: skip
-    std: Literal["group", "batch", "none"] | None = Field(
-        None, description="what a centred reward is divided by; null: group, where the estimator divides"
+    std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
+        None,
+        description="deviation that a centred reward is divided by: of its group; of all centred rewards of "
+        "the batch; of all rewards of the batch as they are (TRL, ROLL); null: group, where the estimator "
+        "divides",
     )
     advantage_eps: PositiveFloat = Field(1e-6, description="added to a deviation that is divided by")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
     reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")
-    reward_norm: Literal["none", "group", "batch"] = Field(
-        "none", description="normalise rewards over their group or the batch before the estimator"
+    reward_norm: RewardNorm = Field(
+        "none",
+        description="normalise rewards before the estimator: over their group, the batch, or all steps so "
+        "far; null: none",
     )
-    reward_shift: bool = Field(True, description="reward_norm subtracts the mean")
-    reward_scale: bool = Field(True, description="reward_norm divides by the deviation")
+    reward_shift: bool | None = Field(
+        None,
+        description="with reward_norm, as in ROLL: true: only subtract the mean; equal to `reward_scale`: "
+        "subtract and divide; null: the opposite of `reward_scale`, or both where that is null",
+    )
+    reward_scale: bool | None = Field(
+        None,
+        description="with reward_norm, as in ROLL: true: only divide by the deviation; equal to "
+        "`reward_shift`: subtract and divide; null: the opposite of `reward_shift`, or both where that is "
+        "null",
+    )
     whiten_advantages: bool | None = Field(
         None, description="mean 0, deviation 1 over all tokens; null: with reinforce_pp and its baseline form"
     )
@@ -106,3 +126,20 @@ class Algorithm(Section):
     )
     kl: KL = KL()
     correction: Correction = Correction()
+
+    @property
+    def shifts_rewards(self) -> bool:
+        """Whether `reward_norm` subtracts the mean."""
+        return _takes_part(self.reward_shift, self.reward_scale)
+
+    @property
+    def scales_rewards(self) -> bool:
+        """Whether `reward_norm` divides by the deviation."""
+        return _takes_part(self.reward_scale, self.reward_shift)
+
+
+def _takes_part(own: bool | None, other: bool | None) -> bool:
+    """ROLL's keys say "only this step": both false is the default there, and means both steps."""
+    if own is None:
+        return not other
+    return own or other is False

@@ -18,7 +18,7 @@ from grpo_dist.config import Gated, Rewards
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.builtin import Builtin
-from grpo_dist.rewards.combine import Term, combine
+from grpo_dist.rewards.combine import Term, as_part, combine
 from grpo_dist.rewards.judge import Judge
 from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.secrets import masked_text, shown_value
@@ -160,7 +160,8 @@ class Scorer:
         """Every reward, and what they come to; ``modelled``: float [G] of each reward model.
 
         A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the
-        names it takes; an exception, a timeout, None and NaN all mean "could not be scored".
+        names it takes; an exception, a timeout, None, NaN and what is not finite as a float32 all mean "could
+        not be scored".
         """
         verdicts = Verdicts(answers, self._pool)
         values: dict[str, Any] = dict(modelled or {})
@@ -168,7 +169,9 @@ class Scorer:
             values[name] = reward.score(answers, verdicts)
         for spec in self._custom:
             values[spec.name] = self._call(spec, answers)
-        parts = {term.name: np.array(values[term.name], dtype=np.float32) for term in self._terms}
+        parts = {term.name: as_part(values[term.name]) for term in self._terms}
+        for name, part in parts.items():
+            self._note_overflow(name, values[name], part)
         return Scores(combine(parts, self._terms), parts, verdicts.outcomes)
 
     def news(self) -> tuple[str, ...]:
@@ -188,6 +191,12 @@ class Scorer:
             if isinstance(result, Failure):
                 self._note(spec.name, result.detail)
         return [math.nan if isinstance(r, Failure) else r for r in results]
+
+    def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
+        """Say which scores are lost because they are not finite; NaN and None are said to be unscored."""
+        given = np.asarray(values, dtype=np.float64)
+        for value in given[np.isnan(part) & ~np.isnan(given)]:
+            self._note(name, f"gave {value:g}, which is not finite as a float32; the sample is not scored")
 
     def _note(self, name: str, detail: str) -> None:
         with self._lock:

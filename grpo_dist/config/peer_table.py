@@ -1,0 +1,349 @@
+"""Settings of verl, TRL, OpenRLHF and ROLL, and the keys of this project that do the same.
+
+Names were read in the sources of verl 0.10.0.dev, TRL 1.10.0.dev, OpenRLHF 0.11.0 and ROLL 0.3.0. Names that
+older releases of TRL and OpenRLHF had stand beside them. `N` is a position in a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+FRAMEWORKS = ("verl", "TRL", "OpenRLHF", "ROLL")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``ours``: keys that have the effect together; empty: there is none. ``names``: by framework. ``note``:
+    the conversion, or what there is instead.
+    """
+
+    ours: tuple[str, ...]
+    note: str = ""
+    names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def _row(
+    ours: str, note: str = "", *, verl: str = "", trl: str = "", openrlhf: str = "", roll: str = ""
+) -> Row:
+    """Names are separated by spaces; ``@`` stands for ``actor_rollout_ref.``."""
+    texts = dict(zip(FRAMEWORKS, (verl, trl, openrlhf, roll), strict=True))
+    names = {name: tuple(text.replace("@", "actor_rollout_ref.").split()) for name, text in texts.items()}
+    return Row(tuple(ours.split()), note, {name: own for name, own in names.items() if own})
+
+
+PEER_TABLE = (
+    # Batch
+    _row("batch.prompts_per_step",
+         "verl, OpenRLHF, ROLL: prompts, as here. TRL: samples, divide by num_generations",
+         verl="data.train_batch_size data.gen_batch_size", trl="generation_batch_size",
+         openrlhf="rollout.batch_size rollout_batch_size rollout.vllm_generate_batch_size",
+         roll="rollout_batch_size"),
+    _row("batch.samples_per_prompt", verl="@rollout.n", trl="num_generations",
+         openrlhf="rollout.n_samples_per_prompt n_samples_per_prompt",
+         roll="num_return_sequences_in_group generating_args.num_return_sequences"),
+    _row("batch.updates_per_step",
+         "a number of updates: verl: train_batch_size / ppo_mini_batch_size (both prompts). OpenRLHF: "
+         "rollout.batch_size * n_samples_per_prompt / train.batch_size. TRL: steps_per_generation / "
+         "gradient_accumulation_steps. ROLL: samples of a step / (per_device_train_batch_size * "
+         "gradient_accumulation_steps * ranks)", verl="@actor.ppo_mini_batch_size",
+         trl="steps_per_generation gradient_accumulation_steps",
+         openrlhf="train.batch_size train_batch_size", roll="training_args.gradient_accumulation_steps"),
+    _row("batch.epochs_per_batch", verl="@actor.ppo_epochs", trl="num_iterations",
+         openrlhf="train.max_epochs max_epochs", roll="ppo_epochs"),
+    _row("batch.micro_batch_tokens",
+         "tokens of one forward on a rank; where the other counts sequences, multiply by the longest "
+         "sequence",
+         verl="@actor.ppo_micro_batch_size_per_gpu @actor.ppo_micro_batch_size "
+              "@actor.ppo_max_token_len_per_gpu @actor.use_dynamic_bsz "
+              "@rollout.log_prob_micro_batch_size_per_gpu @rollout.log_prob_micro_batch_size "
+              "@rollout.log_prob_max_token_len_per_gpu @rollout.log_prob_use_dynamic_bsz",
+         trl="per_device_train_batch_size",
+         openrlhf="train.micro_batch_size micro_train_batch_size rollout.micro_batch_size "
+                  "micro_rollout_batch_size train.max_tokens_per_gpu train.dynamic_batch_enable "
+                  "rollout.max_tokens_per_gpu",
+         roll="training_args.per_device_train_batch_size infer_batch_size use_dynamic_batching_in_train "
+              "max_tokens_per_microbatch_in_train"),
+    _row("reference.micro_batch_tokens", "tokens of one forward of the reference",
+         verl="@ref.log_prob_micro_batch_size_per_gpu @ref.log_prob_max_token_len_per_gpu",
+         roll="max_tokens_per_microbatch_in_infer"),
+    _row("steps",
+         "training steps; from epochs: epochs * prompts of the data / batch.prompts_per_step. TRL's "
+         "max_steps counts optimiser updates: divide by batch.updates_per_step * batch.epochs_per_batch",
+         verl="trainer.total_training_steps trainer.total_epochs", trl="max_steps num_train_epochs",
+         openrlhf="train.num_episodes num_episodes", roll="max_steps training_args.num_train_epochs"),
+    _row("max_staleness", "0: synchronous; 1: one step off policy",
+         verl="trainer.v1.trainer_mode trainer.v1.sampler.max_off_policy_threshold",
+         openrlhf="train.async_enable async_train train.async_queue_size", roll="async_generation_ratio"),
+    _row("seed", verl="data.seed @rollout.seed", trl="data_seed", openrlhf="train.seed",
+         roll="training_args.seed"),
+    # Lengths and sampling
+    _row("data.max_prompt_tokens", verl="data.max_prompt_length @rollout.prompt_length",
+         trl="max_prompt_length", roll="prompt_length"),
+    _row("sampling.max_new_tokens", verl="data.max_response_length @rollout.response_length",
+         trl="max_completion_length", openrlhf="rollout.max_new_tokens",
+         roll="response_length generating_args.max_new_tokens"),
+    _row("model.max_length", "prompt and completion together", verl="@rollout.max_model_len",
+         trl="vllm_max_model_length", openrlhf="data.max_len max_len", roll="sequence_length"),
+    _row("sampling.temperature", verl="@rollout.temperature", openrlhf="rollout.temperature",
+         roll="generating_args.temperature"),
+    _row("",
+         "training samples from the whole distribution, by `sampling.temperature` alone: cut off, the "
+         "engine's log-probs would not be those of the policy. Evaluations have `evaluation.top_p` and "
+         "`evaluation.top_k`", verl="@rollout.top_p @rollout.top_k @rollout.do_sample",
+         trl="top_p top_k min_p repetition_penalty generation_kwargs",
+         openrlhf="rollout.top_p",
+         roll="generating_args.top_p generating_args.top_k generating_args.repetition_penalty"),
+    # Algorithm
+    _row("algorithm.advantage",
+         "verl: grpo, rloo, remax, opo, gdpo alike; reinforce_plus_plus: reinforce_pp; grpo_passk: "
+         "pass_at_k. OpenRLHF: group_norm: grpo; reinforce: reinforce_pp; reinforce_baseline: "
+         "reinforce_pp_baseline. ROLL: grpo; reinforce: reinforce_pp. gae needs a critic, which there is "
+         "none of", verl="algorithm.adv_estimator", trl="multi_objective_aggregation",
+         openrlhf="algo.advantage.estimator advantage_estimator", roll="adv_estimator"),
+    _row("algorithm.std", "false: none. TRL's scale_rewards and ROLL's norm_std_type = batch: batch_raw",
+         verl="algorithm.norm_adv_by_std_in_grpo", trl="scale_rewards",
+         openrlhf="algo.advantage.no_std_norm no_advantage_std_norm", roll="norm_std_type"),
+    _row("algorithm.reward_norm",
+         "null: none. ROLL's adv_estimator = grpo normalises by itself, as here advantage grpo does",
+         openrlhf="reward.normalize_enable normalize_reward",
+         roll="norm_mean_type use_reward_norm use_reward_scaling whiten_rewards"),
+    _row("algorithm.reward_clip",
+         "one number c for [-c, c], before normalisation; OpenRLHF and ROLL clip after it",
+         trl="reward_clip_range", openrlhf="reward.clip_range reward_clip_range"),
+    _row("algorithm.policy_loss",
+         "verl: vanilla: ppo_clip; geo_mean: gmpo; gspo, cispo, sapo, dppo_tv alike. TRL: "
+         "importance_sampling_level = sequence: gspo. OpenRLHF: ppo: ppo_clip. ROLL: importance_sampling = "
+         "seq: gspo; pg_variant = cispo", verl="@actor.policy_loss.loss_mode",
+         trl="importance_sampling_level", openrlhf="actor.policy_loss_type policy_loss_type",
+         roll="importance_sampling pg_variant use_policy_loss_type"),
+    _row("algorithm.clip_low algorithm.clip_high", "one number for both", verl="@actor.clip_ratio",
+         trl="epsilon", openrlhf="actor.eps_clip eps_clip actor.eps_clip_low_high eps_clip_low_high",
+         roll="pg_clip"),
+    _row("algorithm.clip_low", verl="@actor.clip_ratio_low", roll="pg_clip_low"),
+    _row("algorithm.clip_high", "of cispo TRL's epsilon_high is the bound itself: subtract 1",
+         verl="@actor.clip_ratio_high", trl="epsilon_high", roll="pg_clip_high use_pg_clip_range"),
+    _row("algorithm.dual_clip",
+         "off unless set; verl has 3.0 always. ROLL's dual_clip_loss: true is 1 + 2 * pg_clip",
+         verl="@actor.clip_ratio_c", trl="delta", openrlhf="actor.dual_clip", roll="dual_clip_loss"),
+    _row("algorithm.tau_positive", "of sapo", verl="@actor.tau_pos", trl="sapo_temperature_pos"),
+    _row("algorithm.tau_negative", "of sapo", verl="@actor.tau_neg", trl="sapo_temperature_neg"),
+    _row("algorithm.aggregation",
+         "verl and ROLL: the same names. TRL's loss_type: grpo: seq-mean-token-mean; dapo, bnpo: "
+         "token-mean; dr_grpo: seq-mean-token-sum-norm; cispo, sapo: see `algorithm.policy_loss`. "
+         "seq-mean-token-sum-norm divides by `sampling.max_new_tokens`, verl by loss_scale_factor",
+         verl="@actor.loss_agg_mode @actor.loss_scale_factor", trl="loss_type", roll="loss_agg_mode"),
+    _row("algorithm.entropy_coef", verl="@actor.entropy_coeff", trl="entropy_coef_min",
+         openrlhf="actor.entropy_coef entropy_loss_coef", roll="entropy_loss_coef"),
+    _row("algorithm.top_entropy_share", trl="top_entropy_quantile"),
+    _row("algorithm.mask_truncated", trl="mask_truncated_completions", roll="max_len_mask"),
+    _row("algorithm.kl.coef",
+         "0: no KL term and no reference worker. TRL's beta, the others' coefficients alike",
+         verl="@actor.kl_loss_coef @actor.use_kl_loss algorithm.kl_ctrl.kl_coef", trl="beta",
+         openrlhf="algo.kl.init_coef init_kl_coef",
+         roll="kl_loss_coef init_kl_coef use_kl_loss enable_reference"),
+    _row("algorithm.kl.estimator", "verl and ROLL: kl: k1; mse: k2; low_var_kl: k3; k3+ alike",
+         verl="@actor.kl_loss_type algorithm.kl_penalty", openrlhf="algo.kl.estimator kl_estimator",
+         roll="kl_penalty"),
+    _row("algorithm.kl.target", "nats a token", verl="algorithm.kl_ctrl.target_kl",
+         openrlhf="algo.kl.target kl_target", roll="target_kl"),
+    _row("algorithm.kl.gain", "change of a step; the others have samples / horizon",
+         verl="algorithm.kl_ctrl.horizon algorithm.kl_ctrl.type", openrlhf="algo.kl.horizon kl_horizon",
+         roll="kl_horizon"),
+    _row("algorithm.add_token_level_kl", "OpenRLHF's use_loss is the opposite: true there is false here",
+         verl="algorithm.use_kl_in_reward", openrlhf="algo.kl.use_loss use_kl_loss"),
+    _row("algorithm.correction.kind",
+         "TRL: *_truncate: tis; *_mask: mis. verl: rollout_is: tis; rollout_rs: mis. OpenRLHF: tis and "
+         "icepop alike", verl="algorithm.rollout_correction.rollout_rs",
+         trl="vllm_importance_sampling_correction vllm_importance_sampling_mode",
+         openrlhf="algo.advantage.is_correction_enable algo.advantage.is_correction_type "
+                  "enable_vllm_is_correction vllm_is_correction_type",
+         roll="train_infer_correction.is_weight.enabled train_infer_correction.filters"),
+    _row("algorithm.correction.level", "ROLL's segment has no counterpart",
+         verl="algorithm.rollout_correction.rollout_is",
+         roll="train_infer_correction.is_weight.weight_type"),
+    _row("algorithm.correction.high",
+         verl="algorithm.rollout_correction.rollout_is_threshold "
+              "algorithm.rollout_correction.rollout_rs_threshold",
+         trl="vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+         openrlhf="algo.advantage.is_correction_threshold vllm_is_truncated_threshold",
+         roll="train_infer_correction.is_weight.upper_bound ratio_high"),
+    _row("algorithm.correction.low", trl="vllm_importance_sampling_clip_min", roll="ratio_low"),
+    _row("algorithm.old_logprobs",
+         "verl's bypass_mode and ROLL's force_disable_old_logprobs_recompute: rollout",
+         verl="algorithm.rollout_correction.bypass_mode",
+         roll="force_disable_old_logprobs_recompute enable_old_logprobs_recompute"),
+    _row("dynamic_sampling.enabled", verl="algorithm.filter_groups.enable algorithm.filter_groups.metric",
+         openrlhf="algo.dynamic_filtering_enable dynamic_filtering algo.dynamic_filtering_range "
+                  "dynamic_filtering_reward_range", roll="query_filter_config is_use_additional_prompts"),
+    _row("dynamic_sampling.max_extra_prompts",
+         "prompts; verl counts batches: (batches - 1) * batch.prompts_per_step",
+         verl="algorithm.filter_groups.max_num_gen_batches", roll="max_additional_running_prompts"),
+    _row("reference.refresh_every", "steps", trl="sync_ref_model ref_model_sync_steps"),
+    _row("reference.refresh_mix", "TRL's alpha, the weight of the policy", trl="ref_model_mixup_alpha"),
+    _row("", "rewards are not discounted and there is no critic: advantages are relative to the group",
+         verl="algorithm.gamma algorithm.lam trainer.critic_warmup critic",
+         openrlhf="algo.advantage.gamma algo.advantage.lambd critic.value_clip critic.freezing_steps gamma "
+                  "lambd", roll="gamma lambd value_clip critic_warmup critic"),
+    # Model and adapters
+    _row("model.path", verl="@model.path", trl="model_name_or_path",
+         openrlhf="actor.model_name_or_path pretrain", roll="pretrain model_args.model_name_or_path"),
+    _row("model.revision", trl="model_revision"),
+    _row("model.dtype", verl="@rollout.dtype", trl="bf16 fp16 torch_dtype model_init_kwargs",
+         openrlhf="ds.param_dtype param_dtype", roll="model_args.dtype training_args.bf16"),
+    _row("model.attention", trl="attn_implementation", openrlhf="ds.attn_implementation",
+         roll="model_args.attn_implementation"),
+    _row("model.packing", verl="@model.use_remove_padding", 
+         openrlhf="ds.packing_samples packing_samples", roll="use_sequence_packing"),
+    _row("model.gradient_checkpointing", "ROLL's disable_gradient_checkpointing is the opposite",
+         verl="@model.enable_gradient_checkpointing", 
+         openrlhf="actor.gradient_checkpointing_enable", roll="model_args.disable_gradient_checkpointing"),
+    _row("model.trust_remote_code", verl="@model.trust_remote_code data.trust_remote_code"),
+    _row("policy.lora.rank", "set `policy.lora` to train adapters", verl="@model.lora_rank @model.lora.rank",
+         trl="lora_r use_peft", openrlhf="ds.lora.rank lora_rank", roll="model_args.lora_rank"),
+    _row("policy.lora.alpha", verl="@model.lora_alpha", trl="lora_alpha",
+         openrlhf="ds.lora.alpha lora_alpha", roll="model_args.lora_alpha"),
+    _row("policy.lora.target_modules", verl="@model.target_modules", trl="lora_target_modules",
+         openrlhf="ds.lora.target_modules target_modules", roll="model_args.lora_target"),
+    # Policy
+    _row("policy.num_workers", "ranks in all: GPUs of a node times nodes",
+         verl="trainer.n_gpus_per_node trainer.nnodes", 
+         openrlhf="actor.num_gpus_per_node actor.num_nodes actor_num_gpus_per_node actor_num_nodes",
+         roll="actor_train.device_mapping actor_train.world_size num_gpus_per_node num_nodes"),
+    _row("policy.zero_stage", "verl's fsdp is about stage 3", verl="@actor.strategy",
+         openrlhf="ds.zero_stage", roll="actor_train.strategy_args.strategy_name"),
+    _row("policy.deepspeed", "settings of DeepSpeed itself", trl="deepspeed",
+         openrlhf="ds.zpg ds.overlap_comm ds.grad_accum_dtype"),
+    _row("policy.offload.optimizer", "true: cpu", verl="@actor.fsdp_config.optimizer_offload",
+         openrlhf="ds.adam_offload adam_offload", roll="is_offload_optimizer_states_in_train_step"),
+    _row("policy.offload.parameters", "true: cpu", verl="@actor.fsdp_config.param_offload",
+         openrlhf="ref.offload"),
+    _row("policy.sequence_parallel", verl="@actor.ulysses_sequence_parallel_size",
+         openrlhf="ds.ring_attn_size ring_attn_size", roll="model_args.ulysses_size"),
+    _row("policy.compile", verl="@actor.use_torch_compile", trl="torch_compile", openrlhf="ds.deepcompile"),
+    _row("policy.logprob_chunk_mib", "MiB of logits; the others count rows or have a switch",
+         verl="@actor.entropy_from_logits_with_chunking @actor.entropy_from_logits_chunk_size "
+              "@actor.use_fused_kernels", trl="use_liger_kernel use_liger_loss",
+         openrlhf="ds.use_liger_kernel"),
+    _row("policy.optimizer.lr", verl="@actor.optim.lr", trl="learning_rate",
+         openrlhf="actor.adam.lr actor_learning_rate", roll="training_args.learning_rate"),
+    _row("policy.optimizer.betas", "a list of two", verl="@actor.optim.betas", trl="adam_beta1 adam_beta2",
+         openrlhf="actor.adam.betas adam_betas", roll="training_args.adam_beta1 training_args.adam_beta2"),
+    _row("policy.optimizer.eps", trl="adam_epsilon", openrlhf="actor.adam.eps"),
+    _row("policy.optimizer.weight_decay", verl="@actor.optim.weight_decay", trl="weight_decay",
+         openrlhf="actor.adam.weight_decay", roll="training_args.weight_decay l2"),
+    _row("policy.optimizer.max_grad_norm", verl="@actor.grad_clip @actor.optim.clip_grad",
+         openrlhf="actor.max_norm max_norm", roll="max_grad_norm"),
+    _row("policy.optimizer.schedule", verl="@actor.optim.lr_scheduler_type @actor.optim.warmup_style",
+         trl="lr_scheduler_type", openrlhf="actor.lr_scheduler lr_scheduler",
+         roll="training_args.lr_scheduler_type"),
+    _row("policy.optimizer.warmup_steps", "updates; a ratio times all updates of the run",
+         verl="@actor.optim.lr_warmup_steps @actor.optim.lr_warmup_steps_ratio", trl="warmup_ratio",
+         openrlhf="actor.lr_warmup_ratio lr_warmup_ratio",
+         roll="training_args.warmup_steps training_args.warmup_ratio"),
+    _row("policy.optimizer.min_lr_ratio", verl="@actor.optim.min_lr_ratio", trl="lr_scheduler_kwargs",
+         openrlhf="actor.min_lr_ratio"),
+    # Rollout
+    _row("rollout.num_workers", "engines", verl="@rollout.data_parallel_size",
+         openrlhf="vllm.num_engines vllm_num_engines",
+         roll="actor_infer.device_mapping actor_infer.world_size"),
+    _row("rollout.tensor_parallel_size", verl="@rollout.tensor_model_parallel_size",
+         trl="vllm_tensor_parallel_size", openrlhf="vllm.tensor_parallel_size vllm_tensor_parallel_size",
+         roll="actor_infer.strategy_args.strategy_config.tensor_parallel_size"),
+    _row("rollout.gpu_memory_utilization", verl="@rollout.gpu_memory_utilization",
+         trl="vllm_gpu_memory_utilization",
+         openrlhf="vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
+         roll="actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    _row("rollout.enforce_eager", verl="@rollout.enforce_eager", openrlhf="vllm.enforce_eager"),
+    _row("rollout.max_num_seqs", verl="@rollout.max_num_seqs", roll="max_running_requests"),
+    _row("rollout.engine", "further vLLM arguments, by vLLM's names",
+         verl="@rollout.engine_kwargs @rollout.max_num_batched_tokens @rollout.enable_chunked_prefill "
+              "@rollout.enable_prefix_caching @rollout.disable_log_stats "
+              "@rollout.pipeline_model_parallel_size", trl="vllm_model_impl",
+         openrlhf="vllm.enable_prefix_caching enable_prefix_caching",
+         roll="actor_infer.strategy_args.strategy_config"),
+    _row("cluster.placement", "colocated: engines sleep while the policy trains",
+         verl="@rollout.free_cache_engine @hybrid_engine", trl="vllm_mode vllm_enable_sleep_mode",
+         openrlhf="train.colocate_all colocate_all_models train.colocate_actor_ref vllm.enable_sleep "
+                  "vllm_enable_sleep ds.enable_sleep", roll="is_offload_states"),
+    _row("weight_sync.backend", openrlhf="vllm.sync_backend vllm_sync_backend", roll="transfer_backend"),
+    _row("weight_sync.bucket_mb", "MB", verl="@rollout.checkpoint_engine.update_weights_bucket_megabytes",
+         roll="model_update_buffer_size_mb"),
+    _row("weight_sync.mode", "true: keep", openrlhf="train.partial_rollout_enable partial_rollout"),
+    # Data and rewards
+    _row("data.train.N.path", verl="data.train_files", trl="dataset_name",
+         openrlhf="data.prompt_dataset prompt_data", roll="data_args.file_name"),
+    _row("data.train.N.split", trl="dataset_train_split", openrlhf="data.prompt_split prompt_split"),
+    _row("data.train.N.name", roll="data_args.tag tag_included"),
+    _row("data.train.N.subset", trl="dataset_config"),
+    _row("data.train.N.problem_column", verl="data.prompt_key", openrlhf="data.input_key input_key",
+         roll="data_args.prompt data_args.messages"),
+    _row("data.train.N.answer_column", openrlhf="data.label_key label_key", roll="data_args.response"),
+    _row("data.train.N.max_rows", verl="data.train_max_samples", openrlhf="data.max_samples max_samples"),
+    _row("data.eval.N.path", verl="data.val_files", openrlhf="eval.dataset eval_dataset",
+         roll="data_args.eval_file_name"),
+    _row("data.eval.N.split", trl="dataset_test_split", openrlhf="eval.split eval_split"),
+    _row("data.eval.N.max_rows", verl="data.val_max_samples"),
+    _row("data.overlong", "what to do with prompts that are too long",
+         verl="data.filter_overlong_prompts data.truncation"),
+    _row("data.order", "epochs are always shuffled, by `seed`", verl="data.shuffle", trl="shuffle_dataset"),
+    _row("data.chat_template", verl="@model.custom_chat_template", 
+         openrlhf="data.apply_chat_template apply_chat_template", roll="global_template data_args.template"),
+    _row("data.template_kwargs", verl="data.apply_chat_template_kwargs", trl="chat_template_kwargs"),
+    _row("data.instruction", "text added to each problem", openrlhf="data.input_template input_template"),
+    _row("rewards.functions", "built-in rewards by name, your own as module:function",
+         verl="reward.reward_manager.name reward_model.reward_manager", trl="reward_funcs"),
+    _row("rewards.functions.N.function", "`module:function`, from a directory of `rewards.code_paths`",
+         verl="reward.custom_reward_function.path reward.custom_reward_function.name "
+              "custom_reward_function.path custom_reward_function.name",
+         openrlhf="reward.remote_url remote_rm_url", roll="worker_cls"),
+    _row("rewards.functions.N.weight", "one for each reward", trl="reward_weights"),
+    _row("rewards.functions.N.kwargs", "of the built-in reward `overlong`",
+         verl="reward.reward_kwargs.overlong_buffer_cfg reward_model.overlong_buffer",
+         openrlhf="reward.overlong_buffer_len reward.overlong_penalty_factor overlong_buffer_len "
+                  "overlong_penalty_factor", roll="response_length_penalty_coef"),
+    _row("rewards.models.N.path", verl="reward.reward_model.model_path reward_model.model.path",
+         trl="reward_model_name_or_path", openrlhf="reward.model_name_or_path reward_pretrain",
+         roll="reward_pretrain"),
+    _row("rewards.num_workers", verl="reward.num_workers reward_model.num_workers"),
+    # Evaluation, checkpoints, records
+    _row("evaluation.every", "steps", verl="trainer.test_freq", trl="eval_steps", openrlhf="eval.steps",
+         roll="eval_steps"),
+    _row("evaluation.before", verl="trainer.val_before_train", trl="eval_on_start"),
+    _row("evaluation.samples_per_prompt", verl="@rollout.val_kwargs.n", trl="num_generations_eval",
+         openrlhf="eval.n_samples_per_prompt eval_n_samples_per_prompt",
+         roll="val_n_sample validation.generating_args.num_return_sequences"),
+    _row("evaluation.temperature", "0: greedy",
+         verl="@rollout.val_kwargs.temperature @rollout.val_kwargs.do_sample",
+         openrlhf="eval.temperature eval_temperature",
+         roll="val_greedy validation.generating_args.temperature"),
+    _row("evaluation.top_p", verl="@rollout.val_kwargs.top_p", roll="validation.generating_args.top_p"),
+    _row("evaluation.top_k", verl="@rollout.val_kwargs.top_k", roll="validation.generating_args.top_k"),
+    _row("evaluation.max_new_tokens", roll="validation.generating_args.max_new_tokens"),
+    _row("checkpoint.every", "steps", verl="trainer.save_freq", trl="save_steps", openrlhf="ckpt.save_steps",
+         roll="save_steps"),
+    _row("checkpoint.keep", verl="trainer.max_actor_ckpt_to_keep", trl="save_total_limit",
+         openrlhf="ckpt.max_num max_ckpt_num", roll="max_ckpt_to_keep"),
+    _row("checkpoint.resume", verl="trainer.resume_mode trainer.resume_from_path",
+         trl="resume_from_checkpoint", openrlhf="ckpt.load_enable load_checkpoint",
+         roll="resume_from_checkpoint"),
+    _row("checkpoint.background", verl="@actor.checkpoint.async_save", roll="checkpoint_config"),
+    _row("checkpoint.export", openrlhf="ckpt.save_hf save_hf_ckpt", roll="training_args.save_hf_model"),
+    _row("output_dir", verl="trainer.default_local_dir",
+         openrlhf="ckpt.output_dir ckpt.path save_path ckpt_path", roll="logging_dir base_dir"),
+    _row("name", verl="trainer.experiment_name", trl="run_name",
+         openrlhf="logger.wandb.run_name wandb_run_name", roll="exp_name"),
+    _row("tracking.wandb.enabled", "also `tracking.tensorboard`, `tracking.mlflow.enabled`",
+         verl="trainer.logger", trl="report_to", openrlhf="logger.wandb.key use_wandb", roll="track_with"),
+    _row("tracking.wandb.project", verl="trainer.project_name",
+         openrlhf="logger.wandb.project wandb_project", roll="tracker_kwargs.project"),
+    _row("tracking.wandb.entity", openrlhf="logger.wandb.org wandb_org"),
+    _row("tracking.tensorboard", openrlhf="logger.tensorboard_dir use_tensorboard",
+         roll="tracker_kwargs.log_dir"),
+    _row("tracking.samples", "every sample of every step is kept",
+         verl="trainer.log_val_generations trainer.rollout_data_dir", trl="log_completions",
+         roll="rollout_dump_dir report_length_and_rewards"),
+    _row("profile.steps", verl="global_profiler.steps", roll="profiler_timeline profiler_memory"),
+    _row("cluster.timeouts.sample_s", "a deadline for each stage: `cluster.timeouts`", verl="@nccl_timeout",
+         trl="vllm_server_timeout", roll="rpc_timeout"),
+    _row("cluster.num_cpus", verl="ray_kwargs.ray_init.num_cpus"),
+)  # fmt: skip
