@@ -1,4 +1,4 @@
-"""`make test` and `make evidence`: both halves run, and the exit code tells of either."""
+"""`make test` and `make evidence`: both halves run, and the exit code tells of either one."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Notes its arguments, and returns the next of the codes.
 _STUB = """#!/bin/sh
-echo "$*" >> "$LOG"
+echo "seed=$GRPO_DIST_TEST_SEED $*" >> "$LOG"
 code=${CODES%% *}; [ "$(wc -l < "$LOG")" = 1 ] || code=${CODES##* }
 exit "$code"
 """
@@ -50,6 +50,11 @@ def test_both_halves_run_whatever_the_first_says_and_the_exit_code_tells(made, t
     code, calls = made(target, codes, "ARGS=-k loss")
     assert (code != 0) == fails
     assert len(calls) == 2 and all(call.endswith("-k loss") for call in calls)
+
+
+def test_evidence_has_every_case_that_the_suite_draws_from(made):
+    _, (_, marked) = made("evidence", "0 0")
+    assert marked.startswith("seed=all ") and marked.endswith("-m evidence tests")
 
 
 def test_the_halves_of_the_suite_have_every_test_once(made):
