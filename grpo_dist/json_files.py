@@ -13,9 +13,15 @@ def read_json(path: Path) -> Any:
     """Raises OSError for what cannot be read or is no regular file (a pipe would never end), and ValueError
     for a file that is no JSON in UTF-8, or that is nested deeper than the reader's stack.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    check_regular(path)
     return parse_json(path.read_bytes())
+
+
+def check_regular(path: Path) -> None:
+    """Raises OSError for a pipe or a device, which may have no end. A directory is left to who opens it."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
 
 
 def parse_json(text: str | bytes) -> Any:

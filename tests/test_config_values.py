@@ -291,9 +291,9 @@ def test_damaged_lines_of_a_run_are_left_out(tmp_path):
     assert kept_lines(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']
 
 
-@pytest.mark.parametrize("kind", ["pipe", "directory"])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "words"), [("pipe", "Not a regular file"), ("directory", "Is a directory")])
+def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind, words):
     path = tmp_path / "bench.json"
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
-    with pytest.raises(UserError, match=r"bench\.json: cannot be read \(Not a regular file\)"):
+    with pytest.raises(UserError, match=rf"bench\.json: cannot be read \({words}\)"):
         Result.read(path)

@@ -4,6 +4,7 @@ import base64
 import gzip
 import html
 import json
+import os
 import re
 import signal
 import socket
@@ -526,3 +527,33 @@ def test_a_port_that_is_taken_is_refused(served, capsys):
     port = url.rstrip("/").rpartition(":")[2]
     assert main(["report", str(run), "--serve", "--port", port]) == 2
     assert "choose another port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("timeline.jsonl", b'{"step": 1, "spans": 5}\n'),
+        ("config.yaml", b'{"a":' * 100_000),
+        ("config.yaml", b"a: \xff"),
+        ("environment.json", b'{"a":' * 100_000),
+        (
+            "events.jsonl",
+            b'{"a":' * 100_000 + b'\n\xff\n[]\n{"message": "\\ud800"}\n{"step": "x", "message": 5}\n',
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_run_does_not_end_a_report(tmp_path, name, content):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_bytes(content)
+    manifest, _, _, _ = page_of([run], tmp_path)
+    assert manifest["runs"][0]["label"] == "run"
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_pipe_in_a_run_directory_is_refused_by_name(tmp_path, capsys, name):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "environment.json").unlink()
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert main(["report", str(run)]) == 2
+    assert f"{name}: Not a regular file; make it readable" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.json_files import check_regular
+
 Line = dict[str, Any]
 
 
@@ -56,6 +58,7 @@ class LineFile:
         """Brings ``parts`` up to date. A file that is not there has none."""
         try:
             found = self._path.stat()
+            check_regular(self._path)
             seen = (found.st_ino, found.st_size, found.st_mtime_ns)
             if seen != self._seen:
                 self._read()

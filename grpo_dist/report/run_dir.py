@@ -11,7 +11,9 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.config_text import check_nesting
 from grpo_dist.errors import UserError
+from grpo_dist.json_files import parse_json
 from grpo_dist.secrets import masked
 
 TRAINING, ASIDE = "training", "aside"
@@ -109,8 +111,10 @@ def _settings(path: Path, notices: list[str]) -> dict[str, Any]:
         notices.append("config.yaml: missing, so there are no settings to show")
         return {}
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        check_nesting(text)
+        found = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         notices.append(f"config.yaml: cannot be read ({_first_line(error)})")
         return {}
     return masked(found) if isinstance(found, dict) else {}
@@ -120,7 +124,7 @@ def _object(path: Path, notices: list[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError) as error:
         notices.append(f"{path.name}: cannot be read ({_first_line(error)})")
         return {}

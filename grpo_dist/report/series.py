@@ -32,7 +32,8 @@ def timeline(lines: list[Line]) -> Encoded:
     steps = []
     count = 0
     for line in lines:
-        spans = [span for span in line.get("spans") or () if _is_span(span)]
+        found = line.get("spans")
+        spans = [span for span in found if _is_span(span)] if isinstance(found, list) else []
         if not isinstance(line.get("step"), int) or not spans:
             continue
         origin = min(begin for _, _, begin, _ in spans)
