@@ -1,0 +1,114 @@
+"""Mixtures of experts with a real engine and real ranks: both compute the same model, before and after an
+update.
+"""
+
+import asyncio
+
+import pytest
+import ray
+import samples_of_groups
+import torch
+from expert_models import SHAPES, expert_model
+from safetensors.torch import load_file
+from test_engine import PROMPTS, World, difference
+from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, gradients_of, on_all, relative, start
+from transformers import AutoModelForCausalLM
+
+from actors.policy import loss_settings
+from grpo_dist.config import LoRA, Optimizer, Policy
+from grpo_dist.layout import padded
+from grpo_dist.loss import batch_loss
+from grpo_dist.policy_model import TokenLogprobs
+
+pytestmark = pytest.mark.machine
+
+LIMIT = 1e-5  # nats, engine and trainer in float32
+
+
+class UpdatedWorker(OpenWorker):
+    """A rank that makes an optimiser update and shows the weights as transformers names them."""
+
+    def updated(self, batch):
+        self._trainer.update([batch])
+        buckets = self._trainer.iter_weights(10_000, as_held=True)
+        return {name: t.clone() for bucket in buckets for name, t in bucket}
+
+
+def agrees(model_dir, settings):
+    """Engine and trainer, from the checkpoint and after each of two updates with their syncs."""
+    world = World(model_dir, settings, UpdatedWorker)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        sampled = world.sample_all()
+        assert max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True)) < LIMIT
+        for seed in (1, 2):
+            batch = samples_of_groups.batch(seed=seed, reference=False)
+            model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)))
+            world.push()
+            old, sampled = sampled, world.sample_all()
+            assert max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True)) < LIMIT
+            assert max(difference(model, *pair) for pair in zip(PROMPTS, old, strict=True)) > 0.05
+    finally:
+        world.close()
+
+
+def trained(**settings):
+    return Policy(zero_stage=2, optimizer=Optimizer(lr=3e-3, schedule="constant"), **settings)
+
+
+@pytest.mark.parametrize("kind", sorted(SHAPES))
+def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind):
+    agrees(expert_model(tmp_path, kind), trained())
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize(
+    ("kind", "changes", "settings"),
+    [
+        ("qwen3_moe", {"tie_word_embeddings": True}, {}),
+        ("qwen3_moe", {"moe_intermediate_size": 40}, {}),  # the engine fills it up to 64
+        ("qwen3_moe", {"mlp_only_layers": [0]}, {}),
+        ("qwen2_moe", {}, {"lora": LoRA(rank=4, alpha=8)}),
+        ("mixtral", {}, {"lora": LoRA(rank=4, alpha=8, sync="adapter")}),
+    ],
+)
+def test_so_are_they_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
+    agrees(expert_model(tmp_path, kind, **changes), trained(**settings))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.evidence) for k in SHAPES)]
+)
+def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_path, kind, stage):
+    """The gradient is that of float64; what is sent, in buckets smaller than a layer's experts, is what the
+    export holds, under the names of the first checkpoint; transformers reads it back.
+    """
+    model_dir, batch = expert_model(tmp_path, kind), samples_of_groups.batch()
+    exact = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float64, experts_implementation="eager"
+    )
+    logprobs, _ = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
+    )
+    batch_loss(logprobs, batch, loss_settings(ALGORITHM))[0].backward()
+    expected = flat({name: p.grad for name, p in exact.named_parameters()})
+
+    async def train():
+        group = start(model_dir, ranks=2, stage=stage, micro_batch_tokens=40)
+        await group.ready()
+        await group.update(group.stage([batch]))
+        sent = (await on_all(group, "weights"))[0]
+        await group.export(tmp_path / "model", tokenizer_dir=model_dir)
+        await group.shutdown()
+        return sent
+
+    (gradients, _), _ = asyncio.run(
+        gradients_of(model_dir, batch, ranks=2, stage=stage, micro_batch_tokens=40)
+    )
+    assert relative(flat(gradients), expected) < 1e-5
+    sent, first = asyncio.run(train()), load_file(model_dir / "model.safetensors")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert sent.keys() == exported.keys() == first.keys()
+    assert all(torch.equal(sent[name], exported[name]) for name in sent)
+    assert all(not torch.equal(sent[name], first[name]) for name in sent if ".experts." in name)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
