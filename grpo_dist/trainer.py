@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +111,7 @@ class Trainer:
         self.engine = initialize(module, policy, settings)
         self._gate = NormGate(self.engine.optimizer) if policy.zero_stage > 0 else None
         self._files = own_files(self.engine)
+        self._checkpoint_format = CheckpointFormat(causal_lm, self._held())
 
     def update(self, batches: Sequence[TrainBatch], bounds: Sequence[Bound] = ()) -> dict[str, float]:
         """One optimiser update per batch and epoch, this rank's rows of each. Collective.
@@ -350,10 +350,6 @@ class Trainer:
             name: ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
             for name, p in self._named_parameters(adapters_only)
         }
-
-    @cached_property
-    def _checkpoint_format(self) -> CheckpointFormat:
-        return CheckpointFormat(self.engine.module.model, self._held())
 
     @property
     def _lora_scale(self) -> float:

@@ -121,6 +121,8 @@ class OnALoop:
 class World(OnALoop):
     """The engine, the rank and their sync."""
 
+    engine = RolloutSettings(max_num_seqs=16)
+
     def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
         super().__init__()
         self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker))
@@ -128,9 +130,8 @@ class World(OnALoop):
 
     async def _start(self, model_dir, policy_settings, worker):
         model = Model(path="tiny")
-        settings = RolloutSettings(max_num_seqs=16)
         sync = SyncSettings(bucket_mb=1, mode="keep")
-        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
+        spec = EngineSpec(self.engine, sync, model, str(model_dir), max_length=256, seed=0)
         rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())

@@ -5,6 +5,7 @@ import samples_of_groups
 import torch
 from expert_models import SHAPES, expert_model
 from fakes import config
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -15,7 +16,14 @@ from grpo_dist.checkpoint_format import CheckpointFormat, keep_used_conversions
 from grpo_dist.config import LoRA
 from grpo_dist.errors import UserError
 from grpo_dist.layout import packed, padded
-from grpo_dist.lora import adapter_parameters, adapters, add_adapters, check_targets, empty_model
+from grpo_dist.lora import (
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    check_targets,
+    empty_model,
+    write_adapter,
+)
 from grpo_dist.plan.memory import lora_parameters
 from grpo_dist.plan.models import from_config_json, published
 from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
@@ -146,6 +154,20 @@ def test_adapters_go_on_linear_layers_and_leave_experts_and_router_alone(tmp_pat
     assert set(changed) == {f"{name}.weight" for name in wanted}
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
     assert model.peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_the_exported_adapter(tmp_path, kind):
+    model_dir, ids = expert_model(tmp_path, kind), torch.arange(11, 43)[None]
+    model = load(model_dir)
+    before = model(ids).logits
+    add_adapters(model, LoRA(rank=4), seed=0)
+    for _, parameter in adapter_parameters(model):
+        nn.init.normal_(parameter, std=0.1)
+    write_adapter(model, dict(adapter_parameters(model)), tmp_path / "adapter", base_model=str(model_dir))
+    read = PeftModel.from_pretrained(load(model_dir), tmp_path / "adapter")
+    torch.testing.assert_close(read(ids).logits, model(ids).logits)
+    assert not torch.allclose(before, model(ids).logits, atol=0.1)
 
 
 def test_a_token_costs_the_weights_of_its_own_experts(tmp_path):

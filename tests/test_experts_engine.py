@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.policy import loss_settings
 from grpo_dist.config import LoRA, Optimizer, Policy
+from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.layout import padded
 from grpo_dist.loss import batch_loss
 from grpo_dist.policy_model import TokenLogprobs
@@ -34,20 +35,33 @@ class UpdatedWorker(OpenWorker):
         return {name: t.clone() for bucket in buckets for name, t in bucket}
 
 
-def agrees(model_dir, settings):
-    """Engine and trainer, from the checkpoint and after each of two updates with their syncs."""
-    world = World(model_dir, settings, UpdatedWorker)
+class EagerWorld(World):
+    """An engine that compiles nothing starts sooner."""
+
+    engine = RolloutSettings(max_num_seqs=16, enforce_eager=True)
+
+
+def largest(model, sampled):
+    return max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True))
+
+
+def differences(model_dir, settings, world=EagerWorld):
+    """Largest difference of engine and trainer from the checkpoint and after each of two updates with their
+    syncs; and of what was sampled before each of these updates, nats.
+    """
+    world = world(model_dir, settings, UpdatedWorker)
     try:
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         sampled = world.sample_all()
-        assert max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True)) < LIMIT
+        own, moved = [largest(model, sampled)], []
         for seed in (1, 2):
             batch = samples_of_groups.batch(seed=seed, reference=False)
             model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)))
             world.push()
-            old, sampled = sampled, world.sample_all()
-            assert max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True)) < LIMIT
-            assert max(difference(model, *pair) for pair in zip(PROMPTS, old, strict=True)) > 0.05
+            moved.append(largest(model, sampled))
+            sampled = world.sample_all()
+            own.append(largest(model, sampled))
+        return own, moved
     finally:
         world.close()
 
@@ -56,9 +70,20 @@ def trained(**settings):
     return Policy(zero_stage=2, optimizer=Optimizer(lr=3e-3, schedule="constant"), **settings)
 
 
-@pytest.mark.parametrize("kind", sorted(SHAPES))
-def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind):
-    agrees(expert_model(tmp_path, kind), trained())
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        ("qwen3_moe", World),
+        ("mixtral", EagerWorld),
+        ("qwen2_moe", EagerWorld),
+        pytest.param("mixtral", World, marks=pytest.mark.evidence),
+        pytest.param("qwen2_moe", World, marks=pytest.mark.evidence),
+    ],
+)
+def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, world):
+    own, moved = differences(expert_model(tmp_path, kind), trained(), world)
+    assert max(own) < LIMIT
+    assert min(moved) > 0.05
 
 
 @pytest.mark.evidence
@@ -73,7 +98,9 @@ def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_clus
     ],
 )
 def test_so_are_they_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
-    agrees(expert_model(tmp_path, kind, **changes), trained(**settings))
+    own, moved = differences(expert_model(tmp_path, kind, **changes), trained(**settings))
+    assert max(own) < LIMIT
+    assert min(moved) > 0.01
 
 
 @pytest.mark.parametrize(
