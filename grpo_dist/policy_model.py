@@ -53,9 +53,22 @@ def load_causal_lm(
     if packing and (problem := packing_problem(model)):
         raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
     model.config.use_cache = False
+    switch_off_noise(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def switch_off_noise(model: nn.Module) -> None:
+    """No dropout and no noise on a router's input, whatever the model's configuration says: the engine has
+    none, so that its log-probs would not be the trainer's.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def compile_layers(model: Any) -> None:

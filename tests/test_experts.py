@@ -122,6 +122,17 @@ def test_log_probs_and_gradients_are_those_of_float64_for_every_kernel_of_the_ex
         assert (own - gradient).norm() / gradient.norm() < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_has_no_dropout_and_no_noise_on_the_router(tmp_path, kind):
+    """The engine has neither, whatever the model's configuration asks for."""
+    noise = {"attention_dropout": 0.5, "router_jitter_noise": 0.5}
+    noisy, plain = (load(expert_model(tmp_path, kind, **how)) for how in (noise, {}))
+    batch = samples_of_groups.batch()
+    assert noisy.config.attention_dropout == 0.5
+    with torch.no_grad():
+        assert torch.equal(logprobs(noisy.train(), batch), logprobs(plain.eval(), batch))
+
+
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
