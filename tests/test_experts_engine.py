@@ -139,3 +139,21 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
     assert all(torch.equal(sent[name], exported[name]) for name in sent)
     assert all(not torch.equal(sent[name], first[name]) for name in sent if ".experts." in name)
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+
+
+def test_only_kernels_that_read_packed_weights_are_made_again_by_a_sync():
+    """A GPU's kernel stays: captured graphs hold on to it, and its weights are shuffled at every reload."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from actors.weight_transfer import repack_experts
+
+    model = torch.nn.ModuleDict()
+    for backend in UnquantizedMoeBackend:
+        method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        torch.nn.Module.__init__(method)
+        method.unquantized_backend, method.moe_kernel = backend, object()
+        model[backend.name] = torch.nn.Module()
+        model[backend.name].quant_method = method
+    repack_experts(model)
+    assert [name for name, m in model.items() if m.quant_method.moe_kernel is None] == ["CPU"]
