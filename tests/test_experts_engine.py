@@ -70,16 +70,8 @@ def trained(**settings):
     return Policy(zero_stage=2, optimizer=Optimizer(lr=3e-3, schedule="constant"), **settings)
 
 
-@pytest.mark.parametrize(
-    ("kind", "world"),
-    [
-        ("qwen3_moe", World),
-        ("mixtral", EagerWorld),
-        ("qwen2_moe", EagerWorld),
-        pytest.param("mixtral", World, marks=pytest.mark.evidence),
-        pytest.param("qwen2_moe", World, marks=pytest.mark.evidence),
-    ],
-)
+@pytest.mark.parametrize("kind", sorted(SHAPES))
+@pytest.mark.parametrize("world", [EagerWorld, pytest.param(World, marks=pytest.mark.evidence)])
 def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, world):
     own, moved = differences(expert_model(tmp_path, kind), trained(), world)
     assert max(own) < LIMIT
