@@ -92,8 +92,8 @@ class PolicyWorker(Metered, Watched):
         """Name of the policy's dtype, and by row id, float32 [C], its log-probs of the rows of ``shards``."""
         return self._trainer.dtype_name, self._trainer.row_logprobs(shards)
 
-    def parameter_specs(self, adapters_only: bool = False) -> list[ParameterSpec]:
-        return self._trainer.parameter_specs(adapters_only=adapters_only)
+    def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
+        return self._trainer.parameter_specs(adapters_only=adapters_only, as_held=as_held)
 
     def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         self.close_transfer(group)
@@ -105,13 +105,16 @@ class PolicyWorker(Metered, Watched):
             transport.close()
 
     @metered("sync")
-    def send_weights(self, bucket_bytes: int, group: str, adapters_only: bool) -> dict[str, float]:
+    def send_weights(
+        self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
+    ) -> dict[str, float]:
         """Gather and, where this rank has a transport for ``group``, send every bucket and then the checksum
         of all; returns the bytes sent and the seconds it took. What fails leaves the group: the others in it
         learn of it at once, and what they were sent is of no use.
         """
-        weights = self._trainer.iter_weights(bucket_bytes, adapters_only=adapters_only)
-        specs = self._trainer.parameter_specs(adapters_only=adapters_only)
+        which = {"adapters_only": adapters_only, "as_held": as_held}
+        weights = self._trainer.iter_weights(bucket_bytes, **which)
+        specs = self._trainer.parameter_specs(**which)
         try:
             with one_thread():
                 return send(self._transports.get(group), weights, specs, bucket_bytes)
@@ -258,12 +261,14 @@ class PolicyGroup:
         lora = self._settings.lora
         return lora.scale if lora is not None and lora.sync == "adapter" else None
 
-    async def send_weights(self, bucket_bytes: int, *, group: str, adapters_only: bool) -> dict[str, float]:
+    async def send_weights(
+        self, bucket_bytes: int, *, group: str, adapters_only: bool, as_held: bool = False
+    ) -> dict[str, float]:
         """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
         of rank 0. Those sent are the weights after as many `updates` as ``sent_after`` says then.
         """
         self.sent_after = self.updates
-        arguments = bucket_bytes, group, adapters_only
+        arguments = bucket_bytes, group, adapters_only, as_held
         try:
             return (await self._answers("send_weights", [arguments] * len(self.ranks)))[0]
         except RayTaskError as error:

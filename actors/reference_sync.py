@@ -36,7 +36,7 @@ class ReferenceSync:
         stage = "reference: policy and reference workers join the transfer group"
         async with deadline_of(both, timeout_s, stage):
             group = await TransferGroup.open(
-                "reference", policy, reference.workers, settings, timeout_s=timeout_s
+                "reference", policy, reference.workers, settings, as_held=True, timeout_s=timeout_s
             )
         return cls(group, reference, mix, timeout_s)
 

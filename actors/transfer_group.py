@@ -49,7 +49,9 @@ async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> _Seats:
 
 @dataclass(frozen=True)
 class TransferGroup:
-    """Driver-side handle. Made by `open`; what is sent is ``specs`` in buckets of ``bucket_bytes``."""
+    """Driver-side handle. Made by `open`; what is sent is ``specs`` in buckets of ``bucket_bytes``.
+    ``adapters_only``, ``as_held``: see `Trainer.iter_weights`.
+    """
 
     policy: PolicyGroup
     name: str
@@ -59,6 +61,7 @@ class TransferGroup:
     workers: tuple[Any, ...]
     settings: SyncSettings
     processes_each: int
+    as_held: bool = False
 
     async def again(
         self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
@@ -71,6 +74,7 @@ class TransferGroup:
             self.settings,
             processes_each=self.processes_each,
             adapters_only=self.adapters_only,
+            as_held=self.as_held,
             timeout_s=timeout_s,
             ranks_busy_s=ranks_busy_s,
         )
@@ -89,6 +93,7 @@ class TransferGroup:
         *,
         processes_each: int = 1,
         adapters_only: bool = False,
+        as_held: bool = False,
         beside: Sequence[int] | None = None,
         timeout_s: float,
         ranks_busy_s: float = 0.0,
@@ -118,15 +123,17 @@ class TransferGroup:
             joining.append(worker.open_transfer.remote(backend, taken, timeout_s + ranks_busy_s))
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
-        specs = await policy.ranks[0].parameter_specs.remote(adapters_only)
+        specs = await policy.ranks[0].parameter_specs.remote(adapters_only, as_held)
         members = tuple(workers)
-        return cls(policy, name, specs, bucket_bytes, adapters_only, members, settings, processes_each)
+        return cls(
+            policy, name, specs, bucket_bytes, adapters_only, members, settings, processes_each, as_held
+        )
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
         """The weights, while the workers are ``receiving``; returns metrics of the sender. The caller holds
         the deadline.
         """
         sending = self.policy.send_weights(
-            self.bucket_bytes, group=self.name, adapters_only=self.adapters_only
+            self.bucket_bytes, group=self.name, adapters_only=self.adapters_only, as_held=self.as_held
         )
         return (await gather([sending, *receiving]))[0]

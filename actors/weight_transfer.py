@@ -17,6 +17,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -68,6 +70,7 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         forget_what_came(self.model)
+        repack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -114,6 +117,20 @@ def forget_what_came(model: torch.nn.Module) -> None:
         info = get_layerwise_info(layer)
         if info.can_load():
             info.loaded_weights, info.load_numel = [], 0
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Have the reload pack the weights of experts as the first load does.
+
+    vLLM 0.32 packs them for its CPU kernel only while a layer has no kernel yet (`_setup_kernel`). A reload
+    would leave the kernel unpacked weights, from which it computes other experts without an error.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if not isinstance(method, UnquantizedFusedMoEMethod):
+            continue
+        if method.unquantized_backend == UnquantizedMoeBackend.CPU:
+            method.moe_kernel = None
 
 
 def keep_what_waits(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> None:

@@ -46,15 +46,47 @@ def add_adapters(model: Any, settings: LoRA, *, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = settings.target_modules
+    named: Any = targets if isinstance(targets, str) else list(targets)
+    holder = model
+    if holds_fused_experts(model):
+        # For a transformers model peft takes gate_proj, up_proj and down_proj (which all-linear includes) for
+        # the fused experts, and adapts those and the router, too. It reads full names in a plain module as
+        # they stand.
+        full = {name for name in _adaptable(model) if isinstance(targets, str) or _matches(name, targets)}
+        named, holder = sorted(full), nn.Module()
+        holder.add_module("adapted", model)
     config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        task_type="CAUSAL_LM",
+        r=settings.rank, lora_alpha=settings.alpha, target_modules=named, task_type="CAUSAL_LM"
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, _ADAPTER)
+        inject_adapter_in_model(config, holder, _ADAPTER)
+    model.peft_config = holder.peft_config
+    unknown = set(adapters(adapter_parameters(model))) - {name for name, _ in base_parameters(model)}
+    if unknown:
+        raise ValueError(
+            f"`policy.lora.target_modules`: {min(unknown)} is no weight of a linear layer of the model; name "
+            "other layers"
+        )
+
+
+def holds_fused_experts(model: nn.Module) -> bool:
+    """Whether transformers holds the experts of a layer in one parameter, which is no linear layer."""
+    return any(name.rpartition(".")[0].endswith(".experts") for name, _ in model.named_parameters())
+
+
+def _adaptable(model: Any) -> dict[str, nn.Module]:
+    """Linear layers by name, all but the LM head."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+    }
+
+
+def _matches(name: str, targets: Iterable[str]) -> bool:
+    """Whether peft adapts the module ``name``: one of ``targets`` is equal to it, or its end after a dot."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def check_targets(model_dir: Path, settings: LoRA, *, trust_remote_code: bool) -> None:
@@ -62,17 +94,13 @@ def check_targets(model_dir: Path, settings: LoRA, *, trust_remote_code: bool) -
     be adapted. Reads no weights.
     """
     model = empty_model(model_dir, trust_remote_code=trust_remote_code)
-    adaptable = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
-    }
+    adaptable = _adaptable(model)
     choices = ", ".join(sorted({name.rpartition(".")[2] for name in adaptable}))
     names = () if isinstance(settings.target_modules, str) else settings.target_modules
     if not adaptable:
         raise ValueError(f"`policy.lora`: {model_dir.name} has no linear layers to adapt; remove it")
     for target in names:
-        found = _named(dict(model.named_modules()), target)
+        found = {name for name, _ in model.named_modules() if _matches(name, [target])}
         if not found:
             raise ValueError(
                 f"`policy.lora.target_modules` = {target}: {model_dir.name} has no such layer; expected "
@@ -92,11 +120,6 @@ def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _named(modules: Mapping[str, Any], target: str) -> set[str]:
-    """Names that peft takes for ``target``: equal to it, or ending in it at a dot."""
-    return {name for name in modules if name == target or name.endswith(f".{target}")}
 
 
 def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from grpo_dist.attention import NAME, packing_problem, register
+from grpo_dist.checkpoint_format import keep_used_conversions
 from grpo_dist.hardware import quiet_libraries
 from grpo_dist.layout import Layout
 from grpo_dist.logprobs import selected_logprobs
@@ -39,8 +40,10 @@ def load_causal_lm(
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
     )
+    keep_used_conversions(model)
     check_supported(model, model_dir, packing=packing)
     model.config.use_cache = False
+    switch_off_noise(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -63,6 +66,18 @@ def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
         raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
 
 
+def switch_off_noise(model: nn.Module) -> None:
+    """No dropout and no noise on a router's input, whatever the model's configuration says: the engine has
+    none, so that its log-probs would not be the trainer's.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
 def compile_layers(model: Any) -> None:
     """torch.compile each layer of ``model``'s decoder, for any number of tokens. Attention over packed rows
     stays as it is: a graph on each side of it.
@@ -74,13 +89,19 @@ def compile_layers(model: Any) -> None:
 def attention_cost(model: Any) -> float:
     """What a token costs more for each token before it, as a share of its cost alone.
 
-    A token takes 2 FLOPs a parameter, and in each layer 2 H D to be compared with a token before it and 2 H D
-    to take up its value, of which causal attention does half on average.
+    A token takes 2 FLOPs a parameter that it meets (of experts its own alone), and in each layer 2 H D to be
+    compared with a token before it and 2 H D to take up its value, of which causal attention does half on
+    average.
     """
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     pairs = config.num_hidden_layers * config.num_attention_heads * size
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
+    per_token = getattr(config, "num_experts_per_tok", None)
+    parameters = 0.0
+    for name, p in model.named_parameters():
+        shape = getattr(p, "ds_shape", p.shape)
+        share = min(1.0, per_token / shape[0]) if per_token and ".experts." in name else 1.0
+        parameters += share * shape.numel()
     return pairs / parameters
 
 

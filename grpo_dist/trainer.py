@@ -21,6 +21,7 @@ from torch import Tensor
 
 from grpo_dist.attention import choose_kernel
 from grpo_dist.bounds import GRAD_NORM, Bound, passed
+from grpo_dist.checkpoint_format import CheckpointFormat, owners
 from grpo_dist.config import Model, Policy
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.deepspeed_engine import initialize, own_files, zero3_loading
@@ -111,6 +112,7 @@ class Trainer:
         self.engine = initialize(module, policy, settings)
         self._gate = NormGate(self.engine.optimizer) if policy.zero_stage > 0 else None
         self._files = own_files(self.engine)
+        self._checkpoint_format = CheckpointFormat(causal_lm, self._held())
 
     def update(self, batches: Sequence[TrainBatch], bounds: Sequence[Bound] = ()) -> dict[str, float]:
         """One optimiser update per batch and epoch, this rank's rows of each. Collective.
@@ -316,32 +318,54 @@ class Trainer:
         """Whether this rank's statistics count: ranks that share their rows all have the same."""
         return self._shared is None or self._shared.index == 0
 
-    def parameter_specs(self, *, adapters_only: bool = False) -> list[ParameterSpec]:
+    def parameter_specs(self, *, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         """What `iter_weights` yields, in order: every parameter once, tied ones under the checkpoint's
         name.
         """
-        return [
-            ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
-            for name, p in self._named_parameters(adapters_only)
-        ]
+        return [spec for specs in self._specs(adapters_only, as_held).values() for spec in specs]
 
     def iter_weights(
-        self, bucket_bytes: int, *, adapters_only: bool = False
+        self, bucket_bytes: int, *, adapters_only: bool = False, as_held: bool = False
     ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Full parameters, bucket by bucket, valid until the next is asked for: those of a checkpoint, with
+        """Full tensors, bucket by bucket, valid until the next is asked for: those of a checkpoint, with
         low-rank adapters merged into copies of them, or the adapters alone. Collective under ZeRO-3.
+
+        ``as_held``: the parameters as transformers' model has them, where its checkpoint names them
+        otherwise or holds experts apart.
         """
         parameters = dict(self._named_parameters(adapters_only))
         low_rank = {} if adapters_only else adapters(self._named_parameters(adapters_only=True))
-        scale = self._policy.lora.scale if self._policy.lora else 0.0
-        for bucket in make_buckets(self.parameter_specs(adapters_only=adapters_only), bucket_bytes):
-            held = [parameters[spec.name] for spec in bucket]
-            own = {spec.name: low_rank[spec.name] for spec in bucket if spec.name in low_rank}
+        specs, plain = self._specs(adapters_only, as_held), adapters_only or as_held
+        owner, left = owners(specs), dict.fromkeys(specs)
+        pending: dict[str, Tensor] = {}  # of parameters that are gathered, not yet sent
+        for bucket in make_buckets([spec for own in specs.values() for spec in own], bucket_bytes):
+            names = [name for name in dict.fromkeys(owner[spec.name] for spec in bucket) if name in left]
+            own = {name: low_rank[name] for name in names if name in low_rank}
+            held = [parameters[name] for name in names]
             with self._gathered([*held, *(t for adapter in own.values() for t in (adapter.a, adapter.b))]):
-                yield [
-                    (spec.name, own[spec.name].merged_into(p.data, scale) if spec.name in own else p.data)
-                    for spec, p in zip(bucket, held, strict=True)
-                ]
+                for name, p in zip(names, held, strict=True):
+                    del left[name]
+                    value = own[name].merged_into(p.data, self._lora_scale) if name in own else p.data
+                    pending |= {name: value} if plain else self._checkpoint_format.tensors(name, value)
+                yield [(spec.name, pending.pop(spec.name)) for spec in bucket]
+                if held and self._policy.zero_stage == 3:  # its parameter is released here
+                    pending = {name: t.clone() for name, t in pending.items()}
+
+    def _specs(self, adapters_only: bool, as_held: bool) -> dict[str, list[ParameterSpec]]:
+        """Of each parameter, what `iter_weights` yields for it."""
+        if not (adapters_only or as_held):
+            return self._checkpoint_format.specs
+        return {name: [spec] for name, spec in self._held(adapters_only).items()}
+
+    def _held(self, adapters_only: bool = False) -> dict[str, ParameterSpec]:
+        return {
+            name: ParameterSpec.of(name, p, getattr(p, "ds_shape", None))
+            for name, p in self._named_parameters(adapters_only)
+        }
+
+    @property
+    def _lora_scale(self) -> float:
+        return self._policy.lora.scale if self._policy.lora else 0.0
 
     def offload_states(self) -> None:
         """Parameters, gradients and optimiser states go to host memory; ZeRO only, and nothing but
@@ -401,7 +425,7 @@ class Trainer:
         """The model in Hugging Face format (safetensors) with its tokenizer, written by rank 0; trained
         low-rank adapters are merged into it, and beside it in `adapter` as peft reads them. Collective.
         """
-        whole = self._on_first_rank(self.iter_weights(bucket_bytes))
+        whole = self._on_first_rank(self.iter_weights(bucket_bytes, as_held=True))
         low_rank = self._on_first_rank(self.iter_weights(bucket_bytes, adapters_only=True))
         if self.place.rank == 0:
             write_model(

@@ -1,4 +1,4 @@
-"""Floating-point operations of a dense decoder, as model FLOPs utilisation counts them: those the result
+"""Floating-point operations of a decoder, as model FLOPs utilisation counts them: those the result
 needs, nothing that is computed again or for padding.
 """
 
@@ -20,7 +20,11 @@ _CARDS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a decoder decides its operations: gated MLPs, grouped-query attention, no experts."""
+    """What of a decoder decides its operations: gated MLPs, grouped-query attention.
+
+    ``intermediate``: of the MLPs that a token meets, added up: 2 of 4 experts of width 96 beside a shared one
+    of 160 are 352. ``experts`` of width ``expert_width`` are in each layer, 0 in a dense model.
+    """
 
     hidden: int
     layers: int
@@ -29,6 +33,10 @@ class Shape:
     head_dim: int
     intermediate: int
     vocabulary: int
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
 
     @classmethod
     def of(cls, model_dir: Path) -> Shape:
@@ -40,21 +48,35 @@ class Shape:
     def from_config(cls, c: Mapping[str, Any]) -> Shape:
         """Of what a config.json says of the decoder."""
         heads = c["num_attention_heads"]
+        experts = c.get("num_experts") or c.get("num_local_experts") or 0
+        used = c["num_experts_per_tok"] if experts else 0
+        width = c.get("moe_intermediate_size") or c["intermediate_size"] if experts else 0
+        shared = c.get("shared_expert_intermediate_size") or 0 if experts else 0
         return cls(
             hidden=c["hidden_size"],
             layers=c["num_hidden_layers"],
             heads=heads,
             kv_heads=c.get("num_key_value_heads") or heads,
             head_dim=c.get("head_dim") or c["hidden_size"] // heads,
-            intermediate=c["intermediate_size"],
+            intermediate=used * width + shared if experts else c["intermediate_size"],
             vocabulary=c["vocab_size"],
+            experts=experts,
+            experts_per_token=used,
+            expert_width=width,
+            shared_width=shared,
         )
 
     @property
     def layer_weights(self) -> int:
         """Weights that multiply every token in one layer."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.intermediate
+        gates = self.experts + (1 if self.shared_width else 0)
+        return attention + self.hidden * (3 * self.intermediate + gates)
+
+    @property
+    def idle_weights(self) -> int:
+        """Weights of the experts of one layer that a token does not meet."""
+        return 3 * self.hidden * self.expert_width * (self.experts - self.experts_per_token)
 
 
 def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:

@@ -103,11 +103,14 @@ def lora_parameters(config: Config, model: ModelShape) -> int:
     if lora is None:
         return model.parameters
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    width = s.shared_width if s.experts else s.intermediate  # experts are no linear layers
     sides = {
         "q_proj": s.hidden + q, "k_proj": s.hidden + kv, "v_proj": s.hidden + kv, "o_proj": q + s.hidden,
-        "gate_proj": s.hidden + s.intermediate, "up_proj": s.hidden + s.intermediate,
-        "down_proj": s.intermediate + s.hidden,
     }  # fmt: skip
+    if width:
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), s.hidden + width)
+    if s.shared_width:
+        sides["shared_expert_gate"] = s.hidden + 1
     names = sides if isinstance(lora.target_modules, str) else [n for n in sides if n in lora.target_modules]
     return s.layers * lora.rank * sum(sides[name] for name in names)
 
@@ -206,14 +209,15 @@ def activation_bytes(
 
     A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
-    keys, values, the output and a float32 of the softmax. With checkpointing only the input of each layer,
-    and one whole layer at a time.
+    keys, values, the output and a float32 of the softmax; and of each of a token's experts the input and two
+    copies of the output. With checkpointing only the input of each layer, and one whole layer at a time.
     """
     s, b = model.shape, sizes.itemsize
     query = s.heads * s.head_dim
     key = s.kv_heads * s.head_dim if sizes.gpu else query  # off GPUs heads of keys are repeated first
     norm = (4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
-    layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query)
+    experts = 3 * b * s.experts_per_token * s.hidden
+    layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query + experts)
     layer += attended * (2 * b * (query + key) + 4 * s.heads)
     last = tokens * (norm + b * s.hidden)
     if checkpointing:

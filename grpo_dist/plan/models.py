@@ -16,9 +16,10 @@ from grpo_dist.json_files import read_json
 
 # What a layer has beside the matrices of `Shape`, by model_type: biases of query, key and value; norms of
 # query and key.
-_BIAS = ("qwen2",)
-_HEAD_NORMS = ("qwen3",)
+_BIAS = ("qwen2", "qwen2_moe")
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
 _DENSE = ("qwen2", "qwen3", "llama", "mistral")
+_EXPERTS = ("qwen2_moe", "qwen3_moe", "mixtral")
 _NOWHERE = (
     "neither a directory here, nor in the Hugging Face cache, nor a family whose sizes are known"
 )
@@ -43,6 +44,14 @@ class ModelShape:
         """Weights that multiply a token on its way to logits."""
         return self.shape.layers * self.shape.layer_weights + self.embedding
 
+    def read_for(self, sequences: float) -> float:
+        """Weights that a decoding step of ``sequences`` reads: of experts those that any of them meets, if
+        each is as likely.
+        """
+        s = self.shape
+        met = 1 - (1 - s.experts_per_token / s.experts) ** max(0.0, sequences - 1) if s.experts else 0.0
+        return self.computing + s.layers * s.idle_weights * met
+
     @property
     def without_head(self) -> int:
         """Parameters of the decoder alone, which a classifier has, too."""
@@ -54,15 +63,19 @@ class ModelShape:
 
 
 def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
-    """Of the content of a Hugging Face config.json. Raises UserError for what is no dense decoder of a known
-    type.
+    """Of the content of a Hugging Face config.json. Raises UserError for what is no decoder of a known type.
     """
     c = c.get("text_config", c)
     kind = c.get("model_type")
-    if kind not in _DENSE:
+    if kind not in _DENSE + _EXPERTS:
         raise UserError(
             f"model {name}: `model_type` = {kind}; a plan knows the weights of {', '.join(_DENSE)} (dense "
-            "decoders with gated MLPs)"
+            f"decoders with gated MLPs) and {', '.join(_EXPERTS)} (mixtures of experts)"
+        )
+    if kind in _EXPERTS and (c.get("mlp_only_layers") or c.get("decoder_sparse_step", 1) != 1):
+        raise UserError(
+            f"model {name}: `mlp_only_layers` or `decoder_sparse_step` makes some layers dense; a plan knows "
+            "mixtures of experts whose layers are all alike"
         )
     try:
         shape = Shape.from_config(c)
@@ -73,7 +86,7 @@ def from_config_json(c: dict[str, Any], name: str) -> ModelShape:
 
 
 def _count(s: Shape, kind: str, tied: bool) -> int:
-    layer = s.layer_weights + 2 * s.hidden  # two norms
+    layer = s.layer_weights + s.idle_weights + 2 * s.hidden  # two norms
     if kind in _BIAS:
         layer += (s.heads + 2 * s.kv_heads) * s.head_dim
     if kind in _HEAD_NORMS:
@@ -81,13 +94,15 @@ def _count(s: Shape, kind: str, tied: bool) -> int:
     return s.layers * layer + s.hidden + (1 if tied else 2) * s.vocabulary * s.hidden
 
 
-def _known(kind: str, *sizes: int, tied: bool, head_dim: int | None = None) -> dict[str, Any]:
+def _known(
+    kind: str, *sizes: int, tied: bool, head_dim: int | None = None, **experts: int
+) -> dict[str, Any]:
     names = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads", "vocab_size",
     )  # fmt: skip
     own = dict(zip(names, sizes, strict=True))
-    return {"model_type": kind, **own, "tie_word_embeddings": tied, "head_dim": head_dim}
+    return {"model_type": kind, **own, "tie_word_embeddings": tied, "head_dim": head_dim, **experts}
 
 
 # Values of the config.json that each was published with on the Hugging Face hub.
@@ -105,6 +120,17 @@ _PUBLISHED = {
     "Qwen/Qwen3-8B": _known("qwen3", 4096, 12288, 36, 32, 8, 151936, tied=False, head_dim=128),
     "Qwen/Qwen3-14B": _known("qwen3", 5120, 17408, 40, 40, 8, 151936, tied=False, head_dim=128),
     "Qwen/Qwen3-32B": _known("qwen3", 5120, 25600, 64, 64, 8, 151936, tied=False, head_dim=128),
+    "Qwen/Qwen3-30B-A3B": _known(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, tied=False, head_dim=128,
+        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+    ),
+    "Qwen/Qwen1.5-MoE-A2.7B": _known(
+        "qwen2_moe", 2048, 5632, 24, 16, 16, 151936, tied=False, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    ),
+    "mistralai/Mixtral-8x7B-v0.1": _known(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, tied=False, num_local_experts=8, num_experts_per_tok=2
+    ),
     "meta-llama/Llama-3.2-1B": _known("llama", 2048, 8192, 16, 32, 8, 128256, tied=True, head_dim=64),
     "meta-llama/Llama-3.2-3B": _known("llama", 3072, 8192, 28, 24, 8, 128256, tied=True, head_dim=128),
     "meta-llama/Llama-3.1-8B": _known("llama", 4096, 14336, 32, 32, 8, 128256, tied=False),

@@ -107,7 +107,7 @@ class Rates:
             self.config.rollout.tensor_parallel_size,
             self.sizes.itemsize,
         )
-        read = b * (m.computing + m.kv_values() * context) / t
+        read = b * (m.read_for(sequences) + m.kv_values() * context) / t
         operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
         reading = read / (self.peaks.memory * self.reached.decode)
         computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
