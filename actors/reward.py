@@ -40,12 +40,13 @@ class RewardWorker(Metered, Watched):
 
     def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
         super().__init__()
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens, self._settings = max_new_tokens, settings
         self._pool = GraderPool(
             settings.processes_per_worker,
             timeout_s=settings.timeout_s,
             memory_mb=settings.memory_mb,
             code_paths=settings.code_paths,
+            accept_arithmetic=settings.accept_arithmetic,
         )
         self._scorer = Scorer(
             reward_specs(settings), self._pool, models=model_terms(settings), workers=settings.num_workers
@@ -63,7 +64,7 @@ class RewardWorker(Metered, Watched):
         ``modelled``: what each reward model says of the samples; ``score_s`` is without their time.
         """
         begin = time.perf_counter()
-        answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens)
+        answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings)
         scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
         garbage = sum(is_garbage(rollout.text) for rollout in rollouts)

@@ -10,13 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample or score need none of it
     from jaxtyping import Bool, Float, Int
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The tags around a thought, and what of it the prompt holds: nothing, its opening tag ("opens"), or an
+    empty thought that is complete ("closes").
+    """
+
+    opening: str = "<think>"
+    closing: str = "</think>"
+    prompt: Literal["", "opens", "closes"] = ""
+
+
+NO_THOUGHT = Thought()  # the usual tags, and nothing of them in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +43,7 @@ class Prompt:
     source: str  # name of the data set it came from
     text: str = ""  # the problem as the reader found it, for samples and rewards
     columns: Mapping[str, Any] = field(default_factory=dict)  # extra columns a reward may ask for
+    thought: Thought = NO_THOUGHT  # as the prompt's text shows it
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,11 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def below(pid: int) -> list[int]:
+    """All descendants."""
+    return [p for child in children_of(pid) for p in (child, *below(child))]
+
+
 def test_a_bomb_loses_its_own_pair_only(pool: GraderPool) -> None:
     pairs = [(boxed(i), str(i)) for i in range(8)]
     pairs[2:2] = [(boxed(BOMBS[0]), "5")]
@@ -329,8 +334,11 @@ def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
 def test_closing_ends_every_process() -> None:
     before = set(children_of(os.getpid()))
     pool = GraderPool(2)
+    pool.grade([(boxed(5), "5")] * 4)
     started = [pid for pid in children_of(os.getpid()) if pid not in before]
     assert len(started) == 2
+    started += [pid for guardian in started for pid in below(guardian)]
+    assert len(started) == 4
     pool.close()
     pool.close()
     assert wait_until_gone(started) == []
@@ -349,8 +357,8 @@ def test_no_process_outlives_a_killed_parent(code: str, function: str) -> None:
     try:
         assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
         time.sleep(0.5)  # one process is in the function, the other idle
-        graders = children_of(parent.pid)
-        assert len(graders) == 2
+        graders = below(parent.pid)
+        assert len(children_of(parent.pid)) == 3  # two graders, and one for the user's code
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()

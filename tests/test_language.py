@@ -28,10 +28,18 @@ def test_share_of_words(text, scripts, expected):
 @pytest.mark.parametrize(
     "formula",
     [
-        "$\\text{the answer}$", "$$abc + def$$", "\\(abc\\)", "\\[ abc\n= def \\]",
-        "\\begin{align*} abc &= def \\end{align*}", "\\boxed{12}", "<think></think>", "https://example.org/abc",
+        "$\\text{cm}$",
+        "$x_{\\text{max}} = \\sin x$",
+        "\\operatorname{lcm}(a, b)",
+        "$$abc + def$$",
+        "\\(abc\\)",
+        "\\[ abc\n= def \\]",
+        "\\begin{align*} abc &= def \\end{align*}",
+        "\\boxed{12}",
+        "<think></think>",
+        "https://example.org/abc",
     ],
-)  # fmt: skip
+)
 def test_formulas_commands_tags_and_links_belong_to_no_language(formula):
     assert script_share(f"это {formula} ответ", {"cyrillic"}) == 1.0
     assert script_share(f"это {formula} ответ", {"latin"}) == 0.0
@@ -64,3 +72,57 @@ def test_what_is_opened_and_not_closed_is_text(text, plain):
 
 def test_a_lone_dollar_does_not_swallow_the_text():
     assert script_share("it costs $5\nи ещё два рубля", {"latin"}) == pytest.approx(2 / 6)
+
+
+SAID = "the answer is five"
+HIDDEN = [
+    "$the answer is five$",
+    "$$the answer is five$$",
+    "\\(the answer is five\\)",
+    "\\[the answer is five\\]",
+    "\\begin{align*} the answer is five \\end{align*}",
+    "$\\text{the answer is five}$",
+    "$\\mathrm{the answer is five}$",
+    "\\operatorname{the answer is five}",
+    "\\label{the answer is five}",
+    "<the answer is five>",
+    "<the> <answer> <is> <five>",
+    "\\the \\answer \\is \\five",
+    "https://a.org/the-answer-is-five-because-two-and-three-make-five",
+    "https://the.answer https://is.five https://the.answer https://is.five",
+]
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_words_are_words_wherever_they_are_put(text):
+    assert script_share(f"это {text} ответ", {"cyrillic"}) <= 0.5
+    assert script_share(text, {"han"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$答案是五$",
+        "<答案是五>",
+        "https://答案是五",
+        "https://a.org/答案是五",
+        "\\答案是五",
+        "\\text{答案是五}",
+        "$\\text{答案是五}$",
+    ],
+)
+def test_letters_of_other_scripts_are_words_wherever_they_are_put(text):
+    # "https" is one word more.
+    assert script_share(f"the answer {text}", {"latin"}) <= 3 / 7 + 1e-6
+
+
+def test_words_that_each_stand_in_a_formula_of_their_own_are_words():
+    assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == 0.5
+
+
+@pytest.mark.parametrize(
+    "piece", ["$\\text{", "$ab ", "ab   1 ", "\\label{a ", "https://a.", "<the ", "\\foo", "$\\begin{a}$"]
+)
+def test_markup_takes_linear_time(piece):
+    with cpu_s(10.0):
+        script_share(piece * (200_000 // len(piece)), {"latin"})

@@ -16,7 +16,6 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
 
 RIGHT = [  # (gold, what is in the box)
-    ("8", "3+5"),
     ("\\frac{1}{2}", "0.5"),
     ("1/3", "\\frac13"),
     ("x", "x."),
@@ -31,8 +30,6 @@ RIGHT = [  # (gold, what is in the box)
     ("30^\\circ", "30\\text{ degrees}"),
     ("28\\%", "28\\text{ percent}"),
     ("1000", "1\\,000"),
-    ("0.1", "0.3-0.2"),
-    ("2.4", "0.8*3"),
     ("7425000", "7,425,000"),
     ("28\\%", "28"),
     ("28\\%", "0.28"),
@@ -126,6 +123,149 @@ WRONG = [
 ]
 
 
+ARITHMETIC = [
+    ("8", "3+5"),
+    ("0.1", "0.3-0.2"),
+    ("2.4", "0.8*3"),
+    ("579", "123+456"),
+    ("145", "290/2"),
+    ("145", "\\frac{290}{2}"),
+    ("579", "x = 123+456"),
+    ("579", "(123+456)^1"),
+    ("579", "\\sqrt{(123+456)^2}"),
+    ("8", "2\\cdot 2 \\times 2"),
+    ("-1", "3–4"),
+    ("1,000", "10*100"),
+    ("5\\text{ cm}", "2+3\\text{ cm}"),
+    ("7", "14 ÷ 2"),
+]
+WORKED_OUT = [
+    ("1500", "1.5 \\times 10^3"),
+    ("2.75", "2\\frac{3}{4}"),
+    ("0.5", "\\frac{1}{2}"),
+    ("0.5", "2/4"),
+    ("120", "5!"),
+    ("1024", "2^{10}"),
+    ("-4", "-(-2)^2"),
+    ("5", "2+3=5"),
+    ("5", "x=5"),
+    ("3/2", "2\\cdot 3/4"),
+    ("x+3", "x+1+2"),
+    ("5", "\\sqrt{25}"),
+    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"),
+    ("1", "\\sin{\\frac{\\pi}{2}}"),
+]
+
+MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what makes them different
+    *[
+        ("5", f"5\\text{{ {word}}}")
+        for word in ("million", "billion", "thousand", "hundred", "dozen", "trillion", "lakh")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("million dollars", "squared", "cubed", "halves", "and a half", "or so")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("or more", "or less", "is wrong", "is not the answer", "(or 6)")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("apples, 6 pears", "times 2", "below zero", "fewer than 7", "?")
+    ],
+    *[
+        ("5", f"{sign} 5")
+        for sign in ("\\neq", "\\ne", "\\not=", "\\not", "\\neg", "\\lnot", "≠", "!=", "=/=")
+    ],
+    *[
+        ("5", f"{sign} 5")
+        for sign in (">", "<", "\\ge", "\\geq", "\\geqslant", "\\le", "\\leqslant", "\\gtrsim", "\\ll")
+    ],
+    *[("\\frac{1}{2}", f"{sign} \\frac{{1}}{{2}}") for sign in ("\\neq", ">", "\\le")],
+    *[
+        ("5", f"\\{command}{{5}}")
+        for command in ("cancel", "xcancel", "bcancel", "sout", "st", "not", "phantom")
+    ],
+    *[
+        ("5", text)
+        for text in (
+            "~~5~~",
+            "5\u0336",
+            "5\u0338",
+            "\\cancelto{5}{3}",
+            "\\propto 5",
+            "\\equiv 5",
+            "5?",
+            "5 + ?",
+        )
+    ],
+    *[
+        ("3", text)
+        for text in (
+            "3\\text{, }4",
+            "3\\text{ or 4 or 5}",
+            "3\\text{ or }4",
+            "3 \\lor 4",
+            "3\\operatorname{or}4",
+        )
+    ],
+    *[
+        ("4", text)
+        for text in (
+            "3 \\& 4",
+            "3 \\mid 4",
+            "3 \\vee 4",
+            "3 \\to 4",
+            "3 \\rightarrow 4",
+            "3 \\\\ 4",
+            "3 \\lvert 4",
+        )
+    ],
+    *[
+        (gold, f"2{space}3")
+        for gold in ("23", "5", "6", "2", "3")
+        for space in ("\\quad ", "\\;", "\\ ", "~", "\\,")
+    ],
+    *[("11", text) for text in ("5 (6)", "5 \\text{ } 6")],
+    ("56", "5 \\text{ } 6"),
+    ("7", "5 \\bmod 7"),
+    ("7", "\\equiv 5 \\pmod 7"),
+    ("5", "500\\%"),
+    ("5", "500\\text{ percent}"),
+    ("5\\%", "500\\%"),
+    ("5\\text{ million}", "5"),
+    ("5", "\\infty"),
+    ("\\infty", "5"),
+    ("B", "\\text{not B}"),
+    ("B", "\\cancel{B}"),
+]
+MEANT_SO = [
+    ("5000000", "5\\text{ million}"),
+    ("5\\text{ million}", "5000000"),
+    ("3200", "3.2 thousand"),
+    ("60", "5\\text{ dozen eggs}"),
+    ("5", "\\cancel{4} 5"),
+    ("5,6", "5 \\quad 6"),
+    ("x=1, y=2", "x=1 \\quad y=2"),
+    ("5,6,7", "5\\text{ or 6 or 7}"),
+    ("500", "500\\%"),
+    ("50", "50\\%"),
+    ("0.5", "50\\%"),
+    ("\\frac{1}{2}", "50\\%"),
+    ("1", "100\\%"),
+    ("12.5", "12.5\\%"),
+    ("150\\%", "1.5"),
+    ("15", "15\\text{ more apples}"),
+    ("300", "300\\text{ K}"),
+    ("11", "x \\approx 11"),
+    ("(3,\\infty)", "x>3"),
+    ("x \\ne 3", "x \\neq 3"),
+    ("f(x)=1", "f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}_{>0}"),
+    ("\\infty", "\\text{infinity}"),
+    ("\\text{infinitely many}", "\\infty"),
+]
+
+
 def boxed(text: str) -> str:
     return f"So the answer is $\\boxed{{{text}}}$."
 
@@ -138,6 +278,95 @@ def test_the_same_answer_written_otherwise_is_right(gold: str, answer: str) -> N
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
 def test_another_answer_is_wrong(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), MEANT_OTHERWISE)
+def test_what_an_answer_says_of_its_value_counts(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), MEANT_SO)
+def test_what_is_meant_is_right_in_other_words(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
+def test_arithmetic_is_to_be_worked_out_unless_the_setting_allows_it(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+    assert grade(boxed(answer), gold, accept_arithmetic=True) == Grade("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), WORKED_OUT)
+def test_a_form_of_a_number_is_no_arithmetic(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
+
+
+def test_a_pool_has_the_setting_for_arithmetic() -> None:
+    for accept, outcome in ((False, "wrong"), (True, "correct")):
+        with GraderPool(1, timeout_s=60.0, accept_arithmetic=accept) as pool:
+            assert pool.grade([(boxed("123+456"), "579")])[0].outcome == outcome
+
+
+UNBOXED_WRONG = [
+    "The answer is 5 million.",
+    "The final answer is $5$ million. I hope it is correct.",
+    "The answer is $> 5$.",
+    "The final answer is $\\neq 5$.",
+    "The answer is not 5.",
+    "The answer is at least 5",
+    "The answer is 5 or 6.",
+    "The final answer is 5 or 6 or 7.",
+    "x > 5",
+    "either 4 or 5",
+    "4 to 5",
+    "maybe 5",
+    "5?",
+    "5 squared",
+    "The answer is 500%",
+    "<answer>not 5</answer>",
+    "<answer>5 million</answer>",
+    "<answer>4 or 5</answer>",
+    "<answer>> 5</answer>",
+    "<answer>2+3</answer>",
+    "<answer>~~5~~</answer>",
+    "Answer: 2+3",
+    "answer: $2\\quad 3$",
+]
+
+
+@pytest.mark.parametrize("completion", UNBOXED_WRONG)
+def test_the_words_around_an_answer_without_a_box_count(completion: str) -> None:
+    assert grade(completion, "5").outcome in ("wrong", "no_answer")
+
+
+def test_plain_words_around_an_answer_without_a_box_do_not() -> None:
+    for completion in (
+        "The answer is 5 apples and 3 pears",
+        "<answer>The answer is 5.</answer>",
+        "It is => 5",
+        "> 5",
+    ):
+        assert grade(completion, "5").outcome == "correct"
+    assert grade("The answer is 5 million.", "5000000").outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "<think>2+2 \\boxed{4}",
+        "<THINK>\\boxed{4}",
+        "<think>a</think><think>\\boxed{4}",
+        "<think> The answer is $4$.",
+    ],
+)
+def test_what_an_unclosed_thought_says_is_no_answer(completion: str) -> None:
+    assert grade(completion, "4") == Grade("no_answer", 0.0)
+    assert answer_found(completion) is None
+
+
+def test_an_answer_outside_of_an_unclosed_thought_counts() -> None:
+    assert grade("\\boxed{4}<think>or \\boxed{5}", "4").outcome == "correct"
+    assert grade("<think>\\boxed{5}</think>\\boxed{4}", "4").outcome == "correct"
 
 
 def test_the_last_box_is_the_answer() -> None:

@@ -78,7 +78,27 @@ class Rewards(Section):
         1024, description="address space a grader process may take beyond its start"
     )
     code_paths: tuple[str, ...] = Field((), description="directories added to the path of custom reward code")
+    accept_arithmetic: bool = Field(
+        False, description="math: arithmetic left undone, 123+456, is right for a plain number, 579"
+    )
+    thought_tags: tuple[str, str] | None = Field(
+        None, description="tags around a thought; null: those of the prompt or chat template, else <think>"
+    )
+    prompt_opens_thought: bool | None = Field(
+        None, description="whether the prompt ends with the opening tag; null: read from the rendered prompt"
+    )
     shuffle: bool = Field(False, description="control: deal each step's rewards among its samples at random")
+
+    @model_validator(mode="after")
+    def _tags_differ(self) -> Rewards:
+        if self.thought_tags is not None:
+            opening, closing = self.thought_tags
+            if not opening.strip() or not closing.strip() or opening == closing:
+                raise ValueError(
+                    f"thought_tags = {list(self.thought_tags)}: expected two different tags that are not "
+                    "empty, e.g. [<think>, </think>]"
+                )
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> Rewards:

@@ -12,7 +12,8 @@ import numpy as np
 from jinja2 import TemplateError
 
 from grpo_dist.data.readers import Row
-from grpo_dist.types import Prompt
+from grpo_dist.data.thoughts import is_kept, thought_of
+from grpo_dist.types import Prompt, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +51,12 @@ def build_prompts(
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
     seen = {} if seen is None else seen
+    thoughts = _Thoughts(tokenizer, use_chat_template)
     for row in rows:
-        token_ids = tokenise(
+        text = prompt_text(
             row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
         )
+        token_ids = _ids(text, tokenizer, use_chat_template)
         if not len(token_ids):
             raise ValueError(
                 f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
@@ -70,9 +73,9 @@ def build_prompts(
             continue
         uid = _uid(row, seen)
         columns = dict(row.columns)
-        prompts.append(
-            Prompt(uid, np.asarray(token_ids, np.int32), row.answer, row.source, row.problem, columns)
-        )
+        ids = np.asarray(token_ids, np.int32)
+        thought = thoughts.of(text)
+        prompts.append(Prompt(uid, ids, row.answer, row.source, row.problem, columns, thought))
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
@@ -89,13 +92,52 @@ def tokenise(
     template_kwargs: dict[str, Any],
 ) -> list[int]:
     """Token ids of the prompt, up to where the model's answer begins."""
+    text = prompt_text(problem, tokenizer, system_prompt, instruction, use_chat_template, template_kwargs)
+    return _ids(text, tokenizer, use_chat_template)
+
+
+def prompt_text(
+    problem: str,
+    tokenizer: Any,
+    system_prompt: str | None,
+    instruction: str | None,
+    use_chat_template: bool,
+    template_kwargs: dict[str, Any],
+) -> str:
+    """The prompt, up to where the model's answer begins."""
     content = user_content(problem, instruction)
     if not use_chat_template:
-        text = f"{system_prompt}\n{content}" if system_prompt else content
-        return tokenizer(text)["input_ids"]
+        return f"{system_prompt}\n{content}" if system_prompt else content
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": content})
-    return tokenise_messages(messages, tokenizer, template_kwargs)
+    return _rendered(messages, tokenizer, template_kwargs)
+
+
+def _ids(text: str, tokenizer: Any, use_chat_template: bool) -> list[int]:
+    """A chat template has the special tokens in its text."""
+    if use_chat_template:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(text)["input_ids"]
+
+
+class _Thoughts:
+    """The thoughts that prompts of one tokenizer show."""
+
+    def __init__(self, tokenizer: Any, use_chat_template: bool) -> None:
+        template = getattr(tokenizer, "chat_template", None) if use_chat_template else None
+        self._tokenizer, self._template = tokenizer, template if isinstance(template, str) else ""
+        self._kept: dict[str, bool] = {}
+
+    def of(self, text: str) -> Thought:
+        """Without a tag at the prompt's end where completions would lose the closing one: then nobody sees
+        where a thought ends.
+        """
+        thought = thought_of(text, self._template)
+        if not thought.prompt:
+            return thought
+        if thought.closing not in self._kept:
+            self._kept[thought.closing] = is_kept(thought.closing, self._tokenizer)
+        return thought if self._kept[thought.closing] else Thought(thought.opening, thought.closing)
 
 
 def user_content(problem: str, instruction: str | None) -> str:
@@ -107,8 +149,14 @@ def tokenise_messages(
     messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
     """Token ids of the conversation, up to where the model's answer begins."""
+    return _ids(_rendered(messages, tokenizer, template_kwargs), tokenizer, True)
+
+
+def _rendered(
+    messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
+) -> str:
     try:
-        text = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True, **template_kwargs
         )
     except TemplateError as error:
@@ -116,7 +164,6 @@ def tokenise_messages(
             f"the model's chat template refuses the {' and '.join(m['role'] for m in messages)} messages "
             f"({error}); check data.system_prompt and data.template_kwargs"
         ) from error
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +13,9 @@ from typing import Any
 
 from grpo_dist.config import DataSource
 from grpo_dist.config_text import check_characters
+from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 
+PATTERN_S = 10.0  # longest that answer_pattern may take on one row
 _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -37,10 +38,11 @@ def read(source: DataSource) -> list[Row]:
     """
     label = source_name(source)
     rows: list[Row] = []
-    for location, record in _records(source):
-        if source.max_rows is not None and len(rows) >= source.max_rows:
-            break
-        rows.append(_row(record, location, source, label))
+    with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
+        for location, record in _records(source):
+            if source.max_rows is not None and len(rows) >= source.max_rows:
+                break
+            rows.append(_row(record, location, source, label, pattern))
     if not rows:
         raise ValueError(
             f"{source.path}: no rows; expected at least one with `{source.problem_column}` and "
@@ -200,9 +202,12 @@ def _guard(load: Callable[[], Any], source: DataSource) -> Any:
         ) from error
 
 
-def _row(record: Mapping[str, Any], location: str, source: DataSource, label: str) -> Row:
+def _row(
+    record: Mapping[str, Any], location: str, source: DataSource, label: str, pattern: PatternSearch
+) -> Row:
     problem = _text(record, source.problem_column, location, "problem_column")
-    answer = _answer(_text(record, source.answer_column, location, "answer_column").strip(), location, source)
+    answer = _text(record, source.answer_column, location, "answer_column").strip()
+    answer = _answer(answer, location, source, pattern)
     if not problem.strip():
         raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
     columns = {name: _column(record, name, location, "columns") for name in source.columns}
@@ -222,16 +227,23 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
     return record[name]
 
 
-def _answer(answer: str, location: str, source: DataSource) -> str:
+def _answer(answer: str, location: str, source: DataSource, pattern: PatternSearch) -> str:
     if source.answer_pattern is not None:
-        found = re.search(source.answer_pattern, answer)
+        try:
+            found = pattern.search(answer)
+        except PatternTimeout:
+            raise ValueError(
+                f"{location}: answer_pattern {source.answer_pattern!r} finds no end within "
+                f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
+                f"...{answer[-60:]!r}; use a pattern without repetitions in repetitions, such as (a+)+"
+            ) from None
         if found is None:
             raise ValueError(
                 f"{location}: `{source.answer_column}` does not match answer_pattern "
                 f"{source.answer_pattern!r}: "
                 f"...{answer[-60:]!r}; mend the row or the pattern"
             )
-        answer = (found.group(1) or "").strip()
+        answer = (found[0] or "").strip()
     if not answer:
         raise ValueError(
             f"{location}: `{source.answer_column}` is empty; a problem without an answer cannot be "
@@ -241,13 +253,18 @@ def _answer(answer: str, location: str, source: DataSource) -> str:
 
 
 def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
-    """8 and 8.0 are "8"; None is empty. Raises ValueError for a list or an object."""
+    """8 and 8.0 are "8"; None is empty.
+
+    Raises ValueError for an infinite number, true, a list or an object.
+    """
     value = _column(record, name, location, setting)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
+    if isinstance(value, float) and math.isinf(value):
+        raise ValueError(f"{location}: `{name}` is {value}; expected text or a finite number: remove the row")
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if isinstance(value, str | int | float):
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
     raise ValueError(
         f"{location}: `{name}` is a {type(value).__name__} ({str(value)[:60]}); expected text or a number; "

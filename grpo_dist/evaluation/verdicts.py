@@ -107,6 +107,9 @@ class Judge:
             if self._made is None:
                 own = self._rewards
                 self._made = GraderPool(
-                    own.processes_per_worker, timeout_s=own.timeout_s, memory_mb=own.memory_mb
+                    own.processes_per_worker,
+                    timeout_s=own.timeout_s,
+                    memory_mb=own.memory_mb,
+                    accept_arithmetic=own.accept_arithmetic,
                 )
             return self._made

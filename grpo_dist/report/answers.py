@@ -31,6 +31,8 @@ class Answers:
         answers: list[str | None] = [None] * len(completions)
         unboxed = []
         for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
+            if outcome == "no_answer":  # a box that there may be is in a thought that is never closed
+                continue
             if found := boxes(completion[-_LONGEST_COMPLETION:]):
                 answers[i] = found[-1]
             elif not outcome:

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.config import Rewards
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.types import Prompt, Rollout
+from grpo_dist.rewards.thought import outside_thought, thought_for
+from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,18 @@ class Answers:
     gold: str
     columns: Mapping[str, Any]  # `problem` and the data's further columns
     max_new_tokens: int  # longest completion that training samples
+    thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
 
     @classmethod
-    def of(cls, prompt: Prompt, rollouts: Sequence[Rollout], *, max_new_tokens: int) -> Answers:
+    def of(
+        cls,
+        prompt: Prompt,
+        rollouts: Sequence[Rollout],
+        *,
+        max_new_tokens: int,
+        settings: Rewards | None = None,
+    ) -> Answers:
+        """``settings`` of rewards, which may say more of thoughts than the prompt does."""
         return cls(
             completions=tuple(r.text for r in rollouts),
             token_ids=tuple(r.completion_ids for r in rollouts),
@@ -34,7 +45,13 @@ class Answers:
             gold=prompt.answer,
             columns={"problem": prompt.text, **prompt.columns},
             max_new_tokens=max_new_tokens,
+            thought=thought_for(prompt.thought, settings) if settings else prompt.thought,
         )
+
+    @property
+    def outside_thoughts(self) -> list[str]:
+        """[G]: the completions without a thought that is never closed, which is no place for an answer."""
+        return [outside_thought(completion, self.thought) for completion in self.completions]
 
     @property
     def lengths(self) -> list[int]:
@@ -51,7 +68,7 @@ class Verdicts:
     @cached_property
     def grades(self) -> list[Grade]:
         return self._pool.grade(
-            [(completion, self._answers.gold) for completion in self._answers.completions]
+            [(completion, self._answers.gold) for completion in self._answers.outside_thoughts]
         )
 
     @property

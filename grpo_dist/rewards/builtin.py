@@ -45,10 +45,22 @@ class Math(Builtin):
 
 
 class Format(Builtin):
-    """1 for a thought in think tags and then one answer, else 0."""
+    """1 for a thought in its tags and then one answer, else 0."""
+
+    answer_tags: tuple[str, str] = Field(("<answer>", "</answer>"), description="tags around an answer")
+
+    @field_validator("answer_tags")
+    @classmethod
+    def _two_tags(cls, tags: tuple[str, str]) -> tuple[str, str]:
+        if not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
+            raise ValueError("expected two different tags that are not empty, e.g. [<answer>, </answer>]")
+        return tags
 
     def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [think_answer_format(completion) for completion in answers.completions]
+        return [
+            think_answer_format(completion, thought=answers.thought, answer_tags=self.answer_tags)
+            for completion in answers.completions
+        ]
 
 
 class Parity(Builtin):
@@ -66,7 +78,7 @@ class Exact(Builtin):
     ignore_case: bool = True
 
     def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [exact_match(c, answers.gold, ignore_case=self.ignore_case) for c in answers.completions]
+        return [exact_match(c, answers.gold, ignore_case=self.ignore_case) for c in answers.outside_thoughts]
 
 
 class Numeric(Builtin):
@@ -78,7 +90,7 @@ class Numeric(Builtin):
     def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
         return [
             numeric_match(c, answers.gold, relative=self.relative, absolute=self.absolute)
-            for c in answers.completions
+            for c in answers.outside_thoughts
         ]
 
 

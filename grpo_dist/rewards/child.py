@@ -1,7 +1,11 @@
-"""What runs in a grader process, which `pool` starts with the arguments MEMORY_MB LIFELINE.
+"""What runs in a grader process, which `pool` starts with the arguments MEMORY_MB LIFELINE OWN.
 
 Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code
-that is graded finds both closed: what it prints goes nowhere, and what it reads is empty.
+that is graded finds both closed: what it prints goes nowhere, and what it reads is empty. A reply carries the
+random number of its request, so that a line written to its descriptor by other code is none. A process that
+is forked from this one has neither descriptor.
+
+OWN is 1 in a process for the package's own graders, which never runs code of the user's, and else 0.
 """
 
 from __future__ import annotations
@@ -17,29 +21,47 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from functools import lru_cache
+from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any
+
+from grpo_dist.rewards.guardian import fork_guarded
 
 
 def main() -> None:
-    memory_mb, lifeline = int(sys.argv[1]), int(sys.argv[2])
+    memory_mb, lifeline, own = (int(argument) for argument in sys.argv[1:4])
+    fork_guarded(lifeline)
     _die_with_parent(lifeline)
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    requests = os.fdopen(os.dup(0), "rb", closefd=False)
+    replies = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
-    from grpo_dist.rewards.math import grade
+    os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
+    if own:
+        from grpo_dist.rewards.math import grade
 
-    grade("\\boxed{1}", "2")  # imports the parser and builds its tables
+        grade("\\boxed{1}", "2")  # imports the parser and builds its tables
     _limit_memory(memory_mb)
-    print(json.dumps("ready"), file=replies)
+    _reply(replies, "ready")
     while True:
         try:
-            kind, arguments = pickle.load(requests)
+            number, kind, arguments = pickle.load(requests)
         except EOFError:
             return
-        print(json.dumps(_answer(kind, arguments, memory_mb)), file=replies)
+        _reply(replies, [number, *_answer(kind, arguments, memory_mb)])
+
+
+def _reply(descriptor: int, value: Any) -> None:
+    rest = memoryview(json.dumps(value).encode() + b"\n")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _close(descriptors: tuple[int, ...]) -> None:
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
@@ -65,10 +87,10 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 
 
-def _grade(completion: str, answer: str) -> list[str]:
+def _grade(completion: str, answer: str, accept_arithmetic: bool) -> list[str]:
     from grpo_dist.rewards.math import grade
 
-    result = grade(completion, answer)
+    result = grade(completion, answer, accept_arithmetic=accept_arithmetic)
     return [result.outcome, result.detail]
 
 

@@ -2,29 +2,76 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+
 from grpo_dist.rewards.text import boxes
+from grpo_dist.types import NO_THOUGHT, Thought
 
-_NOTHING = "{} \t\r\n"
+# TeX that shows nothing: spaces, what is set invisibly, and commands around an argument that may be empty.
+_BLANK_TEX = re.compile(
+    r"\\(?:q?quad|enspace|thinspace|medspace|thickspace|neg(?:thin|med|thick)space|hfill|null|strut|relax|left\.|right\."
+    r"|displaystyle|textstyle)(?![A-Za-z])|\\(?:[,;:!>/ ]|$)"
+    r"|\\(?:[hv]space\*?|[hv]?phantom|kern|hskip)\s*(?:\{[^{}]*\}|-?[\d.]+\s*(?:pt|em|ex|mu|cm))"
+    r"|\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|operatorname|mbox|hbox|boxed|fbox|bf|rm|it)(?=\s*\{)|~|\$"
+)
+# Letters and symbols that show nothing: fillers of Hangul, the blank of Braille.
+_BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800")
+_INVISIBLE = frozenset({"Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me"})  # a mark alone marks nothing
+_MAY_BE_BLANK = re.compile(r"[\\~$]")
+_ANSWER_TAGS = ("<answer>", "</answer>")
 
 
-def think_answer_format(completion: str) -> float:
-    """1.0 for ``<think> ... </think>`` exactly once, at the start, and then an answer: one non-empty
-    ``<answer>...</answer>`` and nothing else, or text with a non-empty ``\\boxed{...}``. 0.0 otherwise.
+def think_answer_format(
+    completion: str, *, thought: Thought = NO_THOUGHT, answer_tags: tuple[str, str] = _ANSWER_TAGS
+) -> float:
+    """1.0 for a thought in its tags exactly once, at the start, and then an answer: one
+    ``<answer>...</answer>`` and nothing else, or text with ``\\boxed{...}``. 0.0 otherwise, and where thought
+    or answer show nothing.
 
         <think>2+2</think>\\boxed{4}              1.0
         <think>2+2</think><answer>4</answer>      1.0
         \\boxed{4}                                0.0    no thought
         <think>2+2 \\boxed{4}                     0.0    never closed
-        <think>2+2</think>\\boxed{{}}             0.0    nothing in it
+        <think></think>\\boxed{4}                 0.0    nothing in it
+        <think>2+2</think>\\boxed{\\text{ }}      0.0    nothing in it
+
+    Where the prompt opens the thought, as ``thought`` says, the completion continues it:
+    ``2+2</think>\\boxed{4}`` is 1.0. Where the prompt holds an empty thought, only the answer is wanted.
     """
-    before, _, opened = completion.partition("<think>")
-    thought, closed, rest = opened.partition("</think>")
-    if before.strip() or not closed or any(tag in thought + rest for tag in ("<think>", "</think>")):
+    tags = (thought.opening, thought.closing)
+    rest = completion
+    if thought.prompt != "closes":
+        if not thought.prompt:
+            before, _, rest = completion.partition(thought.opening)
+            if shows(before):
+                return 0.0
+        inside, closed, rest = rest.partition(thought.closing)
+        if not closed or not shows(inside) or any(tag in inside for tag in tags):
+            return 0.0
+    if any(tag in rest for tag in tags):
         return 0.0
-    tags = rest.count("<answer>") + rest.count("</answer>")
-    if tags:
-        before, _, opened = rest.partition("<answer>")
-        answer, closed, after = opened.partition("</answer>")
-        alone = tags == 2 and closed and not before.strip() and not after.strip()
-        return 1.0 if alone and answer.strip() else 0.0
-    return 1.0 if any(box.strip(_NOTHING) for box in boxes(rest)) else 0.0
+    return float(_is_answer(rest, *answer_tags))
+
+
+def shows(text: str) -> bool:
+    """Whether anything of ``text`` can be seen: not in white space, zero-width characters, ``\\,``,
+    ``\\text{}`` or empty braces.
+    """
+    braces = 0
+    for char in _BLANK_TEX.sub("", text) if _MAY_BE_BLANK.search(text) else text:
+        if char in "{}":  # without a partner they show
+            braces += 1 if char == "{" else -1
+        elif char not in _BLANK and unicodedata.category(char) not in _INVISIBLE:
+            return True
+    return braces != 0
+
+
+def _is_answer(text: str, opening: str, closing: str) -> bool:
+    tags = text.count(opening) + text.count(closing)
+    if not tags:
+        return any(shows(box) for box in boxes(text))
+    before, _, opened = text.partition(opening)
+    answer, closed, after = opened.partition(closing)
+    alone = tags == 2 and bool(closed) and not before.strip() and not after.strip()
+    return alone and shows(answer)

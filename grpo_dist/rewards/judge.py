@@ -111,7 +111,7 @@ class Judge(Builtin):
         gold = gold_text(answers.gold)
         candidates = [
             None if right else candidate(completion, gold)
-            for right, completion in zip(accepted, answers.completions, strict=True)
+            for right, completion in zip(accepted, answers.outside_thoughts, strict=True)
         ]
         distinct = sorted({c for c in candidates if c})  # a group often agrees; each answer is asked once
         judged = dict(

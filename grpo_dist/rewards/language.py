@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal, get_args
 
+from grpo_dist.rewards.markup import words_of_formula, words_of_prose
+
 Script = Literal[
     "latin", "cyrillic", "greek", "han", "hiragana", "katakana", "hangul", "arabic", "hebrew", "devanagari",
     "bengali", "tamil", "telugu", "thai", "georgian", "armenian",
@@ -17,7 +19,6 @@ SCRIPTS: tuple[str, ...] = get_args(Script)
 _OPENS = re.compile(r"\$\$?|\\[(\[]|\\begin\{(\w+\*?)\}")
 _IN_LINE = re.compile(r"\$[^$\n]*\$")
 _ENDS = re.compile(r"\\end\{\w+\*?\}")
-_NAMES = re.compile(r"\\[A-Za-z]+|</?\w+>|https?://\S+")  # LaTeX commands outside of formulas, tags, links
 _ONE_A_LETTER = frozenset({"han", "hiragana", "katakana", "thai"})  # written without spaces between words
 _VARIABLES = frozenset({"latin", "greek"})  # whose single letters are names of numbers in any language
 
@@ -28,17 +29,20 @@ def script_share(text: str, scripts: Collection[str]) -> float:
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948, section 2.3.2): words of the target
     language / all words. A word is a run of letters of one script; of scripts without spaces every letter is
     one. Formulas, LaTeX commands, tags, links and single Latin or Greek letters, which are variables, do not
-    count. A text without a word is in no other language: 1.
+    count; natural language inside of them does (`markup`). A text without a word is in no other language: 1.
 
         "the answer ответ is $x$", {"latin"}  ->  3 of 4 words = 0.75
+        "ответ $the answer$", {"cyrillic"}    ->  1 of 3 words
     """
-    plain = _NAMES.sub(" ", _without_formulas(text))
-    words = list(_words(plain))
+    formulas: list[str] = []
+    prose = words_of_prose(_without_formulas(text, formulas))
+    words = list(_words(" ".join([prose, *map(words_of_formula, formulas)])))
     return sum(script in scripts for script in words) / len(words) if words else 1.0
 
 
-def _without_formulas(text: str) -> str:
-    """A space for each formula: $$ $$, $ $ on one line, \\( \\), \\[ \\], \\begin{name} \\end{name}.
+def _without_formulas(text: str, formulas: list[str] | None = None) -> str:
+    """A space for each formula: $$ $$, $ $ on one line, \\( \\), \\[ \\], \\begin{name} \\end{name}. To
+    ``formulas`` they are added.
 
     In time linear in the length, whatever a policy comes to write: what is opened and never closed, a
     thousand times, is not searched to the end of the text a thousand times.
@@ -52,6 +56,8 @@ def _without_formulas(text: str) -> str:
             at = match.start() + 1
         else:
             plain.append(text[done : match.start()])
+            if formulas is not None:
+                formulas.append(text[match.start() : end])
             done = at = end
     return " ".join([*plain, text[done:]])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from grpo_dist.rewards.text import DEGREES, LABEL, latex, normalise, percent, quantity, tidy
 
@@ -60,7 +61,19 @@ def subscripts(answer: str) -> tuple[str, ...]:
     return tuple(_BASES.get(base, base) for base in found)
 
 
-def without_shared_percent(gold: str, answer: str) -> tuple[str, str]:
-    """Both without their percent signs where both have one: 28% is not 2800%, though each may be 28."""
+def without_percent(gold: str, answer: str, *, share: Callable[[], bool]) -> list[tuple[str, str]]:
+    """The pairs of texts of which one must be equal, without the percent sign of the answer.
+
+    28\\% is 28 where the gold is a percentage too, or has left the sign to the question ("what percent?"),
+    and 28/100 where the gold is a share, a number of at most 1. So 500\\% is 500 and never 5.
+
+        28\\%, 28\\%   28, 28        28, 28\\%   28, 28        0.28, 28\\%   0.28, 28 or 0.28, 28/100
+
+    ``share``: whether the gold is a number of at most 1, or no number.
+    """
     ours, theirs = percent(tidy(gold)), percent(tidy(answer))
-    return (gold, answer) if ours is None or theirs is None else (ours, theirs)
+    if theirs is None:
+        return [(gold, answer)]
+    if ours is not None:
+        return [(ours, theirs)]
+    return [(gold, theirs), *([(gold, f"\\frac{{{theirs}}}{{100}}")] if share() else [])]

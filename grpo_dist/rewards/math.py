@@ -23,12 +23,21 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
-from grpo_dist.rewards.marks import label, subscripts, unit, without_shared_percent, worded_numbers
+from grpo_dist.rewards.arithmetic import is_unsolved
+from grpo_dist.rewards.marks import label, subscripts, unit, without_percent, worded_numbers
 from grpo_dist.rewards.reading import Reading, read
-from grpo_dist.rewards.text import boxes, normalise, same_list, spellings
+from grpo_dist.rewards.text import boxes, normalise, percent, same_list, spellings, tidy
+from grpo_dist.rewards.thought import outside_thought
+from grpo_dist.rewards.wording import (
+    is_introduced_otherwise,
+    numbers_apart,
+    says_otherwise,
+    with_what_follows,
+)
 
 Outcome = Literal["correct", "wrong", "no_answer", "timeout", "error"]
 _LONGEST_ANSWER = 1500  # characters; a longer box is wrong, unless the gold is as long
+_LONGEST_PHRASE = 100  # characters of a tagged answer that is one phrase, all of which is meant
 _LONGEST_RESPONSE = 20_000  # characters of a response without a box that are searched, from its end
 _LONGEST_COMPLETION = 200_000  # characters in which boxes are looked for, from the end
 _RELATIVE = 1e-4  # numbers further apart than this are different, whatever absolute rounding says
@@ -51,28 +60,33 @@ class Grade:
         return cls(outcome, reward, detail)
 
 
-def grade(completion: str, answer: str) -> Grade:
+def grade(completion: str, answer: str, *, accept_arithmetic: bool = False) -> Grade:
     """Compare the answer that ``completion`` gives with the gold ``answer`` (text or LaTeX, boxed or not).
 
-        grade("so it is \\boxed{3+5}.", "8")       correct
+    ``accept_arithmetic``: ``\\boxed{3+5}`` is right for a gold of 8. What an unclosed thought says is no
+    answer.
+
+        grade("so it is \\boxed{8}.", "8")         correct
         grade("so it is \\boxed{7}.", "8")         wrong
         grade("I do not know.", "8")               no_answer: no box, and nothing else that reads as one
 
     Never gives ``timeout`` or ``error``: those are the pool's. Raises only MemoryError.
     """
-    completion = completion[-_LONGEST_COMPLETION:]
+    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
     found = boxes(completion)
     gold = gold_text(answer)
     if found:
-        return Grade.of("correct" if _box_is_right(found, gold) else "wrong")
-    tail = _tagged_answer(completion) or completion[-_LONGEST_RESPONSE:]
+        return Grade.of("correct" if _box_is_right(found, gold, accept_arithmetic) else "wrong")
+    tagged = _tagged_answer(completion)
+    tail = tagged or completion[-_LONGEST_RESPONSE:]
     if tail.strip() and len(tail) <= 4 * len(gold) + 40 and _same_text(tail, gold):
         return Grade.of("correct")
     reading = read(tail)
     if reading is None:
         return Grade.of("no_answer")
-    right = not _written_otherwise(gold, reading.text) and _equal(gold, _readings_of_gold(gold), [reading])
-    return Grade.of("correct" if right else "wrong")
+    if tagged and len(tagged) <= _LONGEST_PHRASE and says_otherwise(tidy(gold), tidy(tagged)):
+        return Grade.of("wrong")
+    return Grade.of("correct" if _reading_is_right(reading, gold, accept_arithmetic) else "wrong")
 
 
 def answer_found(completion: str) -> str | None:
@@ -83,7 +97,7 @@ def answer_found(completion: str) -> str | None:
 
     Raises only MemoryError.
     """
-    completion = completion[-_LONGEST_COMPLETION:]
+    completion = outside_thought(completion)[-_LONGEST_COMPLETION:]
     if found := boxes(completion):
         return found[-1]
     tagged = _tagged_answer(completion)
@@ -101,24 +115,43 @@ def gold_is_parsable(answer: str) -> bool:
     return bool(_readings_of_gold(gold_text(answer)))
 
 
-def _box_is_right(found: list[str], gold: str) -> bool:
+def _box_is_right(found: list[str], gold: str, accept_arithmetic: bool) -> bool:
     last = found[-1]
     if len(last) > max(_LONGEST_ANSWER, 4 * len(gold)):
         return False
     if _same_text(last, gold) or same_list(gold, last):
         return True
-    if len(last) > _LONGEST_ANSWER or _written_otherwise(gold, last):
+    if len(last) > _LONGEST_ANSWER or _is_otherwise(gold, last, accept_arithmetic):
         return False
-    gold, last = without_shared_percent(gold, last)
-    known = _readings_of_gold(gold)
-    # As a formula first; as a box, where math-verify is more lenient, for what did not read as one.
-    for text in (form.format(spelling) for spelling in spellings(last) for form in ("${}$", "\\boxed{{{}}}")):
-        if (reading := read(text)) is not None and _equal(gold, known, [reading]):
-            return True
+    for ours, theirs in without_percent(gold, last, share=lambda: _is_share(gold)):
+        known = _readings_of_gold(ours)
+        # As a formula first; as a box, where math-verify is more lenient, for what did not read as one.
+        for text in (f.format(spelling) for spelling in spellings(theirs) for f in ("${}$", "\\boxed{{{}}}")):
+            if (reading := read(text)) is not None and _equal(ours, known, [reading]):
+                return True
     if len(found) == 1 or "," not in gold:
         return False
     merged = read(" and ".join(f"$\\boxed{{{box}}}$" for box in found)[-_LONGEST_RESPONSE:])
-    return merged is not None and _equal(gold, known, [merged])
+    return merged is not None and _equal(gold, _readings_of_gold(gold), [merged])
+
+
+def _reading_is_right(reading: Reading, gold: str, accept_arithmetic: bool) -> bool:
+    """Of an answer that is not in a box."""
+    if is_introduced_otherwise(reading.before) and not is_introduced_otherwise(gold):
+        return False
+    whole = with_what_follows(reading.text, reading.after)
+    if whole != reading.text or percent(tidy(whole)) is not None or numbers_apart(whole) != whole:
+        return _box_is_right([whole], gold, accept_arithmetic)
+    if _is_otherwise(gold, reading.text, accept_arithmetic):
+        return False
+    return _equal(gold, _readings_of_gold(gold), [reading])
+
+
+def _is_otherwise(gold: str, answer: str, accept_arithmetic: bool) -> bool:
+    """Not the gold for what it says beside its value, or for not being worked out."""
+    if _written_otherwise(gold, answer) or says_otherwise(tidy(gold), tidy(answer)):
+        return True
+    return not accept_arithmetic and is_unsolved(gold, answer)
 
 
 def _same_text(answer: str, gold: str) -> bool:
@@ -217,6 +250,13 @@ def _readings_of_gold(gold: str) -> tuple[Reading, ...]:
     """Readings of every spelling of the gold; an answer may equal any of them."""
     readings = (read(f"${text}$") for text in spellings(gold))
     return tuple(reading for reading in readings if reading is not None)
+
+
+def _is_share(gold: str) -> bool:
+    """Whether ``gold`` is a number of at most 1, or no number at all."""
+    values = (_value(reading.expression) for reading in _readings_of_gold(gold))
+    first = next((value for value in values if value is not None), None)
+    return first is None or abs(first) <= 1
 
 
 def _tagged_answer(completion: str) -> str:

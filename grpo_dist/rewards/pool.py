@@ -5,6 +5,10 @@ grade() threads      one each     grader processes
           <--------- JSON -------
                                    no reply in time: SIGKILL, a new process; this pair alone is lost
                                    dead: the same pair again, of a new process; dead again: it is lost
+                                   a line that is no reply to this request: as dead
+
+Code of the user's has processes of its own, which start when it is first called: it shares none with the
+package's graders, so that it cannot change what they answer.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import math
 import os
 import pickle
 import queue
+import secrets
 import select
 import signal
 import subprocess
@@ -26,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_dist.rewards.guardian import kill_descendants, kill_marked
 from grpo_dist.rewards.math import Grade
 
 _START_S = (
@@ -34,6 +40,8 @@ _START_S = (
 _TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before they matter
 _ATTEMPTS = 2  # whatever ended a process need not have been the answer it was at
 _KILLED_S = 10.0  # a killed process is gone by then, unless the kernel holds it; then it is left behind
+_LONGEST_REPLY = 1 << 20  # bytes; a grader's reply is far below
+_MARK = "GRPO_DIST_GRADER"  # environment variable of a grader process and of what it starts
 _ROOT = Path(__file__).resolve().parents[2]
 # The process has the grpo_dist of this one, whatever lies in `code_paths`. Where that was found is no place
 # for the user's modules: it may be the working directory. Nor is the working directory itself (-P).
@@ -65,6 +73,7 @@ class GraderPool:
         memory_mb: address space a process may take beyond what it holds once started, MiB.
         code_paths: directories where custom reward functions are found, before the usual ones: PYTHONPATH and
             what is installed. The working directory is none of them unless it is named.
+        accept_arithmetic: whether `grade` calls ``\\boxed{3+5}`` right for 8.
 
     Raises:
         ValueError: a number that is not positive, or a directory of ``code_paths`` that is not there.
@@ -77,6 +86,7 @@ class GraderPool:
         memory_mb: int = 1024,
         *,
         code_paths: Sequence[str] = (),
+        accept_arithmetic: bool = False,
     ) -> None:
         for name, number in (
             ("num_workers", num_workers),
@@ -85,11 +95,13 @@ class GraderPool:
         ):
             if not number > 0:
                 raise ValueError(f"GraderPool: {name} = {number}: expected a positive number")
-        self._timeout_s = timeout_s
+        self._timeout_s, self._accept_arithmetic = timeout_s, accept_arithmetic
         environment = _environment(code_paths)
         self._idle: queue.Queue[_Process] = queue.Queue()
+        self._idle_for_users: queue.Queue[_Process] = queue.Queue()
         for _ in range(num_workers):
-            self._idle.put(_Process(memory_mb, environment))
+            self._idle.put(_Process(memory_mb, environment, own=True))
+            self._idle_for_users.put(_Process(memory_mb, environment, own=False))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
 
     def grade(self, pairs: list[tuple[str, str]]) -> list[Grade]:
@@ -121,8 +133,9 @@ class GraderPool:
     def close(self) -> None:
         """Ends every process, when those at work are done. Safe to call twice."""
         self._threads.shutdown(cancel_futures=True)
-        while not self._idle.empty():
-            self._idle.get_nowait().kill()
+        for idle in (self._idle, self._idle_for_users):
+            while not idle.empty():
+                idle.get_nowait().close()
 
     def __enter__(self) -> GraderPool:
         return self
@@ -140,7 +153,7 @@ class GraderPool:
                 else type(pair).__name__
             )
             return Grade.of("error", f"expected a pair of texts, got {kinds}")
-        result = self._run("grade", tuple(pair))
+        result = self._run("grade", (*pair, self._accept_arithmetic))
         if isinstance(result, Failure):
             return Grade.of("timeout" if result.outcome == "timeout" else "error", result.detail)
         return Grade.of(result[0], result[1])
@@ -152,9 +165,11 @@ class GraderPool:
         return math.nan if result is None else float(result)
 
     def _run(self, kind: str, arguments: tuple[Any, ...]) -> Any:
+        of_user = kind in ("load", "call") and not arguments[0].startswith("grpo_dist.")
+        idle = self._idle_for_users if of_user else self._idle
         try:
             # Every process comes back in this time: it is loaded, asked, and at worst killed and replaced.
-            process = self._idle.get(timeout=_ATTEMPTS * (3 * _START_S + self._timeout_s + _KILLED_S))
+            process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + self._timeout_s + _KILLED_S))
         except queue.Empty:
             return Failure("error", "no grader process came free")
         try:
@@ -164,32 +179,37 @@ class GraderPool:
                     break
             return result
         finally:
-            self._idle.put(process)
+            idle.put(process)  # bounded: a queue without a limit
 
 
 class _Process:
-    """One grader process; started anew after it was killed, had died or has done enough."""
+    """One grader process; replaced after it was killed, had died or has done enough.
 
-    def __init__(self, memory_mb: int, environment: dict[str, str]) -> None:
-        self._memory_mb, self._environment, self._killed = memory_mb, environment, False
-        self._launch()
+    ``own``: for the package's graders, and started at once; else for the user's code, when that is called.
+    """
+
+    def __init__(self, memory_mb: int, environment: dict[str, str], *, own: bool) -> None:
+        self._memory_mb, self._environment, self._own = memory_mb, environment, own
+        self._child: subprocess.Popen[bytes] | None = None
+        if own:
+            self._launch()
 
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The result, or a Failure."""
         try:
-            request = pickle.dumps((kind, arguments))
+            pickle.dumps(arguments)
         except Exception as error:
             return Failure("error", f"cannot be sent to a grader process ({type(error).__name__}: {error})")
         try:
             self._prepare()
             if kind in ("load", "call") and arguments[0] not in self._loaded:
-                status, value = self._ask(pickle.dumps(("load", arguments[:1])), _START_S)
+                status, value = self._ask("load", arguments[:1], _START_S)
                 if status == "ok":
                     self._loaded.add(arguments[0])
                 if status != "ok" or kind == "load":
                     return value if status == "ok" else Failure("error", value)
             self._tasks += 1
-            status, value = self._ask(request, timeout_s)
+            status, value = self._ask(kind, arguments, timeout_s)
         except TimeoutError:
             self.kill()
             return Failure("timeout", f"no result within {timeout_s:g} s")
@@ -200,35 +220,48 @@ class _Process:
             self.kill()
         return value if status == "ok" else Failure("error", value)
 
+    def close(self) -> None:
+        """End the process and all that it has started, as the end of this one would."""
+        if self._child is not None:
+            self._lifeline.close()
+            self._end()
+
     def kill(self) -> None:
-        """SIGKILL to the process and to those it has started; once, for then its number may be another's."""
-        if self._killed:
-            return
-        self._killed = True
-        with suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._exit_status()
-        for end in (self._child.stdin, self._child.stdout, self._lifeline):
+        """As `close`, by a signal; once, for then its number may be another's."""
+        if self._child is not None:
+            if self._child.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._child.pid, signal.SIGTERM)
+            self._end()
+
+    def _end(self) -> None:
+        """Wait until the guardian has ended all below it and itself; do it in its place where it cannot."""
+        child, self._child = self._child, None
+        assert child is not None
+        status = _exit_status(child)
+        if status is None:
+            kill_descendants(child.pid)
+            child.kill()
+            _exit_status(child)
+        if status in (None, -signal.SIGKILL):  # the guardian was killed, or had to be
+            kill_marked(f"{_MARK}={self._mark}")
+        for end in (child.stdin, child.stdout, self._lifeline):
             if end is not None:
                 end.close()
 
-    def _exit_status(self) -> int | None:
-        """None when the process is still there after a while."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._child.wait(_KILLED_S)
-        return None
-
     def _launch(self) -> None:
+        self._mark = secrets.token_hex(16)
         held, given = os.pipe()
         self._lifeline = os.fdopen(given, "wb", buffering=0)
+        arguments = (self._memory_mb, held, int(self._own), _ROOT)
         try:
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(self._memory_mb), str(held), str(_ROOT)],
+                [sys.executable, "-P", "-c", _CHILD, *map(str, arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 bufsize=0,
-                env=self._environment,
+                env=self._environment | {_MARK: self._mark},
                 pass_fds=(held,),
                 start_new_session=True,  # an interrupt at the terminal is for the driver alone
             )
@@ -237,32 +270,40 @@ class _Process:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
         os.set_blocking(self._input, False)
-        self._tasks, self._ready, self._killed, self._buffer = 0, False, False, b""
+        self._tasks, self._ready, self._buffer = 0, False, b""
         self._loaded: set[str] = set()
 
     def _prepare(self) -> None:
         """A process that is up and waits for a request."""
-        if self._killed or self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
+        if self._child is None or self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
             self.kill()
             self._launch()
         if not self._ready:
             try:
-                self._reply(time.monotonic() + _START_S)
+                if self._line(time.monotonic() + _START_S) != "ready":
+                    raise ValueError("it did not say that it is ready")
             except TimeoutError as error:
                 raise EOFError(f"not started within {_START_S:g} s") from error
             self._ready = True
 
-    def _ask(self, request: bytes, seconds: float) -> Any:
+    def _ask(self, kind: str, arguments: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
+        """Status and value. Raises TimeoutError, EOFError when the process ended, and ValueError for a line
+        that is no reply to this request.
+        """
+        number = secrets.token_hex(16)
+        rest = memoryview(pickle.dumps((number, kind, arguments)))
         end = time.monotonic() + seconds
-        rest = memoryview(request)
         while rest:
             _, ready, _ = select.select([], [self._input], [], max(0.0, end - time.monotonic()))
             if not ready:
                 raise TimeoutError
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
-        return self._reply(end)
+        reply = self._line(end)
+        if not isinstance(reply, list) or len(reply) != 3 or reply[0] != number:
+            raise ValueError("something else than the grader, as a reward function, wrote to its replies")
+        return reply[1], reply[2]
 
-    def _reply(self, end: float) -> Any:
+    def _line(self, end: float) -> Any:
         """The next line of the process, parsed. Raises TimeoutError, or EOFError when the process ended."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
@@ -270,10 +311,20 @@ class _Process:
                 raise TimeoutError
             piece = os.read(self._output, 1 << 16)
             if not piece:
-                raise EOFError(f"exit status {self._exit_status()}")
+                assert self._child is not None
+                raise EOFError(f"exit status {_exit_status(self._child)}")
             self._buffer += piece
+            if len(self._buffer) > _LONGEST_REPLY:
+                raise ValueError(f"it wrote more than {_LONGEST_REPLY} bytes")
         line, self._buffer = self._buffer.split(b"\n", 1)
         return json.loads(line)
+
+
+def _exit_status(child: subprocess.Popen[bytes]) -> int | None:
+    """None when the process is still there after a while."""
+    with suppress(subprocess.TimeoutExpired):
+        return child.wait(_KILLED_S)
+    return None
 
 
 def _environment(code_paths: Sequence[str]) -> dict[str, str]:

@@ -15,13 +15,17 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
+_CONTEXT = 40  # characters on each side of a reading that are kept
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A sympy expression and the text that was understood so."""
+    """A sympy expression, the text that was understood so, and the words on both sides of it."""
 
     expression: Any
     text: str
+    before: str = ""
+    after: str = ""
 
 
 def read(text: str) -> Reading | None:
@@ -38,7 +42,10 @@ def read(text: str) -> Reading | None:
         ):
             expression, source = _understood(match, target)
             if expression is not None and not isinstance(expression, str):
-                return Reading(_imaginary(expression), source)
+                begin = max(match.start(), text.rfind(source, match.start(), match.end()))
+                end = begin + len(source)
+                before, after = text[max(0, begin - _CONTEXT) : begin], text[end : end + _CONTEXT]
+                return Reading(_imaginary(expression), source, before, after)
     return None
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from functools import lru_cache
+
+from grpo_dist.rewards.wording import TEXT, as_meant, numbers_apart
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
@@ -35,7 +38,7 @@ _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,|\\,|\s)\d{3})+(?!\d)")
 _REPEATING = re.compile(r"(-?\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?(?!\\dot)")
 _DOTTED = re.compile(r"(?<![\d.])(-?\d{0,20})\.(\d{0,9}?)(\d{1,9}?)\3{2,9}(?:\.\.\.|\\l?dots|…)")
 LABEL = re.compile(
-    r"^\s*((?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?)\s*=(?!=)"
+    r"^\s*(?!\\not(?![a-z]))((?:[A-Za-z]|\\[a-z]+)(?:_\{?(?:\\max|\\min|\\text\{\w+\}|\w+)\s*\}?)?\s*(?:\(\s*\w\s*\))?)\s*=(?!=)"
 )
 _MIXED = re.compile(r"(?<![\w.}^/])(-?)(\d+)(?:\s*(" + _FRACTION + r")|\s+(\d+/\d+))(?![\d.^])")
 _TWICE_NEGATED = re.compile(r"-\s*\(\s*-([^()+\-=<>,]*)\)(?!\s*[\^!])")
@@ -93,9 +96,10 @@ def _without_inner_boxes(box: str) -> str:
     return bare[begin:end].strip()
 
 
+@lru_cache(maxsize=4096)
 def tidy(answer: str) -> str:
     """Spellings that math-verify stumbles over, in the one it knows; still LaTeX."""
-    text = latex(answer.strip())
+    text = as_meant(latex(as_meant(answer.strip())) if not answer.isascii() else answer.strip())
     text = re.sub(r"\\[\[\]()]", "", text).strip().strip("$").strip()
     text = _ungroup(text)
     text = _REPEATING.sub(lambda m: _fraction(*m.groups()), text)
@@ -110,9 +114,8 @@ def tidy(answer: str) -> str:
     text = _TWICE_NEGATED.sub(r"+(\1)", text)
     text = re.sub(r"(?:\\left)?\\langle", "(", text)
     text = re.sub(r"(?:\\right)?\\rangle", ")", text)
-    text = re.sub(
-        r"\\(?:text|mathrm|mbox)\s*\{[\s,]*(?:or|and)\s*\}|(?<=[\d\s)}\]])\s(?:or|and)\s", ",", text
-    )
+    text = re.sub(rf"{TEXT}\s*\{{[\s,]*(?:or|and)\s*\}}|(?<=[\d\s)}}\]])\s(?:or|and)\s", ",", text)
+    text = numbers_apart(text)
     text = re.sub(r"^\\\{\s*[a-z]\s*(?:\||\\mid|:)\s*(.*)\\\}$", r"\1", text)
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
     text = re.sub(r"(?<=[\w})])\.$", "", text)
@@ -128,6 +131,7 @@ def _ungroup(text: str) -> str:
     return grouped.sub(lambda m: re.sub(r"\D", "", m.group()), text)
 
 
+@lru_cache(maxsize=4096)
 def normalise(answer: str) -> str:
     """What is left without habits of writing. Equal results mean equal answers; others mean nothing."""
     text = tidy(answer).strip("$ ")
@@ -153,6 +157,8 @@ def normalise(answer: str) -> str:
         text = text.rstrip("0").rstrip(".")
     if text.isalpha():
         text = text.lower()
+    if text in ("infinitelymany", "infinite", "infinity"):
+        return "\\infty"
     return "\\emptyset" if text in ("nosolution", "nosolutions", "\\varnothing", "emptyset") else text
 
 

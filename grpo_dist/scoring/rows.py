@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,8 @@ def _answer(record: dict[str, Any], location: str, column: str) -> str:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f"{location}: `{column}` is a {_kind(value)}; expected a text or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{location}: `{column}` is {value}; expected a text or a finite number")
     if not str(value).strip():
         raise UserError(
             f"{location}: `{column}` is empty; what has no answer cannot be graded: remove the row"

@@ -21,6 +21,7 @@ from grpo_dist.config import Config
 from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
+from grpo_dist.rewards.thought import shown_by
 from grpo_dist.scoring.rows import Row
 
 # Rewards that look at tokens of the policy, and not at text alone.
@@ -63,6 +64,7 @@ def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes
                     timeout_s=settings.timeout_s,
                     memory_mb=settings.memory_mb,
                     code_paths=settings.code_paths,
+                    accept_arithmetic=settings.accept_arithmetic,
                 )
             )
             scorer = Scorer(reward_specs(settings), pool, workers=processes)
@@ -100,4 +102,5 @@ def _answers(row: Row, config: Config, tokenizer: Any) -> Answers:
         gold=row.answer,
         columns=row.columns,
         max_new_tokens=config.sampling.max_new_tokens,
+        thought=shown_by(row.completions, config.rewards),
     )

@@ -1,0 +1,101 @@
+"""A regular expression of the user's over many texts, in a process that is killed when one search hangs.
+
+Python's matcher can take for ever on a text, as ``(a+)+b`` does on many a's, and no thread can interrupt it.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+
+_START_S = 60.0  # until the process answers for the first time, also on a busy machine
+_END_S = 10.0
+# The alarm ends a search whose parent has been killed.
+_CHILD = """
+import json, re, signal, sys
+pattern, seconds = re.compile(json.loads(sys.argv[1])), int(sys.argv[2])
+print("ready", flush=True)
+for line in sys.stdin:
+    signal.alarm(seconds)
+    found = pattern.search(json.loads(line))
+    signal.alarm(0)
+    print(json.dumps(None if found is None else [found.group(1)]), flush=True)
+"""
+
+
+class PatternTimeout(Exception):
+    """One search took longer than its deadline."""
+
+
+class PatternSearch:
+    """Group 1 of ``pattern`` in texts, one after the other. Use as a context manager.
+
+    Args:
+        timeout_s: longest that one search may take, seconds.
+    """
+
+    def __init__(self, pattern: str, *, timeout_s: float = 10.0) -> None:
+        self._pattern, self.timeout_s = pattern, timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> PatternSearch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def search(self, text: str) -> list[str | None] | None:
+        """``[group 1]`` of the first match, None without a match.
+
+        Raises PatternTimeout, and RuntimeError when the process has died.
+        """
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        end = time.monotonic() + self.timeout_s
+        # A long text fits no pipe; the process reads all of it before it searches.
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(text).encode() + b"\n")
+        found: list[str | None] | None = json.loads(self._line(end))
+        return found
+
+    def _start(self) -> None:
+        alarm = str(int(self.timeout_s) + 5)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _CHILD, json.dumps(self._pattern), alarm],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._line(time.monotonic() + _START_S)
+
+    def _line(self, end: float) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        output = self._process.stdout.fileno()
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([output], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise PatternTimeout
+            piece = self._process.stdout.read(1 << 16)
+            if not piece:
+                raise RuntimeError("the process that searches for answer_pattern has died")
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line

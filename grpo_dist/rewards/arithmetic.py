@@ -1,0 +1,46 @@
+"""Arithmetic that an answer leaves to its reader: ``123+456`` where the gold is 579."""
+
+from __future__ import annotations
+
+import re
+
+from grpo_dist.rewards.text import latex, quantity, tidy
+
+_SPACES = re.compile(r"\s|\\[,;:! ]|~|\\(?:left|right|quad|qquad|displaystyle)(?![A-Za-z])")
+_NUMBER = r"-?(?:\d{1,3}(?:(?:,|\{,\})\d{3})+|\d+)?(?:\.\d+)?"
+_PLAIN = re.compile(rf"\+?(?=[-.\d]){_NUMBER}")
+_TAIL = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit)\{.*$|\^\{?\\circ\}?|\\?%|\\?\$", re.DOTALL)
+_POWER_OF_TEN = re.compile(rf"(?<![\d.])({_NUMBER})(?:\\times|\\cdot|\*)10\^(?:\{{[-+]?\d+\}}|\d)$")
+_MIXED = re.compile(r"[-+]?\(?\d+(?:\+?\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)\)?")
+_END, _BEGIN = r"[\d.][)}\]!]*", r"[({\[]*-?[({\[]*(?:\\sqrt|\\frac|\\binom)?[({\[]*-?[\d.]"
+_OPERATION = re.compile(rf"{_END}(?:[-+*]|\\times|\\cdot|\\ast|\\div){_BEGIN}|[\d.]\)?\(\s*-?[\d.]")
+_QUOTIENT = re.compile(rf"\\frac(?:\{{[^{{}}A-Za-z\\]*\}}\{{[^{{}}A-Za-z\\]*\}}|\d\d)|{_END}/{_BEGIN}")
+_SIDES = re.compile(r"=|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])")
+
+
+def is_unsolved(gold: str, answer: str) -> bool:
+    """Whether ``gold`` is a plain number and ``answer`` operations on numbers that would come to it.
+
+    A form of a number is none: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction that is no whole number,
+    a power, a root, ``5!``. An equation counts by its sides: ``2+3=5`` is solved.
+
+        579, 123+456    true          145, 290/2    true          0.5, \\frac{1}{2}    false
+    """
+    wanted = tidy(gold)
+    measured = quantity(wanted)
+    wanted = _SPACES.sub("", measured[0] if measured else wanted)
+    if not _PLAIN.fullmatch(wanted):
+        return False
+    sides = [side.strip().rstrip(".") for side in _SIDES.split(_TAIL.sub("", latex(answer.strip())))]
+    sides = [side for side in sides if side]
+    return bool(sides) and not any(_is_solved(side, whole="." not in wanted) for side in sides)
+
+
+def _is_solved(side: str, *, whole: bool) -> bool:
+    if _MIXED.fullmatch(side.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").strip()):
+        return True
+    text = re.sub(r"\\[dt]frac", r"\\frac", _SPACES.sub("", side))
+    if re.fullmatch(r"[A-Za-z]\w*|\\[a-z]+|[A-Za-z]\(\w+\)", text):  # the name on the left of an equation
+        return False
+    text = _POWER_OF_TEN.sub(r"\1", text)
+    return not _OPERATION.search(text) and not (whole and _QUOTIENT.search(text))

@@ -1,0 +1,145 @@
+"""The parent of a grader process: ends it, and every process that its code has started, wherever those went.
+
+    pool --lifeline, SIGTERM--> guardian --> grader --> what user code starts
+                                    ^                        |  setsid, double fork
+                                    +---- becomes its child -+
+
+The guardian is a child subreaper: a process whose parent ends becomes its child, also in a session of its
+own. It waits for the grader's end, for SIGTERM and for the end of the pool's process; then
+it kills all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import select
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
+_KILL_S = 5.0  # longest that new descendants are looked for and waited for
+_WAKE_MS = 60_000
+
+
+def fork_guarded(lifeline: int) -> None:
+    """Fork. Return in the new process, the leader of a process group; this one becomes its guardian and exits
+    as it does, or with 0 when it was asked to end it.
+
+    Args:
+        lifeline: read end of a pipe whose other end only the pool's process holds.
+    """
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    wake, woken = os.pipe()
+    os.set_blocking(woken, False)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken)
+    guardian = os.getpid()
+    grader = os.fork()
+    if grader == 0:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        os.close(wake)
+        os.close(woken)
+        os.setpgid(0, 0)
+        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != guardian:
+            os._exit(1)
+        return
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the grader's ends of the pipes are its own
+        os.dup2(nothing, descriptor)
+    _exit_as(_wait(grader, lifeline, wake, asked))
+
+
+def kill_descendants(root: int) -> None:
+    """SIGKILL to all processes below ``root``. They are stopped first, so that none can start another."""
+    stopped: set[int] = set()
+    end = time.monotonic() + _KILL_S
+    while time.monotonic() < end and (new := _descendants(root) - stopped):
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+    _signal(stopped, signal.SIGKILL)
+
+
+def kill_marked(mark: str) -> None:
+    """SIGKILL to all processes that were started with ``mark``, as ``NAME=value``, in their environment."""
+    wanted, found = mark.encode(), set()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if wanted in environment.read_bytes().split(b"\0"):
+                found.add(int(environment.parent.name))
+    _signal(found - {os.getpid()}, signal.SIGKILL)
+
+
+def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
+    """The grader's wait status, 0 when it was asked to be ended, once nothing below this process is left."""
+    poller = select.poll()
+    poller.register(lifeline, 0)  # only its hang-up
+    poller.register(wake, select.POLLIN)
+    status: int | None = None
+    while status is None and not asked:
+        ready = poller.poll(_WAKE_MS)
+        if any(descriptor == lifeline for descriptor, _ in ready):
+            break
+        if ready:
+            os.read(wake, 4096)
+        status = _reaped().get(grader)
+    kill_descendants(os.getpid())
+    end = time.monotonic() + _KILL_S
+    while _descendants(os.getpid()) and time.monotonic() < end:
+        _reaped()
+        time.sleep(0.002)
+    return status or 0
+
+
+def _reaped() -> dict[int, int]:
+    """Wait statuses of the children that have ended."""
+    found = {}
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            found[ended[0]] = ended[1]
+    return found
+
+
+def _exit_as(status: int) -> None:
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+
+
+def _descendants(root: int) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found, below = set(), list(children.get(root, ()))
+    while below:
+        pid = below.pop()
+        if pid not in found:
+            found.add(pid)
+            below += children.get(pid, ())
+    return found
+
+
+def _signal(pids: set[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")

@@ -1,0 +1,97 @@
+"""Natural language in formulas, tags and links: what is left of them without what belongs to no language.
+
+A policy must not hide its words from the language reward between dollars, in angle brackets or behind https://.
+So nothing is taken away whole: of a formula go commands that exist and short runs of letters, which are
+products of variables; of tags those that are known; of links the first few, where they are plain ASCII.
+"""
+
+from __future__ import annotations
+
+import re
+
+_FREE_LINKS = 2  # of a completion; further ones are words
+_LINK = re.compile(r"https?://[\w-]+(?:\.[\w-]+)+(?::\d+)?(?:/[!-;=?-~]*)?", re.ASCII)
+_LINK_WORDS = 6  # runs of letters in a link; one with more is text
+_TAG = re.compile(
+    r"</?(?:think|thinking|thought|reason|reasoning|answer|solution|step|steps|reflection|final|result|summary|output|code"
+    r"|a|b|i|u|s|p|q|br|hr|em|strong|sub|sup|ul|ol|li|h[1-6]|div|span|pre|table|thead|tbody|tr|td|th)\s*/?>",
+    re.IGNORECASE,
+)
+_COMMAND = re.compile(r"\\([A-Za-z]+)\*?")
+# Commands with the argument that is a name, which nobody reads.
+_NAMED = re.compile(
+    r"\\(?:begin|end)\{(?:align(?:ed|at)?|equation|gather(?:ed)?|cases|d?cases|[bpvBV]?(?:small)?matrix|array|split|multline"
+    r"|eqnarray|tabular|itemize|enumerate|center|tikzpicture|asy|document|proof|figure|table|verbatim)\*?\}"
+    r"|\\operatorname\*?\{[A-Za-z]{1,6}\}|\\(?:text)?color\{(?:red|blue|green|black|white|gray|orange|purple|magenta)\}"
+)
+_TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|intertext)\s*\{([^{}]*)\}")
+_RUN = re.compile(r"[A-Za-z]+")
+_PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # words beside each other are no product
+_SHORT = 3  # letters: abc is a product, cm a unit, max an index
+_COMMANDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi
+    varpi rho varrho sigma varsigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi
+    Pi Sigma Upsilon Phi Psi Omega aleph hbar ell wp Re Im imath jmath partial nabla infty emptyset
+    varnothing forall exists nexists neg lnot top bot angle measuredangle triangle square
+    blacksquare Box diamond star bigstar frac dfrac tfrac cfrac sqrt root binom dbinom tbinom choose
+    over atop sum prod coprod int iint iiint oint bigcup bigcap bigoplus bigotimes bigvee bigwedge
+    lim limsup liminf sup inf max min arg det gcd lcm deg dim ker hom exp log ln lg sin cos tan cot
+    sec csc sinh cosh tanh coth arcsin arccos arctan arccot Pr mod bmod pmod pod operatorname to
+    gets mapsto rightarrow leftarrow Rightarrow Leftarrow leftrightarrow Leftrightarrow
+    longrightarrow longleftarrow Longrightarrow implies impliedby iff uparrow downarrow nearrow
+    searrow hookrightarrow xrightarrow le leq leqslant ge geq geqslant lt gt ne neq approx approxeq
+    equiv cong sim simeq propto doteq ll gg prec succ preceq succeq subset subseteq supset supseteq
+    subsetneq in ni notin not mid nmid parallel nparallel perp vdash models times div cdot cdotp ast
+    star circ bullet pm mp oplus ominus otimes odot wedge vee land lor cap cup setminus backslash
+    sqcup uplus amalg dagger ldots cdots vdots ddots dots dotsc dotsb because therefore left right
+    big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr middle langle rangle lfloor rfloor
+    lceil rceil lvert rvert vert Vert lVert rVert lbrace rbrace lbrack rbrack quad qquad enspace
+    thinspace hspace vspace hfill hskip kern phantom hphantom vphantom smash text textbf textit
+    textrm textsf texttt textnormal textup textcolor mathrm mathbf mathit mathsf mathtt mathbb
+    mathcal mathfrak mathscr boldsymbol bm mbox hbox fbox boxed rm bf it sf tt em emph underline
+    overline overrightarrow overleftarrow overbrace underbrace widehat widetilde hat tilde bar vec
+    dot ddot acute grave breve check stackrel overset underset substack limits nolimits displaystyle
+    textstyle scriptstyle scriptscriptstyle begin end item label ref eqref tag notag nonumber hline
+    cline multicolumn color newline linebreak newcommand def section subsection paragraph title
+    author maketitle documentclass usepackage includegraphics caption centering cancel bcancel
+    xcancel sout degree prime backprime checkmark dollar percent cr intertext tiny small large Large
+    LARGE huge normalsize
+        """,
+    )
+)
+
+
+def words_of_prose(text: str) -> str:
+    """``text`` outside of formulas, without its first links, known tags and LaTeX commands."""
+    links = 0
+
+    def link(match: re.Match[str]) -> str:
+        nonlocal links
+        links += 1
+        return match.group() if links > _FREE_LINKS or len(_RUN.findall(match.group())) > _LINK_WORDS else " "
+
+    return _without_commands(_TAG.sub(" ", _LINK.sub(link, text)))
+
+
+def words_of_formula(text: str) -> str:
+    """What of a formula is natural language: the words of \\text{}, phrases, long words, and letters of other
+    scripts. ``x_{\\text{max}} = \\frac{abc}{2}`` has none, ``the answer is 5`` has three.
+    """
+    said = " ".join(_long_runs(words) for words in _TEXT.findall(text))
+    return f"{said} {_long_runs(_without_commands(_TEXT.sub(' | ', text)))}"
+
+
+def _without_commands(text: str) -> str:
+    """A command that does not exist is its name, for a policy can put a backslash before any word."""
+    text = _NAMED.sub(" ", text)
+    return _COMMAND.sub(lambda match: " " if match[1] in _COMMANDS else f" {match[1]} ", text)
+
+
+def _long_runs(text: str) -> str:
+    """``text`` without short runs of Latin letters that stand in no phrase."""
+    phrases = " ".join(_PHRASE.findall(text))
+    rest = _PHRASE.sub(" ", text)
+    return f"{phrases} {_RUN.sub(lambda match: match.group() if len(match.group()) > _SHORT else ' ', rest)}"

@@ -1,0 +1,155 @@
+"""What the words and signs around a value do to it. math-verify drops most of them: 5 million is 5 to it."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_SCALES = {
+    "dozen": 12, "dozens": 12, "hundred": 10**2, "thousand": 10**3, "lakh": 10**5,
+    "million": 10**6, "mln": 10**6, "mil": 10**6, "crore": 10**7, "billion": 10**9, "bn": 10**9,
+    "trillion": 10**12,
+}  # fmt: skip
+_SPACE = r"(?:\s|\\[,;:! ]|~|\\quad|\\qquad|\\enspace|\\thinspace|\\hspace\*?\{[^{}]*\}|\\text\s*\{\s*\})"
+TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|operatorname|mbox)"
+# K is kelvin, and 5k a product.
+_KILO = re.compile(r"(?<![\w.^])(\d{1,15}(?:\.\d{1,15})?)\s*\\text\s*\{\s*k\s*\}")
+_WORD_NAMES = "|".join(sorted(_SCALES, key=len, reverse=True))
+_SCALED = re.compile(
+    rf"(?<![\w.^])(\d{{1,15}}(?:(?:,|\{{,\}})\d{{3}})*(?:\.\d{{1,15}})?){_SPACE}*"
+    rf"({TEXT}\s*\{{\s*)?({_WORD_NAMES})(?![A-Za-z])(\s*\}})?",
+    re.IGNORECASE,
+)
+_STRUCK = re.compile(
+    r"\\(?:[bx]?cancel|hcancel|sout|xout|st|[hv]?phantom|enclose\s*\{[^{}]*strike[^{}]*\})\s*\{[^{}]*\}"
+    r"|\\cancelto\s*\{[^{}]*\}\s*\{[^{}]*\}|~~[^~]*~~|<(s|del|strike)>.*?</\1>"
+)
+_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they make another sign
+_LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
+_JOINED = re.compile(rf"{TEXT}\s*\{{\s*[,;&]\s*\}}|\\(?:lor|vee|land|wedge|&)(?![A-Za-z])")
+# math-verify adds up, or puts together, numbers that only a space divides.
+_APART = re.compile(rf"(?<=\d)(?<!frac\d)(?<!frac\s\d){_SPACE}+(?=\d|\(\s*-?\d[\d.]*\s*\)\s*$)")
+_FAR_APART = re.compile(
+    r"(?<=[\d)}])\s*(?:\\quad|\\qquad)(?![A-Za-z])\s*(?=-?(?:\d|\(|\\[dt]?frac|\\sqrt)|[a-z]\s*=)"
+)
+
+_ORDER = re.compile(
+    r"[<>≠≤≥]|(?<![\d)}\]])!\s*=|=/=|\\(?:n?leq?q?|n?geq?q?|n?leqslant|n?geqslant|lt|gt|neq?|not(?![a-z])|n?less|n?gtr|ll|gg"
+    r"|[ln]?n?(?:less|gtr)sim|n?prec(?:eq|sim)?|n?succ(?:eq|sim)?|lneqq?|gneqq?)(?![A-Za-z])"
+)
+_CONDITION = re.compile(
+    r"_\{[^{}]*\}|_[<>]|(?:\b(?:for|where|with|when|if|provided|such\s+that)\b|\\forall).*$", re.DOTALL
+)
+_ORDERED = re.compile(
+    rf"{_ORDER.pattern}|[(\[].*,.*[)\]]|\\(?:cup|cap|infty|in|mathbb|setminus|\{{)(?![a-z])"
+)
+_SIGNS = re.compile(
+    r"\\(?:neg|lnot|nexists|mid|nmid|propto|equiv|p?mod|bmod|to|mapsto|(?:long)?rightarrow)(?![A-Za-z])|\?"
+    r"|\\\\(?![A-Za-z])"
+)
+_BARS = re.compile(r"\||\\[lr]?vert(?![a-z])")
+_ENVIRONMENT = re.compile(r"\\begin\{")
+_BEFORE_A_NUMBER = r"(?=[\s$}\\,]*[-+]?(?:\d|\\[dt]?frac|\\sqrt|\.\d))"
+_WORDS = re.compile(
+    r"\b(?:not|never|neither|nor|cannot|none|wrong|incorrect|false|except|unless|maybe|perhaps|possibly|probably"
+    r"|guess|unsure|mod|modulo|at\s+least|at\s+most|below\s+zero)\b|n't\b"
+    r"|\bor\s+(?:more|less|fewer|so|greater|higher|lower|above|below|over|under|another|other|something)\b"
+    r"|\b(?:(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other|earlier|later)\s+than|up\s+to"
+    rf"|between|over|under|above|below|minus|negative|twice|half\s+of|double){_BEFORE_A_NUMBER}"
+)
+_BEHIND_A_NUMBER = re.compile(
+    r"[\d)}]\W*(?:squared|cubed|factorial|(?:hal|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
+    r"|thousandth)(?:ve)?s|and\s+(?:a|one|two|three)(?:\s|-)+(?:half|thirds?|quarters?|fourths?)"
+    rf"|{_WORD_NAMES})(?![a-z])"
+)
+_NUMBER_IN_WORDS = re.compile(r"(?<![\w^{.,])\d")
+_TEXTS = re.compile(rf"{TEXT}\s*\{{([^{{}}]*)\}}")
+
+# Of an answer without a box: what stands right before and right after it.
+_BEFORE_AN_ANSWER = re.compile(
+    r"(?:\b(?:not|never|neither|nor|maybe|perhaps|possibly|probably|or|at\s+least|at\s+most|up\s+to|between"
+    r"|(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than)\b|n't\b|=/=|~~"
+    r"|(?:\$|[\w)]\s)\s*(?:[<>]=?|!=)|[≠≤≥]|\b\d+\s+to\b|\d\s+and\b"
+    r"|\\(?:neq?|not|neg|lnot|leq?|geq?|leqslant|geqslant|lt|gt)(?![a-z]))[\s$({]*$",
+    re.IGNORECASE,
+)
+_AFTER_AN_ANSWER = re.compile(
+    rf"(?:[\s$)}}]|\\[,;:! ]|{TEXT}\s*\{{)*(?:\\?%|per\s?cent\b|{_WORD_NAMES}\b|\?|squared\b"
+    r"|cubed\b|halves\b|thirds\b|\(?\s*or\b|~~"
+    r"|(?:and|to)\s+\$?-?\d|,\s*\$?-?\d+(?:\.\d+)?\$?\s*(?:$|[.,\n]|or\b|and\b))[^.\n]*",
+    re.IGNORECASE,
+)
+
+_NOT_WORDS = rf"{TEXT}\s*\{{|[$)}}]|</"
+
+
+def is_introduced_otherwise(before: str) -> bool:
+    """Whether the words that lead to a value make it no answer: ``the answer is not``, ``x >``."""
+    return _BEFORE_AN_ANSWER.search(before) is not None
+
+
+def with_what_follows(text: str, after: str) -> str:
+    """``text``, and the words behind it that belong to its value: ``5``, `` million.`` -> 5 million"""
+    found = _AFTER_AN_ANSWER.match(after)
+    return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
+
+
+def as_meant(text: str) -> str:
+    """``text`` with words of scale as numbers, without what is struck out, and with commas for what joins or
+    divides numbers in other ways.
+
+        5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
+    """
+    text = _STRUCK_CHARACTER.sub("", text) if not text.isascii() else text
+    text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", text))
+    for _ in range(3):  # 2 hundred thousand
+        text, found = _SCALED.subn(_scaled, text)
+        if not found:
+            break
+    return _JOINED.sub(",", _LISTED.sub(r" \1 ", text))
+
+
+def _scaled(match: re.Match[str]) -> str:
+    number, opened, word, closed = match.groups()
+    value = Decimal(re.sub(r"[^\d.]", "", number)) * _SCALES[word.lower()]
+    words = opened or "" if opened and not closed else "" if opened else closed or ""
+    return f"{value.normalize():f}{words}"
+
+
+def numbers_apart(text: str) -> str:
+    """Numbers that only a space divides as a list, being neither a number nor a sum: ``2\\ 3`` is 2,3."""
+    return _APART.sub(",", _FAR_APART.sub(", ", text))
+
+
+def says_otherwise(gold: str, answer: str) -> bool:
+    """Whether ``answer`` says something of its value that ``gold`` does not, so that it is not that value:
+    a relation (``> 5``), a negation, a doubt, another number in words, a word that changes it (5 squared).
+    """
+    if _ORDER.search(answer) and _ORDER.search(_CONDITION.sub("", answer)) and not _ORDERED.search(gold):
+        return True
+    if not _ENVIRONMENT.search(answer) and _adds(_SIGNS, gold, answer):
+        return True
+    if len(_BARS.findall(answer)) % 2 > len(_BARS.findall(gold)) % 2:
+        return True
+    ours, theirs = _worded(gold), _worded(answer)
+    if theirs == answer.lower() and not re.search("[a-z]{2}|n't", re.sub(r"\\[a-z]+", "", theirs)):
+        return False
+    if any(_adds(pattern, ours, theirs) for pattern in (_WORDS, _BEHIND_A_NUMBER)):
+        return True
+    return _numbers_in_words(answer) > _numbers_in_words(gold)
+
+
+def _adds(pattern: re.Pattern[str], gold: str, answer: str) -> bool:
+    """Whether ``pattern`` finds in ``answer`` what it does not find in ``gold``."""
+    found = {match.group() for match in pattern.finditer(answer)}
+    return bool(found) and not found <= {match.group() for match in pattern.finditer(gold)}
+
+
+def _worded(text: str) -> str:
+    """Lower case, and without the commands around words."""
+    return _TEXTS.sub(r" \1 ", text).lower()
+
+
+def _numbers_in_words(text: str) -> int:
+    worded = (words for words in _TEXTS.findall(text) if re.search("[A-Za-z]", words))
+    return sum(len(_NUMBER_IN_WORDS.findall(words)) for words in worded)

@@ -1,0 +1,252 @@
+"""Rewards that attack their processes: no score is forged, no answer shifted, no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_grader_pool import alive, boxed, wait_until_gone
+
+from grpo_dist.rewards.pool import Failure, GraderPool
+
+HOSTILE = """
+import gc, json, os, signal, subprocess, sys, threading, time
+
+def length(completion):
+    return float(len(completion))
+
+def pipes():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if "pipe:" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(int(name))
+        except OSError:
+            pass
+    return found
+
+def write_everywhere(line):
+    for fd in pipes():
+        try:
+            os.set_blocking(fd, False)
+            os.write(fd, line)
+        except OSError:
+            pass
+        try:
+            os.set_blocking(fd, True)
+        except OSError:
+            pass
+
+def forges(completion):
+    write_everywhere(b'["ok", 1000.0]\\n')
+    return 0.0
+
+def forges_often(completion):
+    write_everywhere(b'["ok", 1000.0]\\n' * 20)
+    return 0.0
+
+def half_a_line(completion):
+    write_everywhere(b'["ok", ')
+    return 0.0
+
+def floods(completion):
+    for _ in range(400):
+        write_everywhere(b"x" * 60000)
+    return 0.0
+
+def number_of_request():
+    frame = sys._getframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"):
+                return value
+        frame = frame.f_back
+    return "none"
+
+def replies_twice(completion):
+    write_everywhere((json.dumps([number_of_request(), "ok", 1000.0]) + "\\n").encode())
+    return 0.0
+
+def forges_later(completion):
+    def later():
+        for _ in range(200):
+            write_everywhere(b'["ok", 1000.0]\\n')
+            time.sleep(0.005)
+    threading.Thread(target=later, daemon=True).start()
+    return 0.0
+
+def in_a_fork(completion):
+    if os.fork() == 0:
+        time.sleep(0.2)
+        return 1000.0
+    return 0.0
+
+def a_fork_has_no_pipe(completion):
+    before = len(pipes())
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.write(write, str(len(pipes())).encode())
+        os._exit(0)
+    inside = int(os.read(read, 10))
+    os.wait()
+    os.close(read)
+    os.close(write)
+    return float(before > 0 and inside == 2)  # the pipe made here
+
+def patches_the_grader(completion):
+    import grpo_dist.rewards.child as child
+    import grpo_dist.rewards.math as math
+    math.grade = child._grade = lambda *_, **__: math.Grade.of("correct")
+    child._KINDS["grade"] = lambda *_: ["correct", ""]
+    return 0.0
+
+ESCAPE = "import os, sys, time; open(sys.argv[1], 'a').write(f'{os.getpid()}\\\\n'); time.sleep(600)"
+
+def leaves_a_session(completion):
+    subprocess.Popen([sys.executable, "-c", ESCAPE, completion], start_new_session=True)
+    wait_for(completion, 1)
+    return 1.0
+
+def leaves_a_double_fork(completion):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            with open(completion, "a") as file:
+                file.write(f"{os.getpid()}\\n")
+            time.sleep(600)
+        os._exit(0)
+    wait_for(completion, 1)
+    return 1.0
+
+def leaves_and_sleeps(completion):
+    leaves_a_session(completion)
+    leaves_a_double_fork(completion)
+    time.sleep(600)
+
+def leaves_and_dies(completion):
+    leaves_a_session(completion)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def leaves_and_kills_its_guardian(completion):
+    leaves_a_session(completion)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+
+def wait_for(path, lines):
+    while not os.path.exists(path) or len(open(path).read().split()) < lines:
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("hostile")
+    (directory / "hostile.py").write_text(HOSTILE)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def pool(code: str) -> Iterator[GraderPool]:
+    with GraderPool(1, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
+        yield pool
+
+
+def call(pool: GraderPool, name: str, *completions: str) -> list[float | Failure]:
+    return pool.call(f"hostile:{name}", [{"completion": c} for c in completions])
+
+
+@pytest.mark.parametrize(
+    "attack",
+    ["forges", "forges_often", "half_a_line", "floods", "replies_twice", "forges_later", "in_a_fork"],
+)
+def test_a_reward_that_writes_to_every_descriptor_forges_and_shifts_nothing(
+    pool: GraderPool, attack: str
+) -> None:
+    texts = ["x" * n for n in range(1, 30)]
+    for _ in range(2):
+        own = call(pool, attack, "")[0]
+        # A frame of its process has the number of its request: what it says of itself is its own to say.
+        assert own == 0.0 or isinstance(own, Failure) or attack == "replies_twice"
+        grades = pool.grade([(boxed(i % 2), "1") for i in range(10)])
+        assert [grade.reward for grade in grades] == [float(i % 2) for i in range(10)]
+        assert call(pool, "length", *texts) == [float(len(text)) for text in texts]
+
+
+def test_a_forged_reply_is_an_error_that_names_the_cause(pool: GraderPool) -> None:
+    found = call(pool, "forges", "")[0]
+    assert isinstance(found, Failure) and "something else than the grader" in found.detail
+
+
+def test_a_process_that_a_reward_forks_has_no_pipe_of_the_grader(pool: GraderPool) -> None:
+    assert call(pool, "a_fork_has_no_pipe", "") == [1.0]
+
+
+def test_code_of_the_users_cannot_change_what_the_grader_answers(pool: GraderPool) -> None:
+    assert call(pool, "patches_the_grader", "") == [0.0]
+    assert pool.grade([(boxed(4), "5")])[0].outcome == "wrong"
+
+
+def escaped(note: Path) -> list[int]:
+    return [int(pid) for pid in note.read_text().split()]
+
+
+@pytest.mark.parametrize("leaves", ["leaves_a_session", "leaves_a_double_fork"])
+def test_closing_ends_what_has_left_the_session(code: str, tmp_path: Path, leaves: str) -> None:
+    note = tmp_path / "pids"
+    with GraderPool(1, timeout_s=60.0, code_paths=[code]) as pool:
+        assert call(pool, leaves, str(note)) == [1.0]
+        assert all(map(alive, escaped(note)))
+    assert wait_until_gone(escaped(note)) == []
+
+
+@pytest.mark.parametrize("leaves", ["leaves_and_sleeps", "leaves_and_dies", "leaves_and_kills_its_guardian"])
+def test_a_process_that_is_lost_takes_along_what_it_has_started(
+    code: str, tmp_path: Path, leaves: str
+) -> None:
+    note = tmp_path / "pids"
+    with GraderPool(1, timeout_s=4.0, code_paths=[code]) as pool:
+        assert isinstance(call(pool, leaves, str(note))[0], Failure)
+        assert escaped(note) != [] and wait_until_gone(escaped(note)) == []
+
+
+def test_what_has_left_the_session_ends_with_a_killed_parent(code: str, tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    script = (
+        "import time\n"
+        "from grpo_dist.rewards.pool import GraderPool\n"
+        f"pool = GraderPool(1, timeout_s=600, code_paths=[{code!r}])\n"
+        f"pool.call('hostile:leaves_a_double_fork', [{{'completion': {str(note)!r}}}])\n"
+        f"pool.call('hostile:leaves_a_session', [{{'completion': {str(note)!r}}}])\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        assert parent.stdout is not None
+        parent.stdout.close()
+    assert len(escaped(note)) >= 1 and wait_until_gone(escaped(note)) == []
+
+
+def test_killed_graders_leave_no_zombies(code: str) -> None:
+    with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
+        for _ in range(2):
+            assert isinstance(pool.grade([(boxed("9^{9^{9^9}}"), "5")])[0].detail, str)
+    time.sleep(0.1)
+    own = [p for p in Path("/proc").glob("[0-9]*/stat") if _parent(p) == os.getpid()]
+    assert [p for p in own if " Z " in p.read_text()] == []
+
+
+def _parent(stat: Path) -> int:
+    try:
+        return int(stat.read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError):
+        return 0
