@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import math
 
 import fakes
@@ -13,7 +14,10 @@ from grpo_dist.config import Config
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
 from grpo_dist.identity import fingerprint
+from grpo_dist.report.layout import SECTIONS
 from grpo_dist.sync_probe import BOUNDS
+from grpo_dist.tracking import Tracker
+from grpo_dist.tracking.tracker import EVENTS
 from grpo_dist.types import Rollout
 
 LOGPROB = -1.0
@@ -362,3 +366,20 @@ def test_a_run_that_ends_for_another_reason_leaves_no_probe_behind():
 
 def test_settings_of_the_probe_may_change_on_resume():
     assert fingerprint(config(3, 0.5)) == fingerprint(config())
+
+
+# --- what is seen of it
+
+
+def test_the_report_draws_the_probe_in_one_chart_beside_the_mismatch():
+    (section,) = [s for s in SECTIONS if s.title == "Engine against trainer"]
+    names = {"probe/logprob_diff_mean", "probe/logprob_diff_max"}
+    assert [c.title for c in section.charts if set(c.metrics) == names] == ["sync probe"]
+
+
+def test_a_probe_that_passes_is_an_event_and_no_warning(tmp_path, capsys):
+    with Tracker(fakes.config(tracking={"console": False, "tensorboard": False}), tmp_path) as tracker:
+        tracker.note("sync probe of rollout-0 at version 0: 1e-07 nats")
+    (event,) = map(json.loads, (tmp_path / EVENTS).read_text().splitlines())
+    assert event["message"].startswith("sync probe of rollout-0") and event["step"] == 0
+    assert capsys.readouterr() == ("", "")
