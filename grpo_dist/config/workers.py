@@ -31,8 +31,8 @@ class Rollout(Section):
     )
     engine: dict[str, Any] = Field(
         {},
-        description="further arguments of vLLM's engine; those that other keys set, and those that change what "
-        "its log-probs are of, are refused",
+        description="further arguments of vLLM's engine; those that other keys set, and those that change "
+        "what its log-probs are of, are refused",
     )
 
 
