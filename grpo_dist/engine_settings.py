@@ -98,7 +98,7 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
     engine. Nothing where `rollout.engine` is empty: the arguments are then this project's alone.
     """
     own = config.rollout.engine
-    if not own:
+    if not own or any(engine_problems(config, device)):  # no engine would be made with them
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():

@@ -75,6 +75,10 @@ class Skipped(Exception):
     """Why a check has nothing to look at."""
 
 
+class NotApplicable(Exception):
+    """The run has none of what a check is of."""
+
+
 @dataclass
 class Context:
     """What the checks share. ``rows``: of `data.train` and `data.eval`; None: not read, or not readable."""
@@ -131,12 +135,14 @@ def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:
         where = "here, which may be no node of the run: " if elsewhere and name in _OF_A_NODE else ""
         try:
             yield Finding(name, where + check(context))
+        except NotApplicable:
+            continue
         except Skipped as error:
             yield Finding(name, str(error), skipped=True)
         except CheckFailed as error:
-            yield from (Finding(name, problem, problem=True) for problem in error.problems)
+            yield from (Finding(name, where + problem, problem=True) for problem in error.problems)
         except (UserError, ValueError, OSError) as error:
-            yield Finding(name, str(error), problem=True)
+            yield Finding(name, where + str(error), problem=True)
 
 
 def problems(findings: Sequence[Finding]) -> UserError | None:
@@ -225,7 +231,7 @@ def _cold_start(context: Context) -> str:
 
     config, sft = context.config, context.config.sft
     if sft is None or not is_trained_first(config):
-        return "none: `model.path` is not sft"
+        raise NotApplicable
     if context.model_dir is None:
         raise Skipped("the model cannot be read")
     tokenizer = load_tokenizer(context.model_dir, False)

@@ -88,6 +88,8 @@ def test_vllm_itself_is_asked_about_what_is_set(tiny_model):
 def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
     assert not list(vllm_problems(fakes.config(), "cpu", tiny_model))
+    refused = fakes.config(rollout={"engine": {"seed": 3}})  # by the names alone, and said once
+    assert not list(vllm_problems(refused, "cpu", tiny_model))
 
 
 def test_an_engine_that_cannot_be_asked_is_a_problem(monkeypatch):
