@@ -44,7 +44,9 @@ class Stage:
 
 
 class StageLog:
-    """Safe to use from several threads. ``say`` prints a line."""
+    """Safe to use from several threads. ``say`` prints a line. It is called without the lock: a live view
+    prints under a lock of its own, and asks for the open stages while it holds that.
+    """
 
     def __init__(
         self,
@@ -61,22 +63,22 @@ class StageLog:
         self.has_view = False  # a live view shows the stages that are open
 
     def begin(self, name: str, what: str, waits_for: Callable[[], str], quiet: bool) -> Stage:
+        stage = Stage(name, self._clock(), waits_for, quiet)
         with self._lock:
-            stage = Stage(name, self._clock(), waits_for, quiet)
             self._open.append(stage)
-            if not quiet and not self.has_view:
-                self._print(stage, f"{name}: {what or 'begins'}")
+            shown = not quiet and not self.has_view
+            stage.shown = shown
+        if shown:
+            self._print(f"{name}: {what or 'begins'}")
         return stage
 
     def end(self, stage: Stage, *, failed: bool = False) -> None:
         """Call it once for every stage."""
         with self._lock:
             self._open.remove(stage)
+        if not stage.quiet or stage.shown:
             took = seconds_text(self._clock() - stage.begin)
-            if not stage.quiet or stage.shown:
-                self._print(
-                    stage, f"{stage.name}: " + (f"failed after {took}" if failed else f"done in {took}")
-                )
+            self._print(f"{stage.name}: {'failed after' if failed else 'done in'} {took}")
 
     def note(self, text: str) -> None:
         """How far the newest stage is."""
@@ -99,10 +101,10 @@ class StageLog:
             since = max(self._last, min(stage.begin for stage in self._open))
             if now - since < self._every_s:
                 return
-            line = "waiting: " + "; ".join(stage.lasts(now) for stage in self._open)
             for stage in self._open:
-                self._print(stage, line)
-                line = ""
+                stage.shown = True
+            line = "; ".join(stage.lasts(now) for stage in self._open)
+        self._print(f"waiting: {line}")
 
     def run(self) -> None:
         """Until `close`."""
@@ -112,12 +114,11 @@ class StageLog:
     def close(self) -> None:
         self._ended.set()
 
-    def _print(self, stage: Stage, text: str) -> None:
-        """``text`` empty: another line has said it."""
-        stage.shown, self._last = True, self._clock()
-        if text:
-            with suppress(OSError, ValueError):  # nobody reads it any more
-                self._say(f"{time.strftime('%H:%M:%S')}  {seconds_text(self._last - self._start):>8}  {text}")
+    def _print(self, text: str) -> None:
+        self._last = self._clock()
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            elapsed = seconds_text(self._last - self._start)
+            self._say(f"{time.strftime('%H:%M:%S')}  {elapsed:>8}  {text}")
 
 
 _current: StageLog | None = None

@@ -92,6 +92,23 @@ def test_no_20_seconds_pass_without_a_line_and_none_is_said_after_the_last_stage
     assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
 
 
+def test_a_view_may_ask_for_the_stages_while_a_line_is_printed(monkeypatch):
+    """A live view holds the lock of the terminal while it asks, and printing a line takes that lock."""
+    waited = []
+
+    def say(line):
+        asking = threading.Thread(target=open_stages, daemon=True)
+        asking.start()
+        asking.join(60)
+        waited.append(asking.is_alive())
+
+    log = StageLog(say, every_s=0.0)
+    monkeypatch.setattr(stage_log, "_current", log)
+    with stage("engines"):
+        log.beat()
+    assert waited == [False, False, False]
+
+
 def test_a_stage_that_fails_says_so_and_raises(said):
     with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
         raise RuntimeError("no room")
