@@ -132,7 +132,7 @@ PEER_TABLE = (
          "token-mean; dr_grpo: seq-mean-token-sum-norm; cispo, sapo: see `algorithm.policy_loss`. "
          "seq-mean-token-sum-norm divides by `sampling.max_new_tokens`, verl by loss_scale_factor",
          verl="@actor.loss_agg_mode @actor.loss_scale_factor", trl="loss_type", roll="loss_agg_mode"),
-    _row("algorithm.entropy_coef", verl="@actor.entropy_coeff", trl="entropy_coef_min",
+    _row("algorithm.entropy_coef", verl="@actor.entropy_coeff", trl="entropy_coef",
          openrlhf="actor.entropy_coef entropy_loss_coef", roll="entropy_loss_coef"),
     _row("algorithm.top_entropy_share", trl="top_entropy_quantile"),
     _row("algorithm.mask_truncated", trl="mask_truncated_completions", roll="max_len_mask"),
