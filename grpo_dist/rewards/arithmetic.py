@@ -12,6 +12,8 @@ _PLAIN = re.compile(rf"\+?(?=[-.\d]){_NUMBER}")
 _TAIL = re.compile(r"\\(?:text|mathrm|mbox|textbf|textit)\{.*$|\^\{?\\circ\}?|\\?%|\\?\$", re.DOTALL)
 _POWER_OF_TEN = re.compile(rf"(?<![\d.])({_NUMBER})(?:\\times|\\cdot|\*)10\^(?:\{{[-+]?\d+\}}|\d)$")
 _MIXED = re.compile(r"[-+]?\(?\d+(?:\+?\\frac\{\d+\}\{\d+\}|\s+\d+/\d+)\)?")
+_GROUPED = r"(?:\d{1,3}(?:,\d{3})+|[\d.]+)"
+_FRACTION = re.compile(rf"[-+]?(?:\\frac(?:\{{-?[\d.]+\}}\{{-?[\d.]+\}}|\d\d)|{_GROUPED}/{_GROUPED})")
 _END, _BEGIN = r"[\d.][)}\]!]*", r"[({\[]*-?[({\[]*(?:\\sqrt|\\frac|\\binom)?[({\[]*-?[\d.]"
 _OPERATION = re.compile(rf"{_END}(?:[-+*]|\\times|\\cdot|\\ast|\\div){_BEGIN}|[\d.]\)?\(\s*-?[\d.]")
 _QUOTIENT = re.compile(rf"\\frac(?:\{{[^{{}}A-Za-z\\]*\}}\{{[^{{}}A-Za-z\\]*\}}|\d\d)|{_END}/{_BEGIN}")
@@ -21,10 +23,10 @@ _SIDES = re.compile(r"=|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])")
 def is_unsolved(gold: str, answer: str) -> bool:
     """Whether ``gold`` is a plain number and ``answer`` operations on numbers that would come to it.
 
-    A form of a number is none: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction that is no whole number,
-    a power, a root, ``5!``. An equation counts by its sides: ``2+3=5`` is solved.
+    A form of a number is none: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction, reduced or not, a power,
+    a root, ``5!``. An equation counts by its sides: ``2+3=5`` is solved.
 
-        579, 123+456    true          145, 290/2    true          0.5, \\frac{1}{2}    false
+        579, 123+456    true          145, 29\\cdot 5    true          3, \\frac{6}{2}    false
     """
     wanted = tidy(gold)
     measured = quantity(wanted)
@@ -42,5 +44,7 @@ def _is_solved(side: str, *, whole: bool) -> bool:
     text = re.sub(r"\\[dt]frac", r"\\frac", _SPACES.sub("", side))
     if re.fullmatch(r"[A-Za-z]\w*|\\[a-z]+|[A-Za-z]\(\w+\)", text):  # the name on the left of an equation
         return False
+    if _FRACTION.fullmatch(text):
+        return True
     text = _POWER_OF_TEN.sub(r"\1", text)
     return not _OPERATION.search(text) and not (whole and _QUOTIENT.search(text))
