@@ -94,8 +94,10 @@ def _sft(path: str, overrides: list[str]) -> None:
     from grpo_dist.errors import refusals
     from grpo_dist.sft import run_sft
 
-    with refusals():
-        print(run_sft(config.sft, _say))
+    with refusals(), stages_logged():
+        with stage("supervised", "unless cached"):
+            directory = run_sft(config.sft, _say)
+        print(directory)
 
 
 def _sample(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:

@@ -1,15 +1,18 @@
 """Lines about stages: what a run does while no step ends."""
 
+import asyncio
 import io
 import re
 import threading
 
 import fakes
 import pytest
+from good_inputs import CONFIG, GOOD, write
 from rich.console import Console as RichConsole
 
 from grpo_dist import console as console_module
 from grpo_dist import stage_log, training
+from grpo_dist.cli import main
 from grpo_dist.live_view import LiveView
 from grpo_dist.stage_log import (
     LoopStages,
@@ -234,3 +237,57 @@ def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
             pass
         out = capsys.readouterr().out
         assert words in out if words else out == ""
+
+
+def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
+    from actors.cluster import _STARTS, _up
+    from actors.supervision import Team
+
+    class Actor:
+        def __init__(self, up):
+            self.up = up
+
+    async def start(actor):
+        await actor.up.wait()
+
+    async def started(kind):
+        ups = [asyncio.Event(), asyncio.Event()]
+        makers = [lambda name, up=up: Actor(up) for up in ups]
+        handle = object.__new__(kind)
+        handle.team = Team("rollout", makers, restarts=None, start_s=60, start=start)
+        handle.models = []
+        handle.ready = handle.team.ready
+        coming = asyncio.create_task(_up(handle))
+        for up in ups:
+            for _ in range(10):  # turns of the event loop, in which the actors before it are seen to be up
+                await asyncio.sleep(0)
+            said.now += 15
+            said.log.beat()
+            up.set()
+        await coming
+
+    for kind in _STARTS:
+        said.clear()
+        asyncio.run(started(kind))
+        name, what = _STARTS[kind]
+        assert said.texts() == [
+            f"{name}: {what}",
+            f"waiting: {name} 15.0 s (rollout-0, rollout-1)",
+            f"waiting: {name} 30.0 s (rollout-1)",
+            f"{name}: done in 30.0 s",
+        ]
+
+
+def test_what_comes_before_the_actors_has_lines_from_the_first_second(tmp_path, monkeypatch, capsys):
+    async def nothing(*arguments):
+        return {}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "_train", nothing)
+    monkeypatch.setattr(training, "_checked_books", lambda run: "")
+    write("train.jsonl", GOOD)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert main(["train", "config.yaml", "tracking.tensorboard=false"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
+    begun = [re.split(r" {2,}", line)[2].partition(":")[0] for line in lines if "done in" not in line]
+    assert begun == ["libraries", "actors", "checks", "data", "model", "prompts"] and len(lines) == 12

@@ -26,6 +26,7 @@ from grpo_dist.prepare import Say, load_tokenizer, resolve_model, train_prompts
 from grpo_dist.recipe.rejection import Selection
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.seeds import derived_seed
+from grpo_dist.stage_log import stage
 from grpo_dist.start_checks import check_length
 from grpo_dist.types import Group, Prompt
 
@@ -104,12 +105,13 @@ async def _sample_missing(
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: engine and graders up"):
             workers = await cluster.start_evaluation(model_dir)
-        await sample_chunks(
-            config,
-            config.rejection,
-            workers,
-            {number: chunks[number] for number in missing},
-            finished,
-            stage=_STAGE,
-            what="rejection sampling",
-        )
+        with stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"):
+            await sample_chunks(
+                config,
+                config.rejection,
+                workers,
+                {number: chunks[number] for number in missing},
+                finished,
+                stage=_STAGE,
+                what="rejection sampling",
+            )

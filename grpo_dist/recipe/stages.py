@@ -22,6 +22,7 @@ from grpo_dist.prepare import Say
 from grpo_dist.recipe.check import evaluates
 from grpo_dist.recipe.config import Kind, Stage
 from grpo_dist.recipe.record import Record
+from grpo_dist.stage_log import stage as logged_stage
 
 Measures = dict[str, float | None]  # eval/SET/pass@1 and the like; None: could not be estimated
 
@@ -48,7 +49,7 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
         partial = stage.directory / ".partial_model"
         clear(partial)  # left by a start that was killed
         partial.mkdir()
-        with refusals():
+        with refusals(), logged_stage("supervised", f"{settings.steps} steps"):
             write_sft(settings, base_model(settings), partial, say)
         publish(partial, stage.result)
     if not evaluates(stage.config):
