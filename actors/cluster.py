@@ -39,6 +39,7 @@ from actors.placement import (
     share_out,
 )
 from actors.policy import PolicyGroup
+from actors.private_ray import close_session, prepare_token
 from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
 from actors.reward import RewardPool
@@ -563,6 +564,8 @@ def _connect(config: Config) -> bool:
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
     if local and device_type() == "cpu":
         local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
+    if local:
+        prepare_token()
     try:
         ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, ValueError) as error:  # the latter: an address of another kind, as Ray says
@@ -570,4 +573,6 @@ def _connect(config: Config) -> bool:
             f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
         ) from error
+    if local:
+        close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
     return True

@@ -18,6 +18,8 @@ from ray.exceptions import RayTaskError
 
 from actors.calls import BESIDE, LOST, Places, kill, makers, one_at_a_time, results
 from actors.connections import Seat
+from actors.introduction import new_secret
+from actors.meeting import met
 from actors.placement import Devices
 from actors.supervision import Team, Watched, reason
 from actors.transport import Transport, free_port, open_transport
@@ -67,7 +69,7 @@ class PolicyWorker(Metered, Watched):
         ``settings``: the further arguments of `Trainer`.
         """
         build_in_own_directory()
-        self._trainer = Trainer(place, policy, **settings)
+        self._trainer = Trainer(met(place), policy, **settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
     @metered("update")
@@ -203,7 +205,8 @@ class PolicyGroup:
         (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
         self.team.watch()  # from now on they can be asked, also while they load
         size = len(self.ranks)
-        places = [Rank(i, size, host, port, self._timeouts.update_s) for i in range(size)]
+        secret = new_secret()
+        places = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
         arguments = [(place, self._settings, self._arguments) for place in places]
         started = await self._answers("start", arguments)
         self.device, self._attention_cost = started[0]

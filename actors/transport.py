@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.connections import Connections, Seat
+from actors.meeting import meet
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
-from grpo_dist.rendezvous import meeting_point
+from grpo_dist.rendezvous import check_members, meeting_point, own_address
 
 _LOOK_S = 0.0005  # between two looks at a broadcast on the GPU
 
@@ -92,7 +93,8 @@ class _Broadcasts:
 
 class GlooTransport(_Broadcasts):
     """Broadcast over TCP, with a deadline on every operation: a dead peer raises, it never blocks for good.
-    Gloo knows of no secret.
+    Gloo itself asks for no secret: each process proves that it knows the group's before the others say where
+    they meet, and once more over gloo, before any weights are sent.
     """
 
     device = torch.device("cpu")
@@ -100,16 +102,29 @@ class GlooTransport(_Broadcasts):
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
-        host, port, rank, world_size = seat.host, seat.port, seat.rank, seat.world_size
-        self._store = meeting_point(host, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
+        host, rank, world_size, found = seat.host, seat.rank, seat.world_size, meet(seat, timeout_s)
+        self._store = meeting_point(
+            host,
+            found.port,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            listening=found.listening,
+        )
         # Gloo's default is the address of the host's own name, which in containers often answers to nobody.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(host, port))]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host, seat.port))]
         options._timeout = timeout
         self._group = dist.ProcessGroupGloo(
             dist.PrefixStore("weights", self._store), rank, world_size, options
         )
         self._timeout = timeout
+        check_members(self._gathered, seat.secret, found.question, rank)
+
+    def _gathered(self, own: Tensor) -> list[Tensor]:
+        gathered = [torch.empty_like(own) for _ in range(self._group.size())]
+        self._group.allgather([gathered], [own]).wait(self._timeout)  # type: ignore[attr-defined]
+        return gathered
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
         options = dist.BroadcastOptions()
@@ -203,10 +218,3 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address this machine uses to reach ``host``. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return probe.getsockname()[0]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from types import SimpleNamespace
 
 import psutil
@@ -21,11 +22,15 @@ from patience import HANG_S
 from actors import shared_transport
 from actors.connections import Connections, Seat
 from actors.introduction import Stranger
+from actors.meeting import Meeting, met
 from actors.shared_transport import IpcTransport
 from actors.transport import NcclTransport, _nccl_group, free_port, open_transport
 from actors.weight_stream import receive, send
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.hardware import one_thread, transfer_backend
+from grpo_dist.ranks import Rank
+from grpo_dist.ranks import join as join_ranks
+from grpo_dist.rendezvous import NotAMember, check_members, meeting_point
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
 
 SECRET = b"of the group in these tests"
@@ -203,6 +208,106 @@ def all_of(connection):
         while piece := connection.recv(1000):
             heard += piece
     return heard
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_another_secret_is_in_no_group_of_gloo(rank):
+    """Nor is one that finds no member: neither is sent weights, or sends any."""
+    port, ended = free_port("127.0.0.1"), {}
+
+    def join_as(own, secret):
+        try:
+            ended[own] = join("gloo", port, own, 2, timeout_s=2.0, secret=secret)
+        except Exception as error:
+            ended[own] = error
+
+    secrets = [SECRET, SECRET]
+    secrets[rank] = b"of another group"
+    threads = [threading.Thread(target=join_as, args=each) for each in enumerate(secrets)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert isinstance(ended[0], TimeoutError) and isinstance(ended[1], ConnectionError)
+
+
+def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypatch):
+    """Its port is no secret: whoever looks for it can join in a rank's place."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port, refused = listening.getsockname()[1], []
+    found = Meeting(port, b"q" * 32, listening.detach())
+    monkeypatch.setattr("actors.transport.meet", lambda seat, timeout_s: found)
+
+    def rank_0():
+        try:
+            join("gloo", port, 0, 2)
+        except NotAMember as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    store = meeting_point("127.0.0.1", port, rank=1, world_size=2, timeout_s=60)
+    group = torch.distributed.ProcessGroupGloo(
+        torch.distributed.PrefixStore("weights", store), 1, 2, timedelta(seconds=60)
+    )
+    gathered = [[torch.empty(32, dtype=torch.uint8) for _ in range(2)]]
+    group.allgather(gathered, [torch.zeros(32, dtype=torch.uint8)]).wait()
+    thread.join(60)
+    assert len(refused) == 1 and "rank 1 of a process group does not know the secret" in refused[0]
+
+
+def test_ranks_of_the_policy_meet_where_members_alone_are_told(monkeypatch):
+    port, found = free_port("127.0.0.1"), {}
+
+    def meet_as(rank, secret, timeout_s):
+        try:
+            found[rank] = met(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+        except Exception as error:
+            found[rank] = error
+
+    def together(*secrets, timeout_s):
+        threads = [
+            threading.Thread(target=meet_as, args=(i, own, timeout_s)) for i, own in enumerate(secrets)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    together(SECRET, SECRET, timeout_s=60.0)
+    assert found[0].port == found[1].port != port and found[0].question == found[1].question
+    os.close(found[0].listening)
+    assert SECRET.decode() not in repr(found[0]) and found[1].listening is None
+    together(SECRET, b"another", timeout_s=1.0)
+    assert isinstance(found[0], TimeoutError) and isinstance(found[1], ConnectionError)
+
+
+def rank_of_the_policy(port, rank, out):
+    """Says what it adds up with the others, and the addresses at which it listens."""
+    join_ranks(met(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    out.put((float(total), {address.ip for address in listening()}))
+    torch.distributed.barrier()
+
+
+def test_ranks_that_know_the_secret_join_and_listen_at_the_address_they_meet_at_alone():
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    ranks = [start(rank_of_the_policy, port, rank, out) for rank in range(2)]
+    assert [out.get(timeout=300) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
+    for rank in ranks:
+        rank.join(60)
+
+
+def test_a_rank_without_the_secret_fails_the_proof_of_all():
+    proofs = []
+    check_members(lambda own: proofs.append(own) or [own], SECRET, b"q" * 32, 0)
+    check_members(lambda own: [proofs[0], own], SECRET, b"q" * 32, 1)
+    for others in ([torch.zeros_like(proofs[0])], [proofs[0].clone().fill_(1)]):
+        with pytest.raises(NotAMember, match=r"rank 0 .* does not know the secret"):
+            check_members(lambda own, others=others: [*others, own], SECRET, b"q" * 32, 1)
+    with pytest.raises(NotAMember):  # of another time
+        check_members(lambda own: [proofs[0], own], SECRET, b"p" * 32, 1)
 
 
 def test_who_listens_in_the_place_of_rank_0_is_not_believed():

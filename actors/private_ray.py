@@ -1,0 +1,65 @@
+"""A Ray cluster that a run starts for itself is for its user alone, also on a machine that others use.
+
+Ray writes its token with the permissions that new files of the user have, mostly readable by all, and makes
+its directories writable by all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger("grpo_dist")
+
+
+def prepare_token() -> None:
+    """Write the token of a cluster that is about to start into the file where Ray looks for one, for this
+    user alone. A token that is there stays, and nobody else may read it from now on.
+    """
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
+        return
+    if given := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        _warn_if_open(Path(given))
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        _close_to_others(path, 0o600)
+        return
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(secrets.token_hex(32))
+
+
+def close_session(session: Path) -> None:
+    """After the start, keep others from entering its directory, and from renaming it in the shared one."""
+    _close_to_others(session, 0o700)
+    with suppress(OSError):
+        shared = session.parent.stat()
+        if shared.st_uid == os.getuid() and shared.st_mode & stat.S_IWOTH:
+            session.parent.chmod(stat.S_IMODE(shared.st_mode) | stat.S_ISVTX)
+        elif shared.st_uid not in (0, os.getuid()) and not shared.st_mode & stat.S_ISVTX:
+            logger.warning(
+                "%s belongs to another user, who can replace what Ray keeps there; set RAY_TMPDIR to a "
+                "directory of your own",
+                session.parent,
+            )
+
+
+def _close_to_others(path: Path, mode: int) -> None:
+    try:
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            path.chmod(mode)
+    except OSError as error:
+        logger.warning("%s can be read by others, and cannot be changed (%s); chmod it", path, error.strerror)
+
+
+def _warn_if_open(path: Path) -> None:
+    with suppress(OSError):
+        if stat.S_IMODE(path.stat().st_mode) & 0o077:
+            logger.warning("RAY_AUTH_TOKEN_PATH = %s can be read by others; chmod 600 it", path)
