@@ -49,7 +49,7 @@ def main() -> None:
             number, kind, arguments = pickle.load(requests)
         except EOFError:
             return
-        _reply(replies, [number, *_answer(kind, arguments, memory_mb)])
+        _reply(replies, [number, *_answer(kind, pickle.loads(arguments), memory_mb)])
 
 
 def _reply(descriptor: int, value: Any) -> None:

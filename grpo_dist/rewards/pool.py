@@ -197,19 +197,19 @@ class _Process:
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The result, or a Failure."""
         try:
-            pickle.dumps(arguments)
+            packed = pickle.dumps(arguments)
         except Exception as error:
             return Failure("error", f"cannot be sent to a grader process ({type(error).__name__}: {error})")
         try:
             self._prepare()
             if kind in ("load", "call") and arguments[0] not in self._loaded:
-                status, value = self._ask("load", arguments[:1], _START_S)
+                status, value = self._ask("load", pickle.dumps(arguments[:1]), _START_S)
                 if status == "ok":
                     self._loaded.add(arguments[0])
                 if status != "ok" or kind == "load":
                     return value if status == "ok" else Failure("error", value)
             self._tasks += 1
-            status, value = self._ask(kind, arguments, timeout_s)
+            status, value = self._ask(kind, packed, timeout_s)
         except TimeoutError:
             self.kill()
             return Failure("timeout", f"no result within {timeout_s:g} s")
@@ -286,7 +286,7 @@ class _Process:
                 raise EOFError(f"not started within {_START_S:g} s") from error
             self._ready = True
 
-    def _ask(self, kind: str, arguments: tuple[Any, ...], seconds: float) -> tuple[str, Any]:
+    def _ask(self, kind: str, arguments: bytes, seconds: float) -> tuple[str, Any]:
         """Status and value. Raises TimeoutError, EOFError when the process ended, and ValueError for a line
         that is no reply to this request.
         """
