@@ -490,7 +490,8 @@ class Cluster:
 
 async def _up(handle: Any) -> None:
     """Wait for the actors of one role."""
-    name, what = next(words for kind, words in _STARTS.items() if isinstance(handle, kind))
+    found = (words for kind, words in _STARTS.items() if isinstance(handle, kind))
+    name, what = next(found, ("actors", ""))
     with stage(name, what, lambda: names_of(_starting([handle]))):
         await handle.ready()
 
