@@ -12,7 +12,8 @@ reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Eq
     completion   <think>87,290,2,93</think>\\boxed{290/2}
 
 The model is asked for the expression, not for its value: what it has to learn is to read. Arithmetic is left
-to the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``. SVAMP states its expressions; for
+to the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``
+(`rewards.accept_arithmetic`). SVAMP states its expressions; for
 MAWPS they are searched for, and a problem whose answer has several readings is not demonstrated.
 
 The numbers of the text come first, because copying is what a small model finds hardest. Seven in ten of the
