@@ -7,17 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_dist.config import Config
-from grpo_dist.types import Prompt, Rollout
+from grpo_dist.types import Prompt, Rollout, Thought
 
 _WRONG = "-987654321"
 # Ways of giving an answer: a reward may ask for any of them. The two texts differ in the answer alone.
-_FORMS = (
-    "The answer is \\boxed{{{answer}}}.",
-    "<think>\nI work it out step by step.\n</think>\n<answer>The answer is \\boxed{{{answer}}}.</answer>",
-    "<think>\nI work it out step by step.\n</think>\n<answer>{answer}</answer>",
-    "I work it out step by step.\n#### {answer}",
-    "{answer}",
-)
+_ANSWERS = ("The answer is \\boxed{{{answer}}}.", "I work it out step by step.\n#### {answer}", "{answer}")
+_THOUGHT_ANSWERS = ("<answer>The answer is \\boxed{{{answer}}}.</answer>", "<answer>{answer}</answer>")
 # Rewards that do not look at whether an answer is right.
 _BLIND = ("format", "repetition", "language", "overlong")
 
@@ -56,6 +51,7 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
     """
     from actors.reward import RewardWorker
     from grpo_dist.rewards.registry import placed
+    from grpo_dist.rewards.thought import thought_for
 
     models = [model.name for model in config.rewards.models]  # their gates cannot be looked at either
     functions = tuple(
@@ -66,8 +62,8 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
     worker = RewardWorker(settings, max_new_tokens=config.sampling.max_new_tokens)
     tried: list[Trial] = []
     try:
-        for form in _FORMS:
-            texts = form.format(answer=prompt.answer), form.format(answer=_WRONG)
+        for before, form in _forms(thought_for(prompt.thought, config.rewards)):
+            texts = before + form.format(answer=prompt.answer), before + form.format(answer=_WRONG)
             group, news = worker.score(prompt, [_as_rollout(prompt, i, t) for i, t in enumerate(texts)], {})
             parts = {name: (float(part[0]), float(part[1])) for name, part in group.reward_parts.items()}
             totals = float(group.rewards[0]), float(group.rewards[1])
@@ -77,6 +73,15 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
     finally:
         worker.close()
     return tried[-1] if tried[-1].separates or tried[-1].unscored else tried[0]
+
+
+def _forms(thought: Thought) -> list[tuple[str, str]]:
+    """What stands before an answer, and the form of the answer: a thought that the prompt opens is closed."""
+    opening = "" if thought.prompt == "opens" else f"{thought.opening}\n"
+    before = "" if thought.prompt == "closes" else f"{opening}I work it out step by step.\n{thought.closing}\n"
+    plain = before if thought.prompt == "opens" else ""
+    first, *others = [(plain, form) for form in _ANSWERS]
+    return [first, *((before, form) for form in _THOUGHT_ANSWERS), *others]
 
 
 def is_blind(config: Config) -> bool:

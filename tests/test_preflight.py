@@ -200,6 +200,11 @@ def test_a_reward_may_ask_for_answers_of_another_form(here, form):
     assert form.format("1") in found["reward"].said and not wrong(found)
 
 
+def test_a_thought_that_the_prompt_opens_is_closed_before_the_answer(here):
+    found = findings("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
+    assert "</T>\\nThe answer is" in found["reward"].said and not wrong(found)
+
+
 def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
     monkeypatch.setattr("grpo_dist.prepare.check_model", lambda model: None)
     found = findings("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
