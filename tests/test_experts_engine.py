@@ -52,7 +52,8 @@ def differences(model_dir, settings, engine=EAGER):
         own, moved = [largest(model, sampled)], []
         for seed in (1, 2):
             batch = samples_of_groups.batch(seed=seed, reference=False)
-            model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)))
+            model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)), strict=False)
+            model.tie_weights()
             world.push()
             moved.append(largest(model, sampled))
             sampled = world.sample_all()
