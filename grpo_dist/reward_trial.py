@@ -78,7 +78,8 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
 def _forms(thought: Thought) -> list[tuple[str, str]]:
     """What stands before an answer, and the form of the answer: a thought that the prompt opens is closed."""
     opening = "" if thought.prompt == "opens" else f"{thought.opening}\n"
-    before = "" if thought.prompt == "closes" else f"{opening}I work it out step by step.\n{thought.closing}\n"
+    closed = f"{opening}I work it out step by step.\n{thought.closing}\n"
+    before = "" if thought.prompt == "closes" else closed
     plain = before if thought.prompt == "opens" else ""
     first, *others = [(plain, form) for form in _ANSWERS]
     return [first, *((before, form) for form in _THOUGHT_ANSWERS), *others]
