@@ -26,7 +26,7 @@ from grpo_dist.stacks import calls_in_hand, look
 
 pytestmark = pytest.mark.machine
 
-LONG_S = HANG_S  # beyond all tests of this file
+LONG_S = int(HANG_S)  # beyond all tests of this file; sleep of the C library takes whole seconds
 LIMITS_S = {name: getattr(actors.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
 
 
@@ -126,7 +126,7 @@ def test_each_is_told_with_its_node_its_process_and_where_it_is(stuck):
     text = told_of(stuck, *made)
     begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
     told = {line.partition(" ")[0]: line for line in text.splitlines() if line.startswith(tuple(begins))}
-    assert told.keys() == made.keys()
+    assert told.keys() == made.keys(), text
     assert all(f"pid {pids[name]}): " in line for name, line in told.items() if name in pids)
     assert told["dead"].endswith(": dead") and told["idle"].endswith(": in no call, it waits for work")
     assert "stopped, as by SIGSTOP (state T (stopped))" in told["stopped"]
