@@ -335,7 +335,7 @@ def test_weights_that_are_lost_are_told(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
     async def step():
-        group = start(tiny_model, ranks=1, stage=3, lr=1e39)
+        group = start(tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30)
         await group.ready()
         metrics = await group.update(group.stage([samples_of_groups.batch()]))
         await group.shutdown()
