@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.changes import flat
-from grpo_dist.config import Config
+from grpo_dist.config import Algorithm, Config
 from grpo_dist.config_files import dump_config
 
 # Sections and keys that are not the run's.
@@ -112,10 +112,25 @@ def _drop(tree: Any, path: Sequence[str]) -> None:
 
 
 def changes(was: str, config: Config) -> list[Change]:
-    """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError."""
-    old, new = flat(yaml.safe_load(was)), flat(yaml.safe_load(dump_config(config)))
-    keys = sorted(old.keys() | new.keys())
+    """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError.
+
+    A key that ``was`` does not have, because a later version of grpo-dist brought it, is no change where it
+    has its default, nor is another spelling of `_as_meant`.
+    """
+    old, new = _as_meant(flat(yaml.safe_load(was))), _as_meant(flat(yaml.safe_load(dump_config(config))))
+    set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
+    keys = sorted(old.keys() | (new.keys() & set_now.keys()))
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` by dotted key, with what `reward_shift` and `reward_scale` mean together: null and null,
+    the default, is true and true, which was the default before.
+    """
+    keys = "algorithm.reward_shift", "algorithm.reward_scale"
+    shift, scale = (settings.get(key) for key in keys)
+    meant = Algorithm(reward_shift=shift, reward_scale=scale)
+    return settings | dict(zip(keys, (meant.shifts_rewards, meant.scales_rewards), strict=True))
 
 
 def told(changes: Sequence[Change]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -270,14 +270,16 @@ class SyncProbe:
 
 def _groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
     """One group a prompt, with each different completion once: engines that agree bit by bit sample the same,
-    and what the policy computes then does not depend on how many they are.
+    and what the policy computes then does not depend on how many they are. Without the engines' log-probs: a
+    batch leaves a sample out where one is NaN, and that is a difference to find.
     """
     prompts: dict[str, Prompt] = {}
     completions: dict[str, dict[Any, Rollout]] = {}
     for prompt, rollouts in sampled:
         prompts[prompt.uid] = prompt
         for rollout in rollouts:
-            completions.setdefault(prompt.uid, {}).setdefault(_key(prompt, rollout), rollout)
+            tokens = replace(rollout, logprobs=np.zeros_like(rollout.logprobs))
+            completions.setdefault(prompt.uid, {}).setdefault(_key(prompt, rollout), tokens)
     return [
         Group(prompts[uid], tuple(own.values()), np.zeros(len(own), np.float32), {}, ("",) * len(own))
         for uid, own in completions.items()

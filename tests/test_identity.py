@@ -5,6 +5,7 @@ import json
 import fakes
 import pytest
 import test_checkpoint
+import yaml
 
 from grpo_dist.changes import flat
 from grpo_dist.checkpoint import list_checkpoints, load_state
@@ -65,6 +66,40 @@ def test_a_schedule_that_falls_ends_at_the_last_step():
     (found,) = changes(dump_config(config(**falling)), other := config(**falling, steps=9))
     assert found == Change("steps", 6, 9) and found.decides(other)
     assert fingerprint(config(**falling)) != fingerprint(other)
+
+
+def without(settings, *keys):
+    """The configuration of a version that did not have ``keys`` yet."""
+    old = yaml.safe_load(dump_config(settings))
+    for key in keys:
+        section, name = key.split(".")
+        del old[section][name]
+    return old
+
+
+def test_keys_that_a_later_version_brought_are_no_change_at_their_defaults():
+    later = "rewards.accept_arithmetic", "health.idle_steps_above", "weight_sync.probe_every"
+    old = without(config(), *later)
+    assert changes(yaml.safe_dump(old), config()) == []
+    other = config(rewards={"models": [MODEL], "accept_arithmetic": True})
+    (found,) = changes(yaml.safe_dump(old), other)
+    assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "same"),
+    [
+        ((True, True), (None, None), True), ((True, False), (True, None), True),
+        ((False, True), (False, None), True), ((True, True), (True, None), False),
+        ((False, True), (None, None), False),
+    ],
+)  # fmt: skip
+def test_reward_shift_and_reward_scale_are_compared_by_what_they_mean(was, now, same):
+    """Both were true by default before null was."""
+    old = yaml.safe_load(dump_config(config()))
+    old["algorithm"] |= {"reward_norm": "batch", "reward_shift": was[0], "reward_scale": was[1]}
+    other = config(algorithm={"reward_norm": "batch", "reward_shift": now[0], "reward_scale": now[1]})
+    assert (changes(yaml.safe_dump(old), other) == []) == same
 
 
 def test_settings_without_layout_are_a_copy():

@@ -299,6 +299,23 @@ def test_the_bound_is_that_of_the_policys_dtype_unless_it_is_set(dtype, above, e
     assert len(world.updates) == passes
 
 
+def test_one_token_whose_log_prob_is_nan_ends_the_run_with_a_message():
+    """A batch of training leaves such a sample out; the probe must not."""
+    world = Probed()
+    workers = world.workers()
+    sample = workers.probe.sample
+
+    async def broken(*request):
+        groups = await sample(*request)
+        groups[0][0].logprobs[1] = math.nan
+        return groups
+
+    workers.probe.sample = broken
+    with pytest.raises(Unhealthy, match="the policy differ by nan nats in the mean, nan at most, over 8"):
+        asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
+    assert not world.updates
+
+
 def updates_differ_by(world, *means):
     """The update of each step finds this mean difference in the step's own samples."""
     update = world.update
