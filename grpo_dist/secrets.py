@@ -25,7 +25,8 @@ def _set(words: str) -> frozenset[str]:
 
 _SECRET_WORDS = _set(
     "secret secrets password passwords passwd passwds passphrase passphrases pwd pwds credential credentials "
-    "cookie cookies authorization authorisation jwt oauth auth auths bearer bearers userpass passcode passcodes cred creds"
+    "cookie cookies authorization authorisation jwt oauth auth auths bearer bearers userpass passcode "
+    "passcodes cred creds"
 )
 # Words written together: `apikey`, `userpassword`.
 _SECRET_ENDS = tuple(
