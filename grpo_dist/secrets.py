@@ -25,27 +25,36 @@ def _set(words: str) -> frozenset[str]:
 
 _SECRET_WORDS = _set(
     "secret secrets password passwords passwd passwds passphrase passphrases pwd pwds credential credentials "
-    "cookie cookies authorization authorisation token jwt oauth auth auths bearer bearers"
+    "cookie cookies authorization authorisation jwt oauth auth auths bearer bearers userpass passcode "
+    "passcodes cred creds"
 )
 # Words written together: `apikey`, `userpassword`.
 _SECRET_ENDS = tuple(
     _set("password passwd apikey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken")
 )
 _KEY_OWNERS = _set("api access secret private")  # a number under such a key is a secret, too
-# Words before `key`, `tokens` and `pass` where these are the name of a column, a count, or a walk over data.
+# Words before `key`, `token`, `tokens` and `pass` where these are the name of a column, a tokenizer's special
+# token, a count, or a walk over data.
 _NOT_BEFORE = {
     "key": _set(
-        "answer by cache category chat chosen column completion config content conversation data dataset "
-        "dict document duplicate entry extra field file fn foreign full gold group hash id image images "
-        "index input item json label level list lookup map message messages meta metadata metric missing "
-        "model name num order output parent partition primary problem prompt public query question "
-        "reference rejected response reward role row sample score solution sort source split state step "
-        "system target task test text train type unexpected unknown user uid value word yaml"
+        "answer answers by cache category chat chosen column columns completion config content context "
+        "conversation data dataset dict document duplicate entry extra field file fn foreign full gold group "
+        "hash id idx image images index input instruction item json label level list lookup map message "
+        "messages meta metadata metric missing model name num order output parent partition primary problem "
+        "prompt public query question rationale ref reference rejected response reward role row sample score "
+        "solution sort source split state step system target task test text train type unexpected unknown "
+        "user uid value word yaml"
+    ),
+    "token": _set(
+        "answer audio begin bos cls eos end image mask next pad prompt reasoning sep separator special start "
+        "stop think thinking thought unexpected unk video"
     ),
     "tokens": _set(
-        "added answer batch batched bos budget buffer cached completion count end eos extra generated hidden "
-        "image in input keep max mean min ms n new num number of out output pad per prefill prompt queued "
-        "reasoning response row sampled special start step stop think thinking total train trained used vocab"
+        "accepted added answer batch batched bos budget buffer cached chunk completion context count draft "
+        "dropped end eos extra generated generation hidden image in input keep kv logprob lookahead max mean "
+        "min ms n new num number of out output pad padded per prefill prompt queued reasoning response row "
+        "sampled seq special speculative start step stop target text think thinking total train trained "
+        "truncated unexpected used valid vocab"
     ),
     "pass": _set("backward each first forward last multi one per second single two"),
 }
@@ -57,7 +66,12 @@ _PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # of https://host
 _SECRET_PARAMETER = frozenset({"key", "sig", "signature", "auth"})
 _BEARER = re.compile(r"\b(bearer\s+)(?=[^\s'\"]*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 _ASSIGNED = re.compile(r"""([\w.-]*\w)(['"`]?\s*[:=]\s*[\[({]*)""")
-_VALUE = re.compile(r"""(?:(?:bearer|basic)\s+)?(?:'[^']*'?|"[^"]*"?|[^\s,;}\]'"]+)""", re.IGNORECASE)
+_ITEM = r"""(?=\S)[^,;}\])'"\n]*(?:'[^']*'|"[^"]*")?"""
+_VALUE = re.compile(  # all items of a list or mapping
+    rf"""(?<=[\[({{]){_ITEM}(?:\s*,\s*{_ITEM})*|(?:(?:bearer|basic)\s+)?(?:'[^']*'?|"[^"]*"?|[^\s,;}}\]'"]+)""",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # its value a word of its own
 _SHORTEST = 4  # characters of a secret that is looked for in other text
 
 
@@ -140,8 +154,13 @@ def masked_command(arguments: Iterable[str]) -> list[str]:
     for word in arguments:
         hide_this = hide_next and not word.startswith("-")
         shown.append(HIDDEN if hide_this else masked_setting(word))
-        hide_next = word.startswith("--") and "=" not in word and is_secret(word) and word != "--secret"
+        hide_next = word.startswith("--") and "=" not in word and _takes_secret(word)
     return shown
+
+
+def _takes_secret(option: str) -> bool:
+    """Whether the value of a command's option is one. That of our `--secret` is a Secret's name."""
+    return is_secret(option) and option != "--secret"
 
 
 def masked_text(text: str, *trees: Any) -> str:
@@ -151,7 +170,7 @@ def masked_text(text: str, *trees: Any) -> str:
     values = sorted({value for tree in trees for value in secret_values(tree)}, key=len, reverse=True)
     for value in values:
         text = text.replace(value, HIDDEN)
-    return str(masked(_without_assigned(text)))
+    return str(masked(_OPTION.sub(_masked_option, _without_assigned(text))))
 
 
 def shown_value(location: Iterable[Any], value: Any) -> str:
@@ -216,12 +235,16 @@ def _is_secret_parameter(name: str) -> bool:
     return is_secret(name) or _WORDS.findall(name.lower())[-1:] in [[word] for word in _SECRET_PARAMETER]
 
 
+def _masked_option(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}{HIDDEN}" if _takes_secret(found[1]) else found[0]
+
+
 def _masked_parameter(found: re.Match[str]) -> str:
     return f"{found[1]}={HIDDEN}" if _is_secret_parameter(found[1]) else found[0]
 
 
 def _without_assigned(text: str) -> str:
-    """``api_key: k, steps: 3`` -> ``api_key: ***, steps: 3``"""
+    """``api_key: k, auth: [a, b], steps: 3`` -> ``api_key: ***, auth: [***], steps: 3``"""
     parts, end = [], 0
     for found in _ASSIGNED.finditer(text):
         value = _VALUE.match(text, found.end())

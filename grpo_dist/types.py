@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample
 @dataclass(frozen=True, slots=True)
 class Thought:
     """The tags around a thought, and what of it the prompt holds: nothing, its opening tag ("opens"), or an
-    empty thought that is complete ("closes").
+    empty thought that is complete, or its closing tag ("closes").
     """
 
     opening: str = "<think>"

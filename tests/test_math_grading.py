@@ -243,6 +243,9 @@ MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what ma
     ("B", "\\cancel{B}"),
 ]
 MEANT_SO = [
+    ("5", "\\text{The answer is 5}"),
+    ("5", "5\\text{ squared units}"),
+    ("5", "5\\text{ cubed centimeters}"),
     ("5000000", "5\\text{ million}"),
     ("5\\text{ million}", "5000000"),
     ("3200", "3.2 thousand"),

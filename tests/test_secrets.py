@@ -69,6 +69,10 @@ def config(key: str) -> Config:
         "clientSecret",
         "userpassword",
         "judge.api.key",
+        "join_token",
+        "userpass",
+        "passcode",
+        "gcp_creds",
     ],
 )
 def test_values_of_secret_keys_are_hidden(key):
@@ -123,6 +127,14 @@ def test_secrets_in_urls_are_hidden(url, shown):
         "auth_mode",
         "authors",
         "monkey",
+        "eos_token",
+        "end_token",
+        "think_token",
+        "mask_token",
+        "truncated_tokens",
+        "lookahead_tokens",
+        "rationale_key",
+        "ref_key",
     ],
 )
 def test_other_values_stay(key):
@@ -169,6 +181,20 @@ def test_a_message_has_neither_what_is_assigned_to_a_secret_name_nor_a_known_sec
     assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
 
 
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("auth: [sesame, 'open 2'], steps: 4", "auth: [***], steps: 4"),
+        ("api_keys=[sesame, open", "api_keys=[***"),
+        ("auth: {user: sesame, pass: 'open'}; steps", "auth: {***}; steps"),
+        ("cannot run: x --api-key sesame --steps 4", "cannot run: x --api-key *** --steps 4"),
+        ("use --env NAME or --secret NAME", "use --env NAME or --secret NAME"),
+    ],
+)
+def test_all_that_a_message_assigns_to_a_secret_name_is_hidden(said, shown):
+    assert masked_text(said) == shown
+
+
 BASE = "model: {path: m}\ndata: {train: [{path: t}]}\n"
 IN_A_FILE = [
     "rewards: {functions: {function: judge, kwargs: {api_key: SESAME}}}",
@@ -188,6 +214,9 @@ AS_OVERRIDES = [
     'rewards.functions=[{function: judge, kwargs: {api_key: "${SESAME"}}]',
     "rewards.functions=[{function: judge, weight: [{password: SESAME}]}]",
     "=judge.api_key=SESAME",
+    "steps={auth: [open, SESAME]",
+    "rewards.functions=[{tokens: [open, 'SESAME']}, ",
+    "rewards.functions=['--api-key SESAME']",
 ]
 
 
@@ -240,7 +269,7 @@ def test_what_is_written_of_a_run_has_no_secrets_and_loads_again(tmp_path):
 
 
 def test_a_stage_s_record_has_none_and_tells_all_the_same_that_one_has_changed(tmp_path):
-    """What looks like a secret may be a custom reward's `end_token`, which decides the result."""
+    """What looks like a secret may be something else, which decides the result."""
     old, new = (
         begin(Stage("s", "grpo", tmp_path, c, c, ()), {}) for c in (config("s3cret"), config("another"))
     )

@@ -19,6 +19,7 @@ OPENS = Thought(prompt="opens")
 R1 = "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜><think>\n"
 QWQ = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
 QWEN3_SILENT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+V3_1_SILENT = "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜></think>"
 X_R1 = "The reasoning is in <THINK> </THINK> tags. User: 2+2? Assistant: Let me solve it.\n<THINK>"
 
 
@@ -28,6 +29,7 @@ X_R1 = "The reasoning is in <THINK> </THINK> tags. User: 2+2? Assistant: Let me 
         (R1, "", OPENS),
         (QWQ, "", OPENS),
         (QWEN3_SILENT, "", Thought(prompt="closes")),
+        (V3_1_SILENT, "", Thought(prompt="closes")),
         (X_R1, "", Thought("<THINK>", "</THINK>", "opens")),
         ("Show it in <reasoning> tags. 2+2?", "", Thought("<reasoning>", "</reasoning>")),
         ("2+2?", "{% if '[THINK]' in m %}", Thought("[THINK]", "[/THINK]")),

@@ -22,8 +22,9 @@ _TAGS = "|".join(map(re.escape, _KNOWN))
 _MENTIONED = re.compile(_TAGS)
 _OPENED = re.compile(rf"({_TAGS})\s*$")
 _CLOSED = re.compile(
-    "|".join(rf"{re.escape(opening)}\s*{re.escape(closing)}\s*$" for opening, closing in _KNOWN.items())
+    "|".join(rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*$" for opening, closing in _KNOWN.items())
 )
+_OPENING = {closing: opening for opening, closing in _KNOWN.items()}
 _END = 200  # characters at the end of a prompt in which its last tags are
 
 
@@ -35,16 +36,18 @@ def thought_of(prompt: str, template: str = "") -> Thought:
 
         "...<|im_start|>assistant\\n<think>\\n"                    <think>, the prompt opens it
         "...<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n"       <think>, the prompt opens and closes it
+        "...<|Assistant|></think>"                               <think>, the prompt closes it
         "Reason in <reasoning> tags. What is 2+2?"               <reasoning>, the prompt has none of it
     """
     end = prompt[-_END:]
     if opened := _OPENED.search(end):
         return Thought(opened[1], _KNOWN[opened[1]], "opens")
-    closed = _CLOSED.search(end)
-    text = closed.group() if closed else prompt
-    mentioned = _MENTIONED.search(text) or _MENTIONED.search(template)
+    if closed := _CLOSED.search(end):
+        opening = next(tag for closing, tag in _OPENING.items() if closed.group().rstrip().endswith(closing))
+        return Thought(opening, _KNOWN[opening], "closes")
+    mentioned = _MENTIONED.search(prompt) or _MENTIONED.search(template)
     opening = mentioned.group() if mentioned else "<think>"
-    return Thought(opening, _KNOWN[opening], "closes" if closed else "")
+    return Thought(opening, _KNOWN[opening])
 
 
 def is_kept(tag: str, tokenizer: Any) -> bool:

@@ -27,6 +27,11 @@ _NAMED = re.compile(
 _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|intertext)\s*\{([^{}]*)\}")
 _RUN = re.compile(r"[A-Za-z]+")
 _PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # words beside each other are no product
+_NAMES = re.compile(r"(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")  # AB, ABC: of segments and triangles
+_SPACING = frozenset(
+    {"quad", "qquad", "enspace", "thinspace", "hspace", "rm", "bf", "it", "em"}
+    | {"text", "textbf", "textit", "textrm", "textsf", "texttt"}
+)
 _SHORT = 3  # letters: abc is a product, cm a unit, max an index
 _COMMANDS = frozenset(
     re.findall(
@@ -81,13 +86,19 @@ def words_of_formula(text: str) -> str:
     scripts. ``x_{\\text{max}} = \\frac{abc}{2}`` has none, ``the answer is 5`` has three.
     """
     said = " ".join(_long_runs(words) for words in _TEXT.findall(text))
-    return f"{said} {_long_runs(_without_commands(_TEXT.sub(' | ', text)))}"
+    return f"{said} {_long_runs(_NAMES.sub(' ', _without_commands(_TEXT.sub(' | ', text), between=' | ')))}"
 
 
-def _without_commands(text: str) -> str:
-    """A command that does not exist is its name, for a policy can put a backslash before any word."""
-    text = _NAMED.sub(" ", text)
-    return _COMMAND.sub(lambda match: " " if match[1] in _COMMANDS else f" {match[1]} ", text)
+def _without_commands(text: str, between: str = " ") -> str:
+    """A command that does not exist is its name, for a policy can put a backslash before any word.
+    ``between`` takes the place of commands other than spaces and fonts: its two sides are no phrase.
+    """
+
+    def named(match: re.Match[str]) -> str:
+        name = match[1]
+        return f" {name} " if name not in _COMMANDS else " " if name in _SPACING else between
+
+    return _COMMAND.sub(named, _NAMED.sub(" ", text))
 
 
 def _long_runs(text: str) -> str:

@@ -58,7 +58,7 @@ _WORDS = re.compile(
     rf"|between|over|under|above|below|minus|negative|twice|half\s+of|double){_BEFORE_A_NUMBER}"
 )
 _BEHIND_A_NUMBER = re.compile(
-    r"[\d)}]\W*(?:squared|cubed|factorial|(?:hal|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
+    r"[\d)}]\W*(?:(?:squared|cubed)(?!\s+(?:unit|inch|feet|foot|yard|mile|(?:centi|deci|kilo|milli)?met))|factorial|(?:hal|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth"
     r"|thousandth)(?:ve)?s|and\s+(?:a|one|two|three)(?:\s|-)+(?:half|thirds?|quarters?|fourths?)"
     rf"|{_WORD_NAMES})(?![a-z])"
 )
@@ -136,7 +136,8 @@ def says_otherwise(gold: str, answer: str) -> bool:
         return False
     if any(_adds(pattern, ours, theirs) for pattern in (_WORDS, _BEHIND_A_NUMBER)):
         return True
-    return _numbers_in_words(answer) > _numbers_in_words(gold)
+    alone = not re.search(r"\d", _TEXTS.sub(" ", answer))  # \text{The answer is 5}: the words have the value
+    return _numbers_in_words(answer) > max(_numbers_in_words(gold), int(alone))
 
 
 def _adds(pattern: re.Pattern[str], gold: str, answer: str) -> bool:
