@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_grader_pool import alive, boxed, wait_until_gone
+from test_grader_pool import alive, boxed, children_of, wait_until_gone
 
 from grpo_dist.rewards.pool import Failure, GraderPool
 
@@ -214,7 +213,10 @@ def test_a_process_that_is_lost_takes_along_what_it_has_started(
         assert escaped(note) != [] and wait_until_gone(escaped(note)) == []
 
 
-def test_what_has_left_the_session_ends_with_a_killed_parent(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("guardians", ["run", "are stopped"])
+def test_what_has_left_the_session_ends_with_a_killed_parent(
+    code: str, tmp_path: Path, guardians: str
+) -> None:
     note = tmp_path / "pids"
     script = (
         "import time\n"
@@ -228,21 +230,29 @@ def test_what_has_left_the_session_ends_with_a_killed_parent(code: str, tmp_path
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     try:
         assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        own = children_of(parent.pid)
+        for guardian in own if guardians == "are stopped" else []:
+            os.kill(guardian, signal.SIGSTOP)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
         assert parent.stdout is not None
         parent.stdout.close()
-    assert len(escaped(note)) >= 1 and wait_until_gone(escaped(note)) == []
+    assert len(escaped(note)) >= 1 and wait_until_gone([*own, *escaped(note)]) == []
 
 
 def test_killed_graders_leave_no_zombies(code: str) -> None:
+    before = _zombies()
     with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
         for _ in range(2):
             assert isinstance(pool.grade([(boxed("9^{9^{9^9}}"), "5")])[0].detail, str)
-    time.sleep(0.1)
+    assert _zombies() <= before
+
+
+def _zombies() -> set[Path]:
+    """Of this process; other tests may have left some."""
     own = [p for p in Path("/proc").glob("[0-9]*/stat") if _parent(p) == os.getpid()]
-    assert [p for p in own if " Z " in p.read_text()] == []
+    return {p for p in own if " Z " in p.read_text()}
 
 
 def _parent(stat: Path) -> int:

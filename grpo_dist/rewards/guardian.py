@@ -55,6 +55,8 @@ def fork_guarded(lifeline: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the grader's ends of the pipes are its own
         os.dup2(nothing, descriptor)
+    # A guardian that is stopped, as by SIGSTOP, goes on when the pool's process ends, and ends all below it.
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
     _exit_as(_wait(grader, lifeline, wake, asked))
 
 
