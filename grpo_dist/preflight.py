@@ -34,7 +34,7 @@ from grpo_dist.prepare import (
     resolve_model,
     scoring_problems,
 )
-from grpo_dist.start_checks import model_problems, setting_problems
+from grpo_dist.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.types import Prompt
 from grpo_dist.units import GIB
@@ -131,6 +131,7 @@ def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:
     """
     context = Context(config, cluster)
     elsewhere = cluster is not None or _goes_elsewhere(config)
+    told: set[str] = set()
     for name, check in _CHECKS.items():
         where = "here, which may be no node of the run: " if elsewhere and name in _OF_A_NODE else ""
         try:
@@ -140,9 +141,18 @@ def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:
         except Skipped as error:
             yield Finding(name, str(error), skipped=True)
         except CheckFailed as error:
-            yield from (Finding(name, where + problem, problem=True) for problem in error.problems)
+            yield from _new(name, where, error.problems, told)
         except (UserError, ValueError, OSError) as error:
-            yield Finding(name, where + str(error), problem=True)
+            yield from _new(name, where, [str(error)], told)
+
+
+def _new(name: str, where: str, problems: Sequence[str], told: set[str]) -> Iterator[Finding]:
+    """What an earlier check has ``told`` is one thing to fix, not two."""
+    fresh = [problem for problem in problems if problem not in told]
+    told.update(fresh)
+    if not fresh:
+        yield Finding(name, "what is to be fixed above comes first", skipped=True)
+    yield from (Finding(name, where + problem, problem=True) for problem in fresh)
 
 
 def problems(findings: Sequence[Finding]) -> UserError | None:
@@ -219,7 +229,9 @@ def _data(context: Context) -> str:
 
 def _model(context: Context) -> str:
     notes: list[str] = []
-    context.model_dir = resolve_model(context.config, notes.append, train_first=False)
+    model_dir = resolve_model(context.config, notes.append, train_first=False)
+    position_limit(context.config, model_dir)  # without a configuration nothing else of it can be read
+    context.model_dir = model_dir
     _fail(model_problems(context.config, context.device, context.model_dir))
     return "\n    ".join([str(context.model_dir), *notes])
 

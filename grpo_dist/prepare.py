@@ -18,7 +18,7 @@ from grpo_dist.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
 from grpo_dist.stage_log import stage
-from grpo_dist.start_checks import model_problems, setting_problems
+from grpo_dist.start_checks import model_problems, readable_model, setting_problems
 from grpo_dist.types import Prompt
 
 if TYPE_CHECKING:
@@ -218,9 +218,11 @@ def scoring_problems(config: Config) -> Iterator[str]:
 
 
 def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
+    """Raises ValueError for files that cannot be read, whatever the library says of them."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    with readable_model(model_dir, "tokenizer"):
+        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
 
 
 def load_prompts(

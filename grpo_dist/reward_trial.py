@@ -46,7 +46,8 @@ class Trial:
 
 
 def try_rewards(config: Config, prompt: Prompt) -> Trial:
-    """The first form of answer whose right one gets more than its wrong one; the first form where none does.
+    """The first form of answer whose right one gets more than its wrong one; the first that is scored where
+    none does.
     Reward models are not asked. Raises ValueError for rewards that cannot be used.
     """
     from actors.reward import RewardWorker
@@ -60,6 +61,8 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
     ungraded = {"functions": functions, "models": (), "num_workers": 1, "processes_per_worker": 1}
     settings = placed(config.rewards.model_copy(update=ungraded))
     worker = RewardWorker(settings, max_new_tokens=config.sampling.max_new_tokens)
+    # A function of the user's may give None for an answer in a form that it does not know.
+    own = {f.name or f.function for f in functions if ":" in f.function}
     tried: list[Trial] = []
     try:
         for before, form in _forms(thought_for(prompt.thought, config.rewards)):
@@ -68,11 +71,12 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
             parts = {name: (float(part[0]), float(part[1])) for name, part in group.reward_parts.items()}
             totals = float(group.rewards[0]), float(group.rewards[1])
             tried.append(Trial(texts, totals, parts, tuple(news)))
-            if tried[-1].separates or tried[-1].unscored:
-                break
+            unscored = tried[-1].unscored
+            if tried[-1].separates or (unscored is not None and unscored not in own):
+                return tried[-1]
     finally:
         worker.close()
-    return tried[-1] if tried[-1].separates or tried[-1].unscored else tried[0]
+    return next((trial for trial in tried if trial.unscored is None), tried[0])
 
 
 def _forms(thought: Thought) -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,37 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
 def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Iterator[str]:
     """What the workers refuse of the model in ``model_dir``. Reads no weights."""
     trusted = config.model.trust_remote_code
+    if unreadable := list(_refusal(lambda: position_limit(config, model_dir))):
+        yield from unreadable
+        return
     yield from _refusal(lambda: check_length(config, model_dir))
     if config.policy.lora is not None:
         lora = config.policy.lora
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
     if not trusted:  # code of the model's own may not run without weights
-        model = empty_model(model_dir, trust_remote_code=False)
+        with readable_model(model_dir, "architecture"):
+            model = empty_model(model_dir, trust_remote_code=False)
         yield from _refusal(lambda: check_supported(model, str(model_dir), packing=config.model.packing))
         yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
         yield from _tensor_parallel(config, model)
     yield from vllm_problems(config, device, model_dir)
+
+
+@contextmanager
+def readable_model(model_dir: Path, what: str) -> Iterator[None]:
+    """Within, any error is a ValueError: of a file that was cut off or that another program wrote, libraries
+    raise whatever their code runs into.
+    """
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"{model_dir}: the {what} of the model cannot be read ({reason}); look at its JSON files, or "
+            "download the model again"
+        ) from error
 
 
 def check_backend(config: Config, device: DeviceType | None = None) -> None:
@@ -73,7 +95,8 @@ def position_limit(config: Config, model_dir: Path) -> int | None:
     """Tokens that a sequence may have; None where the model does not say."""
     from transformers import AutoConfig
 
-    model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    with readable_model(model_dir, "configuration"):
+        model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 

@@ -174,3 +174,13 @@ def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
     source = asked(run, tmp_path, {"question": "1+1", "solution": "2"})
     with pytest.raises(ValueError, match=r"no column `level`.*Set `columns`.*here `data\.eval\.0\.columns`"):
         read_all([source], "data.eval")
+
+
+def test_a_pattern_of_a_run_that_finds_no_end_does_not_hang(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.evaluation.target.PATTERN_S", 1.0)
+    (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})
+    assert source.answer_pattern == "(a+)+b"
+    monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
+    with pytest.raises(ValueError, match="finds no end within 1 s"):
+        read(source)

@@ -1,6 +1,7 @@
 """What `check` finds before a run is started: all of it at once, each with what to do."""
 
 import json
+import shutil
 import sys
 from collections import namedtuple
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from grpo_dist.config_files import dump_config, load_config
 from grpo_dist.identity import fingerprint
 from grpo_dist.plan.accelerators import parse_cluster
 from grpo_dist.preflight import Finding, preflight, problems
-from grpo_dist.prepare import prepare
+from grpo_dist.prepare import prepare, resolve_model
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -318,3 +319,41 @@ def test_what_is_of_a_node_is_said_to_be_of_this_one_where_the_run_goes_elsewher
         assert not own[name].said.startswith("here")
     monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert wrong(findings(cluster="1x1xH100"))["disk"].startswith("here, which may be no node of the run: ")
+
+
+def test_a_reward_of_the_users_may_know_one_form_of_answer_alone(here, monkeypatch):
+    """None for the others is no problem: it finds no number in \\boxed{1}."""
+    (here / "own.py").write_text(
+        "def near(completion, answer):\n"
+        "    try:\n"
+        "        return float(float(completion.split()[-1]) == float(answer))\n"
+        "    except ValueError:\n"
+        "        return None\n"
+    )
+    found = findings("rewards.functions=[{function: 'own:near'}]", "rewards.code_paths=[.]")["reward"]
+    assert not found.problem and "get own:near 1 and 0" in found.said, found
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("config.json", "[]"),
+        ("config.json", "{bad"),
+        ("config.json", '{"model_type": "qwen2", "hidden_size": "x"}'),
+    ],
+)
+def test_a_damaged_file_of_the_model_is_one_thing_to_fix(here, file, text):
+    made = resolve_model(load_config("config.yaml"), lambda _: None, train_first=False)
+    model = shutil.copytree(made, here / "own-model")
+    (model / file).write_text(text)
+    found = findings(f"model.path={model}")
+    assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
+    assert str(model.name) in next(iter(wrong(found).values()))
+    assert not found["trackers"].problem  # the others were looked at
+
+
+def test_a_cluster_that_cannot_be_read_is_one_thing_to_fix(here):
+    assert list(wrong(findings(cluster="8xH100"))) == ["settings"]

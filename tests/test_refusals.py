@@ -85,6 +85,8 @@ def refusal(capsys, *overrides, command="train"):
         (["optimiser.lr=1"], ["unknown key `optimiser`"]),
         (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
         (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),
+        (["data.train.0.answer_pattern='(a{99999999999999999999})'"], ["answer_pattern", "too large"]),
+        ([f"data.train.0.answer_pattern='{'(' * 3000}a{')' * 3000}'"], ["not a regular expression"]),
         (["weight_sync.backend=nccl"], ["weight_sync.backend = nccl", "auto or gloo"]),
         (["weight_sync.backend=ipc"], ["weight_sync.backend = ipc", "auto or gloo"]),
         (["model.dtype=bfloat16", "policy.zero_stage=0"], ["`policy.zero_stage` = 0", "policy.zero_stage=1"]),

@@ -59,9 +59,9 @@ class DataSource(Section):
     def _pattern_has_a_group(self) -> DataSource:
         try:
             groups = re.compile(self.answer_pattern or "()").groups
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"answer_pattern {self.answer_pattern!r} is not a regular expression: {error}"
+                f"answer_pattern {str(self.answer_pattern)[:200]!r} is not a regular expression: {error}"
             ) from error
         if groups < 1:
             raise ValueError(

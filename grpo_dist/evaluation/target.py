@@ -11,9 +11,7 @@ it has these; key=value sets whatever else.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config, DataSource
 from grpo_dist.config_files import overridden, read_tree, set_key, validated
-from grpo_dist.data.readers import first_record
+from grpo_dist.data.patterns import PatternSearch, PatternTimeout
+from grpo_dist.data.readers import PATTERN_S, first_record
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.benchmarks import BENCHMARKS, data_source
 
@@ -97,6 +96,17 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
         set_key(tree, "data.train", sources, where)  # a configuration has some; an evaluation reads none
 
 
+def _finds(pattern: str, text: str) -> bool:
+    """Whether ``pattern`` is in ``text``; True where it finds no end or cannot be read: reading the data says
+    so.
+    """
+    try:
+        with PatternSearch(pattern, timeout_s=PATTERN_S) as search:
+            return search.search(text) is not None
+    except (PatternTimeout, RuntimeError):
+        return True
+
+
 def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
     """How the data of a configuration or a run are read, those of its evaluations first."""
     known: list[dict[str, Any]] = []
@@ -127,8 +137,7 @@ def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[s
         if not all(column in first for column in columns.values()):
             continue
         pattern, answer = own.get("answer_pattern"), str(first[columns["answer_column"]])
-        with suppress(re.error):
-            if pattern is not None and re.search(pattern, answer) is None:
-                own = {name: value for name, value in own.items() if name != "answer_pattern"}
+        if pattern is not None and not _finds(str(pattern), answer):
+            own = {name: value for name, value in own.items() if name != "answer_pattern"}
         return source | own
     return source

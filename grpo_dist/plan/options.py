@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from grpo_dist.config import Config, RewardModel
 from grpo_dist.config_files import changed
+from grpo_dist.deepspeed_config import deepspeed_config
+from grpo_dist.hardware import resolve_dtype
 from grpo_dist.plan.accelerators import ClusterShape
 from grpo_dist.plan.calibration import Calibration
 from grpo_dist.plan.disturbances import EVEN, Slow
@@ -104,7 +106,18 @@ def option_of(config: Config, setting: Setting) -> Option:
         slow=setting.slow,
         reward_models=setting.reward_models,
     )
-    return Option(config, roles, memory, memory_problems(config, memory, cluster), scenario)
+    problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster)]
+    return Option(config, roles, memory, problems, scenario)
+
+
+def _refusals(config: Config, cluster: ClusterShape) -> list[str]:
+    """What every policy rank would refuse when it starts."""
+    dtype = resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
+    try:
+        deepspeed_config(config.policy, dtype=dtype)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def planned(option: Option, *, steps: int = 4) -> Planned:
