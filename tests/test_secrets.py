@@ -251,7 +251,7 @@ def test_no_error_of_a_reward_shows_a_secret(kwargs):
     "words",
     [
         ["check", "a.yaml", "model.path=https://me:SESAME@host/x"],
-        ["train", "a.yaml", "model.path=https://me:SESAME@host/x"],
+        ["train", "a.yaml", "data.train=[{path: 'https://me:SESAME@host/x'}]"],
         ["train", "https://me:SESAME@host/a.yaml"],
         ["train", "a.yaml", "--api-key", "SESAME"],
         ["train", "a.yaml", "--password=SESAME"],
