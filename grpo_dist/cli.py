@@ -19,6 +19,7 @@ from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.evaluation.arguments import add_commands as add_evaluation
 from grpo_dist.report.arguments import add_report
 from grpo_dist.scoring.arguments import add_commands as add_scoring
+from grpo_dist.secrets import masked, masked_command
 from grpo_dist.stage_log import stage, stages_logged
 from grpo_dist.submit.arguments import add_commands as add_submission
 
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return USER_ERROR
     if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_of_peers(unknown)}")
+        shown = " ".join(masked_command(unknown))
+        parser.error(f"unrecognized arguments: {shown}{_of_peers(unknown)}")
     own = ("command", "config", "overrides")
     options = {name: value for name, value in vars(args).items() if name not in own}
     # Overrides behind an option are what argparse leaves over.
@@ -49,10 +51,11 @@ def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: 
         command(config, overrides)
     except UserError as error:
         # A name given on the command line need not be text.
-        print(f"error: {error}".encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
+        shown = f"error: {masked(str(error))}"
+        print(shown.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return USER_ERROR
     except RunEnded as end:
-        print(end, file=sys.stderr)
+        print(masked(str(end)), file=sys.stderr)
         return end.exit_code
     except KeyboardInterrupt:
         print(

@@ -34,6 +34,7 @@ from grpo_dist.prepare import (
     resolve_model,
     scoring_problems,
 )
+from grpo_dist.secrets import masked
 from grpo_dist.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.tracking.settings import check_trackers
 from grpo_dist.types import Prompt
@@ -60,7 +61,7 @@ class Finding:
 
     def __str__(self) -> str:
         mark = "FIX" if self.problem else "-- " if self.skipped else "ok "
-        return f"{mark} {self.name}: {'not checked: ' if self.skipped else ''}{self.said}"
+        return f"{mark} {self.name}: {'not checked: ' if self.skipped else ''}{masked(self.said)}"
 
 
 class CheckFailed(Exception):

@@ -61,7 +61,8 @@ _NOT_BEFORE = {
 _PLURAL = {"keys": "key", "passes": "pass"}
 # What may follow the word that decides: `auth_header`, `api_key_2`.
 _TAILS = _set("value header headers base hex")
-_USER = re.compile(r"(?<=://)[^/?#\s]+(?=@)")  # of https://user:password@host/
+# Of https://user:password@host/; a path that was made of it has one slash.
+_USER = re.compile(r"(?:(?<=://)|(?<=https:/)|(?<=http:/))(?!/)[^/?#\s]+(?=@)")
 _PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # of https://host/?api_key=k&n=1
 _SECRET_PARAMETER = frozenset({"key", "sig", "signature", "auth"})
 _BEARER = re.compile(r"\b(bearer\s+)(?=[^\s'\"]*\d)[\w.~+/=-]{8,}", re.IGNORECASE)

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from grpo_dist.secrets import masked
+
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes a thread late
 
 
@@ -69,7 +71,7 @@ class StageLog:
             shown = not quiet and not self.has_view
             stage.shown = shown
         if shown:
-            self._print(f"{name}: {what or 'begins'}")
+            self._print(f"{name}: {masked(what) or 'begins'}")
         return stage
 
     def end(self, stage: Stage, *, failed: bool = False) -> None:

@@ -327,15 +327,15 @@ def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
 def test_a_pattern_that_finds_no_end_is_refused_with_its_row(tmp_path, monkeypatch, pattern):
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     path = tmp_path / "rows.jsonl"
-    rows = [{"problem": "p", "answer": "ab"}, {"problem": "p", "answer": "a" * 300}]
+    rows = [{"problem": "p", "answer": "aabaac"}, {"problem": "p", "answer": "a" * 300}]
     path.write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(ValueError, match=r"rows.jsonl:\d: answer_pattern .* within 1 s"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:2: answer_pattern .* within 1 s"):
         read(DataSource(path=str(path), answer_pattern=pattern))
 
 
 def test_a_pattern_is_searched_in_long_and_odd_texts(tmp_path):
     path = tmp_path / "rows.jsonl"
-    texts = ["x" * 1_000_000 + "#### 5", "\ud800\n#### 6", "#### 7\n"]
+    texts = ["x" * 1_000_000 + "#### 5", "\u2028\u200b\n#### 6", "#### 7\n"]
     path.write_text("\n".join(json.dumps({"problem": "p", "answer": text}) for text in texts))
     assert [row.answer for row in read(DataSource(path=str(path), answer_pattern="#### (.+)"))] == [
         "5",

@@ -5,6 +5,7 @@ import pytest
 from omegaconf import OmegaConf
 from openai_stand_in import StandIn
 
+from grpo_dist.cli import main
 from grpo_dist.config import Config
 from grpo_dist.config_files import ConfigError, dump_config, load_config
 from grpo_dist.recipe.config import Stage
@@ -244,6 +245,27 @@ def test_no_error_of_a_reward_shows_a_secret(kwargs):
     with pytest.raises(ValueError) as refused:
         check_rewards(fakes.config(rewards={"functions": [function]}).rewards, max_new_tokens=8)
     assert "SESAME" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "a.yaml", "model.path=https://me:SESAME@host/x"],
+        ["train", "a.yaml", "data.train=[{path: 'https://me:SESAME@host/x'}]"],
+        ["train", "https://me:SESAME@host/a.yaml"],
+        ["train", "a.yaml", "--api-key", "SESAME"],
+        ["train", "a.yaml", "--password=SESAME"],
+    ],
+)
+def test_no_error_of_a_command_shows_a_secret(tmp_path, monkeypatch, capfd, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(BASE)
+    try:
+        assert main(words) == 2
+    except SystemExit as refused:
+        assert refused.code == 2
+    shown = capfd.readouterr()
+    assert "***" in shown.err and "SESAME" not in shown.out + shown.err
 
 
 def test_a_judge_that_repeats_its_key_does_not_bring_it_into_messages(monkeypatch):
