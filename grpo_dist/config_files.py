@@ -233,7 +233,8 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
             lines.append(f"`{where}`: {message}" if where else message)
         else:
             shown = shown_value(item["loc"], item["input"])
-            lines.append(f"`{where}` = {shown}: {item['msg'][:1].lower()}{item['msg'][1:]}{_meaning(item['loc'], root)}")
+            message = item["msg"][:1].lower() + item["msg"][1:]
+            lines.append(f"`{where}` = {shown}: {message}{_meaning(item['loc'], root)}")
     return f"{path}: " + "; ".join(lines)
 
 
