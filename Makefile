@@ -32,7 +32,7 @@ bench: $(READY)
 # $(call both,FIRST,SECOND) runs both commands, whatever the first one returns, and fails if either failed. pytest returns
 # 5 where ARGS select no test: one of the two may have none.
 define both
-@first=0; second=0; set -x; \
+@trap 'exit 130' INT; first=0; second=0; set -x; \
 $(1) || first=$$?; \
 $(2) || second=$$?; \
 { set +x; } 2> /dev/null; \
