@@ -39,10 +39,10 @@ $(2) || second=$$?; \
 case $$first,$$second in 0,0 | 0,5 | 5,0) ;; *) echo "failed: exit codes $$first and $$second"; exit 1 ;; esac
 endef
 
-# Both halves run in two processes. Tests that start engines, ranks or clusters are the second half: they wait much, and two
-# at once use the two cores better than one.
+# Tests that start engines, ranks or clusters are the second half. Tests wait for processes more than they compute: more
+# of them at once than cores use a machine of two better.
 test: $(READY)
-	$(call both,$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
+	$(call both,$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
 	    $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "machine and not evidence" $(ARGS))
 
 # A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A
