@@ -39,11 +39,10 @@ $(2) || second=$$?; \
 case $$first,$$second in 0,0 | 0,5 | 5,0) ;; *) echo "failed: exit codes $$first and $$second"; exit 1 ;; esac
 endef
 
-# Tests that start engines, ranks or clusters are the second half. Tests wait for processes more than they compute: more
-# of them at once than cores use a machine of two better.
+# Tests that start engines, ranks or clusters are the second half. More processes than these are no faster on two cores.
 test: $(READY)
 	$(call both,$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not evidence and not machine" $(ARGS),\
-	    $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "machine and not evidence" $(ARGS))
+	    $(BIN)/python -m pytest -n 2 --dist loadfile -m "machine and not evidence" $(ARGS))
 
 # A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A
 # shorter one: make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
