@@ -19,7 +19,7 @@ from threading import Lock
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from grpo_dist.stage_log import open_stages
+from grpo_dist.stage_log import clock_text, open_stages
 from grpo_dist.units import GIB
 from grpo_dist.usage import Span, Usage
 
@@ -172,15 +172,6 @@ def sparkline(values: Iterable[float]) -> str:
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
-
-
-def clock_text(seconds: float) -> str:
-    """2.1 s, 3:04, 1:02:03"""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _bar(share: float, cells: int) -> str:

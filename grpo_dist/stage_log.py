@@ -143,9 +143,7 @@ def stages_logged(say: Callable[[str], None] | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def stage(
-    name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
-) -> Iterator[None]:
+def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[None]:
     """A stage for the length of the block. ``what``: its first line. See `Stage`."""
     log = _current
     if log is None:
@@ -233,10 +231,16 @@ def names_of(waiting: list[str], most: int = 3) -> str:
     return ", ".join(waiting[:most]) + more
 
 
-def seconds_text(seconds: float) -> str:
-    """2.1 s, 3:04 min, 1:02:03 h"""
+def clock_text(seconds: float) -> str:
+    """2.1 s, 3:04, 1:02:03"""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def seconds_text(seconds: float) -> str:
+    """2.1 s, 3:04 min, 1:02:03 h"""
+    unit = "" if seconds < 60 else " min" if seconds < 3600 else " h"
+    return clock_text(seconds) + unit
