@@ -25,10 +25,12 @@ import torch
 from ray.exceptions import ObjectLostError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.calls import LOST
-from actors.engine import EngineSpec
-from actors.fitting import Node, bundles, too_large
-from actors.placement import (
+from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
+from actors.lifecycle.calls import LOST
+from actors.lifecycle.supervisor import Team, reason
+from actors.lifecycle.usage import ActorUsage
+from actors.lifecycle.watchdog import where_stuck
+from actors.placement.demands import (
     Demand,
     Devices,
     Resources,
@@ -38,20 +40,18 @@ from actors.placement import (
     ranks_beside,
     share_out,
 )
-from actors.policy import PolicyGroup
+from actors.placement.fitting import Node, bundles, too_large
+from actors.placement.reservation import Room, expected
 from actors.private_ray import close_session, prepare_token
-from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
-from actors.reward import RewardPool
-from actors.reward_model import RewardModelPool
-from actors.rollout import RolloutPool
-from actors.room import Room, expected
-from actors.supervision import Team, reason
 from actors.sync_probe import EngineProbe
-from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
-from actors.usage import ActorUsage
-from actors.watchdog import where_stuck
 from actors.weight_sync import WeightSync
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.policy import PolicyGroup
+from actors.workers.reference import ReferencePool
+from actors.workers.reward import RewardPool
+from actors.workers.reward_model import RewardModelPool
+from actors.workers.rollout import RolloutPool
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
 from grpo_dist.errors import (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ray.exceptions import RayError
 
-from actors.calls import result
-from actors.policy import PolicyGroup
-from actors.reference import ReferencePool
+from actors.lifecycle.calls import result
+from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup
-from actors.watchdog import deadline_of
+from actors.workers.policy import PolicyGroup
+from actors.workers.reference import ReferencePool
 from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 from ray.exceptions import RayError
 
-from actors.calls import results
-from actors.rollout import RolloutPool
+from actors.lifecycle.calls import results
+from actors.workers.rollout import RolloutPool
 from grpo_dist.types import Prompt, Rollout, Sampling, TrainBatch
 
 

@@ -11,10 +11,10 @@ from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors.calls import on_one_host, results
-from actors.connections import Seat
-from actors.introduction import new_secret
-from actors.policy import PolicyGroup
+from actors.lifecycle.calls import on_one_host, results
+from actors.transfer.connections import Seat
+from actors.transfer.handshake import new_secret
+from actors.workers.policy import PolicyGroup
 from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.hardware import transfer_backend

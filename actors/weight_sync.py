@@ -19,11 +19,11 @@ from typing import Any
 
 from ray.exceptions import RayError, RayTaskError
 
-from actors.calls import result, results
-from actors.policy import PolicyGroup
-from actors.rollout import RolloutPool
+from actors.lifecycle.calls import result, results
+from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup
-from actors.watchdog import deadline_of
+from actors.workers.policy import PolicyGroup
+from actors.workers.rollout import RolloutPool
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.metrics import Stopwatch

@@ -102,12 +102,12 @@ def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) ->
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():
-        from actors.engine import EngineSpec, fitting_arguments
+        from actors.workers.engine_settings import EngineSpec, fitting_arguments
 
         whole = fitting_arguments(EngineSpec.of(config, model_dir))
     try:
         asked = subprocess.run(
-            [sys.executable, "-m", "actors.engine_check"],
+            [sys.executable, "-m", "actors.workers.engine_check"],
             input=json.dumps({"own": own, "whole": whole}),
             capture_output=True,
             text=True,

@@ -410,7 +410,7 @@ def _goes_elsewhere(config: Config) -> bool:
 
 
 def _is_colocated(config: Config, gpus: int) -> bool:
-    from actors.placement import Resources, is_colocated
+    from actors.placement.demands import Resources, is_colocated
 
     try:
         return is_colocated(config, Resources(os.cpu_count() or 1, gpus))

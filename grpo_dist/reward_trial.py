@@ -50,7 +50,7 @@ def try_rewards(config: Config, prompt: Prompt) -> Trial:
     none does.
     Reward models are not asked. Raises ValueError for rewards that cannot be used.
     """
-    from actors.reward import RewardWorker
+    from actors.workers.reward import RewardWorker
     from grpo_dist.rewards.registry import placed
     from grpo_dist.rewards.thought import thought_for
 

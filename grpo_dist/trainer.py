@@ -1,7 +1,7 @@
 """One ZeRO rank of the policy: the model under DeepSpeed, optimiser updates, weights out, checkpoints.
 
-No Ray here: `actors.policy` puts one of these into each actor, and a script may use it on its own. All ranks
-call the same methods in the same order; each method that communicates says so.
+No Ray here: `actors.workers.policy` puts one of these into each actor, and a script may use it on its own.
+All ranks call the same methods in the same order; each method that communicates says so.
 """
 
 from __future__ import annotations

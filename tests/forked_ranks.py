@@ -29,7 +29,7 @@ _PRELOADED = """
 import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
 import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import actors.policy, grpo_dist.trainer
+import actors.workers.policy, grpo_dist.trainer
 """
 
 
@@ -51,11 +51,11 @@ class Parent:
     @contextmanager
     def in_the_place_of_ray(self):
         """Within, the ranks of every `PolicyGroup` that is made are forked."""
-        import actors.policy
+        import actors.workers.policy
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(actors.policy, "one_at_a_time", lambda worker: _Class(self.address, worker))
-            patch.setattr(actors.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
+            patch.setattr(actors.workers.policy, "one_at_a_time", lambda worker: _Class(self.address, worker))
+            patch.setattr(actors.workers.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
             yield
 
 

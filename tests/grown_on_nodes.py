@@ -17,8 +17,8 @@ from patience import HANG_S
 from rooms_on_nodes import Actor, config
 
 from actors.cluster import Cluster
-from actors.room import Room, nodes
-from actors.transport import free_port
+from actors.placement.reservation import Room, nodes
+from actors.transfer.transport import free_port
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 

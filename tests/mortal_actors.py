@@ -5,8 +5,8 @@ import os
 import signal
 import time
 
-from actors.simulated import SimulatedReward, SimulatedRollout
-from actors.supervision import Health, Watched
+from actors.lifecycle.supervisor import Health, Watched
+from actors.workers.simulated import SimulatedReward, SimulatedRollout
 
 
 class Engine(SimulatedRollout):

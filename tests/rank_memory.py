@@ -84,7 +84,7 @@ def main():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     import grpo_dist.trainer  # noqa: F401
-    from actors.transport import free_port
+    from actors.transfer.transport import free_port
 
     with tempfile.TemporaryDirectory() as directory:
         Qwen2ForCausalLM(Qwen2Config(**SHAPE)).save_pretrained(directory)

@@ -9,9 +9,9 @@ from patience import HANG_S
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
-from actors.fitting import Bundle, too_large
-from actors.placement import Resources, placement
-from actors.room import Room, nodes
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import Bundle, too_large
+from actors.placement.reservation import Room, nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 

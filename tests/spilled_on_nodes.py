@@ -11,7 +11,7 @@ import torch
 from ray._private.internal_api import memory_summary
 from ray.cluster_utils import Cluster
 
-from actors.policy import PolicyGroup, PolicyWorker
+from actors.workers.policy import PolicyGroup, PolicyWorker
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 
 STORE_MB, BATCHES, BATCH_MB = 80, 6, 40

@@ -8,8 +8,8 @@ import ray
 from patience import HANG_S
 from ray.exceptions import ActorDiedError
 
-from actors.calls import one_at_a_time
-from actors.usage import ActorUsage
+from actors.lifecycle.calls import one_at_a_time
+from actors.lifecycle.usage import ActorUsage
 from grpo_dist.usage import Metered, Usage, metered
 
 pytestmark = pytest.mark.machine

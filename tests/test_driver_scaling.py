@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANG_S
 
+from actors.workers.made_records import made_group, made_prompts, made_rollouts
 from grpo_dist import driver
 from grpo_dist.batching import make_batch
 from grpo_dist.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
-from grpo_dist.bench.records import made_group, made_prompts, made_rollouts
 from grpo_dist.config import Tracking
 from grpo_dist.samples import read_groups, write_groups
 from grpo_dist.tracking import Tracker
@@ -195,14 +195,15 @@ def test_the_measurement_prints_a_row_for_every_case(capsys):
 
 
 def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
-    from actors.simulated import ray_workers
+    from actors.workers.simulated import ray_workers
 
     cost = measure(64, 3, ray_workers)
     assert (cost.samples, cost.workers) == (64, 3) and cost.total_us >= cost.loop_us > 0
 
 
 def test_simulated_actors_are_light():
-    code = "import sys, actors.simulated; print(sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    heavy = "{'torch', 'vllm', 'transformers'}"
+    code = f"import sys, actors.workers.simulated; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
     )

@@ -15,9 +15,9 @@ import torch
 from patience import HANG_S
 from transformers import AutoModelForCausalLM
 
-from actors.policy import PolicyGroup, PolicyWorker
-from actors.rollout import EngineSpec, RolloutPool, RolloutWorker
 from actors.weight_sync import WeightSync
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import fakes
 import pytest
 
-from actors.engine import EngineSpec
-from actors.engine_check import argument_problems
+from actors.workers.engine_check import argument_problems
+from actors.workers.engine_settings import EngineSpec
 from grpo_dist.engine_settings import engine_problems, vllm_problems
 from grpo_dist.errors import UserError
 

@@ -3,8 +3,8 @@
 import pytest
 from transformers import Qwen2Config
 
-from actors.engine import EngineSpec, engine_arguments, kv_bytes_per_token
-from actors.vllm_plugin import WEIGHT_TRANSFER
+from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
+from actors.workers.engine_settings import EngineSpec, engine_arguments, kv_bytes_per_token
 from grpo_dist.config import Model, Rollout, WeightSync
 
 # 6 layers of 2 key-value heads of size 64: 2 * 6 * 2 * 64 * 4 bytes a token in float32

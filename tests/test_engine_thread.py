@@ -21,8 +21,8 @@ from vllm.distributed.device_communicators.pynccl_wrapper import (
 from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 from vllm.v1.core.sched.interface import PauseState
 
-from actors import engine_thread
-from actors.engine_thread import EngineThread
+from actors.workers import engine_thread
+from actors.workers.engine_thread import EngineThread
 
 
 @dataclass

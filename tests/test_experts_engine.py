@@ -15,7 +15,7 @@ from test_engine import PROMPTS, World, difference
 from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, gradients_of, on_all, relative, start
 from transformers import AutoModelForCausalLM
 
-from actors.policy import loss_settings
+from actors.workers.policy import loss_settings
 from grpo_dist.config import LoRA, Optimizer, Policy
 from grpo_dist.layout import padded
 from grpo_dist.loss import batch_loss
@@ -136,7 +136,7 @@ def test_only_kernels_that_read_packed_weights_are_made_again_by_a_sync():
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from actors.weight_transfer import repack_experts
+    from actors.transfer.vllm_receiver import repack_experts
 
     model = torch.nn.ModuleDict()
     for backend in UnquantizedMoeBackend:

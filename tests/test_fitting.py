@@ -10,9 +10,9 @@ from patience import HANG_S
 from test_placement import config, shape
 
 from actors import cluster
-from actors.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
-from actors.placement import Resources, placement
-from actors.room import Room
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
+from actors.placement.reservation import Room
 from grpo_dist.config import Grown
 from grpo_dist.errors import UserError
 

@@ -10,8 +10,8 @@ from peft import PeftModel
 from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, relative
 from transformers import AutoModelForCausalLM
 
-from actors.calls import results
-from actors.policy import PolicyGroup, loss_settings
+from actors.lifecycle.calls import results
+from actors.workers.policy import PolicyGroup, loss_settings
 from grpo_dist.config import LoRA, Model, Optimizer, Policy, Timeouts
 from grpo_dist.hardware import thread_environment
 from grpo_dist.layout import padded

@@ -8,8 +8,8 @@ import torch
 from test_engine import PROMPTS, World, difference
 from transformers import AutoModelForCausalLM
 
-from actors.policy import PolicyWorker
 from actors.weight_sync import WeightSync
+from actors.workers.policy import PolicyWorker
 from grpo_dist.config import LoRA, Policy
 
 pytestmark = pytest.mark.machine

@@ -13,9 +13,9 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from actors import supervision
 from actors.cluster import Cluster
-from actors.supervision import Health, Team
+from actors.lifecycle import supervisor as supervision
+from actors.lifecycle.supervisor import Health, Team
 from grpo_dist.config import Restarts
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost

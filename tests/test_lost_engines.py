@@ -10,9 +10,9 @@ from patience import HANG_S
 from test_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
 from transformers import AutoModelForCausalLM
 
-import actors.weight_transfer
-from actors.rollout import EngineSpec, RolloutPool, RolloutWorker
+import actors.transfer.vllm_receiver
 from actors.weight_sync import WeightSync
+from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
 from grpo_dist.config import Model, Restarts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
@@ -32,7 +32,7 @@ class MortalWorker(RolloutWorker):
         return os.getpid()
 
     async def die_of_the_second_bucket(self):
-        seen, keep = [], actors.weight_transfer.keep_what_waits
+        seen, keep = [], actors.transfer.vllm_receiver.keep_what_waits
 
         def count(model, bucket):
             keep(model, bucket)
@@ -40,7 +40,7 @@ class MortalWorker(RolloutWorker):
             if len(seen) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        actors.weight_transfer.keep_what_waits = count
+        actors.transfer.vllm_receiver.keep_what_waits = count
 
 
 class World(OnALoop):

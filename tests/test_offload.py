@@ -8,7 +8,7 @@ import torch
 from test_lora import AdaptedWorker
 from test_policy_ranks import ALGORITHM, TEMPERATURE, flat, relative
 
-from actors.policy import PolicyGroup
+from actors.workers.policy import PolicyGroup
 from grpo_dist.config import LoRA, Model, Offload, Optimizer, Policy, Timeouts
 from grpo_dist.deepspeed_config import deepspeed_config
 from grpo_dist.hardware import thread_environment

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from actors import cluster
-from actors.fitting import Node
-from actors.placement import (
+from actors.placement.demands import (
     Demand,
     Devices,
     Resources,
@@ -16,6 +15,7 @@ from actors.placement import (
     ranks_beside,
     share_out,
 )
+from actors.placement.fitting import Node
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 

@@ -12,7 +12,7 @@ import torch
 from drawn import drawn
 from transformers import AutoModelForCausalLM
 
-from actors.policy import PolicyGroup, PolicyWorker, loss_settings
+from actors.workers.policy import PolicyGroup, PolicyWorker, loss_settings
 from grpo_dist.bounds import Bound
 from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
 from grpo_dist.hardware import thread_environment

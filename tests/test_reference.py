@@ -8,9 +8,9 @@ import torch
 from patience import HANG_S
 from transformers import AutoModelForCausalLM
 
-from actors.policy import PolicyGroup, PolicyWorker
-from actors.reference import ReferencePool
 from actors.reference_sync import ReferenceSync
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.workers.reference import ReferencePool
 from grpo_dist.config import Algorithm, Model, Policy, Reference, Timeouts, WeightSync
 from grpo_dist.hardware import thread_environment
 from grpo_dist.layout import padded

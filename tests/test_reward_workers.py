@@ -10,9 +10,9 @@ from classifiers_made import BY_HAND, by_hand
 from patience import HANG_S
 
 from actors.cluster import Cluster
-from actors.placement import Resources, placement
-from actors.reward import RewardPool, RewardWorker
-from actors.reward_model import RewardModelPool
+from actors.placement.demands import Resources, placement
+from actors.workers.reward import RewardPool, RewardWorker
+from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import Config, Model, Rewards
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError

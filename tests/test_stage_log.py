@@ -241,7 +241,7 @@ def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
 
 def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
     from actors.cluster import _STARTS, _up
-    from actors.supervision import Team
+    from actors.lifecycle.supervisor import Team
 
     class Actor:
         def __init__(self, up):

@@ -96,7 +96,7 @@ def test_staging_ahead_changes_no_number(monkeypatch, changes):
 
 
 def test_the_weight_known_late_reaches_every_update_of_a_rank():
-    from actors.policy import PolicyWorker
+    from actors.workers.policy import PolicyWorker
 
     worker = PolicyWorker()
     worker._trainer = SimpleNamespace(update=lambda shards, bounds: [shard.kl_coef for shard in shards])

@@ -10,8 +10,8 @@ import yaml
 from rayjob_schema import RAYJOB
 from submitted import TINY, command, config_in
 
-from actors.fitting import Node, bundles, fits
-from actors.placement import Resources, placement
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import Node, bundles, fits
 from grpo_dist.config_files import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -174,7 +174,7 @@ def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
     into = project / "carried"
     into.mkdir()
     carried = code.gather(config, into, ray_jobs._template()["excludes"])
-    assert {"grpo_dist/cli.py", "actors/vllm_plugin.py", "rewards/driver.py", "config.yaml"} <= set(
+    assert {"grpo_dist/cli.py", "actors/transfer/vllm_plugin.py", "rewards/driver.py", "config.yaml"} <= set(
         carried.files
     )
     assert {Path(name).parts[0] for name in carried.files} == {

@@ -13,14 +13,14 @@ from mortal_actors import Busy, Engine, Frozen, Grader
 from patience import HANG_S
 from ray.exceptions import RayActorError
 
-import actors.reference
-from actors.calls import kill, one_at_a_time
-from actors.reference import ReferencePool
-from actors.reward import RewardPool
-from actors.rollout import RolloutPool
-from actors.simulated import SimulatedSpec
-from actors.supervision import Team, WorkerLost
-from grpo_dist.bench.records import made_rollouts
+import actors.workers.reference
+from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.supervisor import Team, WorkerLost
+from actors.workers.made_records import made_rollouts
+from actors.workers.reference import ReferencePool
+from actors.workers.reward import RewardPool
+from actors.workers.rollout import RolloutPool
+from actors.workers.simulated import SimulatedSpec
 from grpo_dist.config import Model, Reference, Restarts, Rewards
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.hardware import thread_environment
@@ -257,7 +257,7 @@ def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_on
 
 @pytest.mark.parametrize("refresh_every", [0, 5])
 def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monkeypatch, refresh_every):
-    monkeypatch.setattr(actors.reference, "ReferenceWorker", Frozen)
+    monkeypatch.setattr(actors.workers.reference, "ReferenceWorker", Frozen)
 
     async def session():
         reference = ReferencePool(

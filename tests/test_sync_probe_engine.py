@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import actors.cluster
-from actors.rollout import RolloutPool, RolloutWorker
+from actors.workers.rollout import RolloutPool, RolloutWorker
 from grpo_dist.cli import main
 
 pytestmark = pytest.mark.machine

@@ -9,9 +9,9 @@ import test_policy_ranks
 import torch
 from patience import HANG_S
 
+from actors.transfer.stream import receive
+from actors.transfer.transport import open_transport
 from actors.transfer_group import TransferGroup
-from actors.transport import open_transport
-from actors.weight_stream import receive
 from grpo_dist.config import WeightSync
 
 pytestmark = pytest.mark.machine

@@ -19,13 +19,13 @@ import pytest
 import torch
 from patience import HANG_S
 
-from actors import shared_transport
-from actors.connections import Connections, Seat
-from actors.introduction import Stranger
-from actors.meeting import Meeting, met
-from actors.shared_transport import IpcTransport
-from actors.transport import NcclTransport, _nccl_group, free_port, open_transport
-from actors.weight_stream import receive, send
+from actors.transfer import shared_transport
+from actors.transfer.connections import Connections, Seat
+from actors.transfer.handshake import Stranger
+from actors.transfer.meeting import Meeting, met
+from actors.transfer.shared_transport import IpcTransport
+from actors.transfer.stream import receive, send
+from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
 from grpo_dist.errors import TransferLost, UserError
 from grpo_dist.hardware import one_thread, transfer_backend
 from grpo_dist.ranks import Rank
@@ -236,7 +236,7 @@ def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypa
     listening = socket.create_server(("127.0.0.1", 0))
     port, refused = listening.getsockname()[1], []
     found = Meeting(port, b"q" * 32, listening.detach())
-    monkeypatch.setattr("actors.transport.meet", lambda seat, timeout_s: found)
+    monkeypatch.setattr("actors.transfer.transport.meet", lambda seat, timeout_s: found)
 
     def rank_0():
         try:
@@ -468,7 +468,7 @@ def nccl(monkeypatch):
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: group)
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: group)
-        monkeypatch.setattr("actors.transport._nccl_group", lambda *_: group)
+        monkeypatch.setattr("actors.transfer.transport._nccl_group", lambda *_: group)
         made = NcclTransport(seat, timeout_s=timeout_s)
         assert made.device == torch.device("cuda", 3)
         made.device = torch.device("cpu")  # where the buffers of this test can lie

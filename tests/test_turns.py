@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from patience import HANG_S
 
-from actors.turns import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
+from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
 
 pytestmark = pytest.mark.machine
 
@@ -146,8 +146,8 @@ def test_a_change_of_turns_has_a_deadline():
 _ON_TWO_GPUS = """
 import json, os, ray
 from actors.cluster import _place
-from actors.placement import share_out
-from actors.policy import PolicyWorker
+from actors.placement.demands import share_out
+from actors.workers.policy import PolicyWorker
 
 class Engine:
     def sees(self):

@@ -15,10 +15,10 @@ import ray
 from patience import HANG_S
 from ray.exceptions import RayActorError
 
-import actors.watchdog
-from actors.calls import kill, one_at_a_time
-from actors.supervision import Team, Watched
-from actors.watchdog import deadline_of, numbered, where_stuck
+import actors.lifecycle.watchdog
+from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.supervisor import Team, Watched
+from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist import stacks
 from grpo_dist.concurrency import deadline
 from grpo_dist.config import Restarts
@@ -27,7 +27,7 @@ from grpo_dist.stacks import calls_in_hand, look
 pytestmark = pytest.mark.machine
 
 LONG_S = int(HANG_S)  # beyond all tests of this file; sleep of the C library takes whole seconds
-LIMITS_S = {name: getattr(actors.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
+LIMITS_S = {name: getattr(actors.lifecycle.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
 
 
 class Stuck(Watched):
@@ -69,7 +69,7 @@ class StuckLoop(Watched):
 def patient(monkeypatch):
     """A busy machine takes longer to say where actors are. A loop that is blocked never says."""
     for name in LIMITS_S:
-        monkeypatch.setattr(actors.watchdog, name, 10.0 if name == "_CALLS_S" else LONG_S)
+        monkeypatch.setattr(actors.lifecycle.watchdog, name, 10.0 if name == "_CALLS_S" else LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +112,10 @@ def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
     async def never(*_):
         await asyncio.sleep(LONG_S)
 
-    monkeypatch.setattr(actors.watchdog, "_call", never)
-    monkeypatch.setattr(actors.watchdog, "look", never)
+    monkeypatch.setattr(actors.lifecycle.watchdog, "_call", never)
+    monkeypatch.setattr(actors.lifecycle.watchdog, "look", never)
     for name in ("_LOOK_S", "_CALLS_S"):
-        monkeypatch.setattr(actors.watchdog, name, LIMITS_S[name])
+        monkeypatch.setattr(actors.lifecycle.watchdog, name, LIMITS_S[name])
     text = told_of(stuck, "python", "waits")
     assert text.count("where, its node does not say within 6 s") == 1
     assert sum(LIMITS_S.values()) <= 10
@@ -170,7 +170,7 @@ def test_another_node_looks_itself(stuck, monkeypatch):
         def get_node_id(self):
             return "another"
 
-    monkeypatch.setattr(actors.watchdog.ray, "get_runtime_context", Elsewhere)
+    monkeypatch.setattr(actors.lifecycle.watchdog.ray, "get_runtime_context", Elsewhere)
     text = told_of(stuck, "c", "stopped")
     assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
 

@@ -15,7 +15,7 @@ def main(entries):
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from actors.transport import free_port
+    from actors.transfer.transport import free_port
     from grpo_dist.config import Model, Policy
     from grpo_dist.loss import LossSettings
     from grpo_dist.ranks import Rank

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
+from actors.workers.made_records import LONGEST, made_group, made_prompts, made_rollouts
 from grpo_dist import driver
 from grpo_dist.admission import Admission
-from grpo_dist.bench.records import LONGEST, made_group, made_prompts, made_rollouts
 from grpo_dist.config import Config
 from grpo_dist.planning import shard
 from grpo_dist.progress import Progress
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "process" in chosen.tables:
         print_table("driver alone", (measure(*case, in_process) for case in cases))
     if "ray" in chosen.tables:
-        from actors.simulated import private_ray, ray_workers
+        from actors.workers.simulated import private_ray, ray_workers
 
         with private_ray():
             print_table("driver and Ray", (measure(*case, ray_workers) for case in cases))

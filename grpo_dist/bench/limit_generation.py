@@ -11,7 +11,7 @@ from grpo_dist.bench.child import Meeting
 from grpo_dist.bench.record import Request
 
 if TYPE_CHECKING:
-    from actors.engine import EngineSpec
+    from actors.workers.engine_settings import EngineSpec
 
 _STEP_SEQUENCES = (1, 4, 16, 64, 256)  # and as many as the engine decodes at once
 _STEP_TOKENS = 48
@@ -100,7 +100,7 @@ def _asked(request: Request, temperature: float) -> Any:
 
 def _make_engine(spec: EngineSpec) -> Any:
     """As a rollout worker's, but for the weight transfer, in the class that is made for a batch at once."""
-    from actors.engine import fitting_arguments, set_environment
+    from actors.workers.engine_settings import fitting_arguments, set_environment
 
     set_environment()
     from vllm import LLM

@@ -28,8 +28,8 @@ def measure(
     if backend == "copy":
         into = torch.ones_like(buffer)
         return _repeat(meeting, lambda: into.copy_(buffer), repeats)
-    from actors.connections import Seat
-    from actors.transport import open_broadcasts
+    from actors.transfer.connections import Seat
+    from actors.transfer.transport import open_broadcasts
 
     seat = Seat("127.0.0.1", port, rank, world_size, secret)
     transport = open_broadcasts(backend, seat, timeout_s=300)

@@ -43,7 +43,7 @@ def generation_limit(
     """Completion tokens per second of as many engines as the loop has, each on its share of a step; and
     single steps of the slowest engine.
     """
-    from actors.engine import EngineSpec
+    from actors.workers.engine_settings import EngineSpec
 
     workers = config.rollout.num_workers
     batches = [step.requests for step in steps[-_STEPS:]]
@@ -92,7 +92,7 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
     """Bytes per second from one process into as many others as the engines have; within a GPU where there
     are too few for that.
     """
-    from actors.introduction import new_secret
+    from actors.transfer.handshake import new_secret
 
     processes, backend = 1 + config.rollout.num_workers * config.rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":

@@ -124,7 +124,7 @@ def _limits(
     an engine.
     """
     from actors.cluster import local_demands
-    from actors.transport import free_port
+    from actors.transfer.transport import free_port
 
     demands = local_demands(config)
     _say("limits: generation")

@@ -147,7 +147,7 @@ def _steps(result: Result) -> list[list[tuple[int, tuple[int, ...]]]]:
 
 def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
     """By the engine's own steps, and what the loop's engine takes beyond them."""
-    from actors.engine import EngineSpec
+    from actors.workers.engine_settings import EngineSpec
 
     curve = _curve(rates, result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)

@@ -164,7 +164,7 @@ def rollout_engine(
     config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, colocated: bool
 ) -> EngineFootprint:
     """``memory``: bytes of each of its GPUs, or 0: an engine without one, whose cache is set by sequences."""
-    from actors.engine import EngineSpec
+    from actors.workers.engine_settings import EngineSpec
 
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
     s = model.shape
@@ -179,7 +179,7 @@ def rollout_engine(
         "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
     }
     if sizes.gpu:
-        from actors.engine import GPU_MEMORY
+        from actors.workers.engine_settings import GPU_MEMORY
 
         share = rollout.gpu_memory_utilization or GPU_MEMORY[colocated]
         most = memory - _ASLEEP if colocated else memory

@@ -25,8 +25,8 @@ class Roles:
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
     """``cpus``: of a machine without GPUs. Raises UserError for what the cluster cannot hold."""
-    from actors.fitting import Node, bundles, too_large
-    from actors.placement import Resources, describe, is_colocated, placement
+    from actors.placement.demands import Resources, describe, is_colocated, placement
+    from actors.placement.fitting import Node, bundles, too_large
 
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
     demands = placement(config, has, training=True)

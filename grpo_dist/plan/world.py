@@ -167,7 +167,7 @@ class World:
     # rewards and reference
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
-        """All reward models at once, and then a grader, as `actors.reward.RewardPool` does."""
+        """All reward models at once, and then a grader, as `actors.workers.reward.RewardPool` does."""
         if self._reward_models:
             await self._modelled(int(prompt.token_ids[0]), rollouts)
         await self._graders.serve("score", self._rates.score_s(len(rollouts)))

@@ -35,7 +35,7 @@ _PACKAGES = ("grpo_dist", "actors")
 # So that the engines' processes find the plug-in also where grpo-dist is not installed.
 _METADATA = {
     "METADATA": f"Metadata-Version: 2.1\nName: grpo-dist\nVersion: {__version__}\n",
-    "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.vllm_plugin:register\n",
+    "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.transfer.vllm_plugin:register\n",
 }
 
 

@@ -9,7 +9,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 
 if TYPE_CHECKING:
-    from actors.placement import Demand, Resources
+    from actors.placement.demands import Demand, Resources
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
 # Of the options: least and most.
@@ -33,14 +33,14 @@ class NodeSizes:
         """How many the run takes, and its placement on them in words. Raises UserError when ``nodes`` do not
         suffice.
         """
-        from actors.placement import describe
+        from actors.placement.demands import describe
 
         count, demands, has = self._fitted(config, target)
         return count, describe(demands, has)
 
     def idle(self, config: Config, target: str) -> str | None:
         """A warning where the job would hold GPUs that no worker of the run uses; None where it would not."""
-        from actors.fitting import bundles
+        from actors.placement.fitting import bundles
 
         count, demands, _ = self._fitted(config, target)
         per_node = self.gpus_per_node or 0
@@ -63,8 +63,8 @@ class NodeSizes:
 
     def _fitted(self, config: Config, target: str) -> tuple[int, dict[str, Demand], Resources]:
         """Number of nodes, what every role takes of them, and what they have. Raises as `nodes_for`."""
-        from actors.fitting import Node, bundles, fits
-        from actors.placement import Resources, describe, placement
+        from actors.placement.demands import Resources, describe, placement
+        from actors.placement.fitting import Node, bundles, fits
 
         if self.gpus_per_node is None:
             raise UserError(f"--to {target}: give --gpus-per-node, the GPUs of a node (0: train on CPUs)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from actors.calls import BESIDE, LOST
-from actors.supervision import Team
-from actors.watchdog import deadline_of
+from actors.lifecycle.calls import BESIDE, LOST
+from actors.lifecycle.supervisor import Team
+from actors.lifecycle.watchdog import deadline_of
 from grpo_dist.concurrency import gather
 from grpo_dist.usage import Usage, usage_metrics
 

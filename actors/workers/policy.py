@@ -16,15 +16,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayTaskError
 
-from actors.calls import BESIDE, LOST, Places, kill, makers, one_at_a_time, results
-from actors.connections import Seat
-from actors.introduction import new_secret
-from actors.meeting import met
-from actors.placement import Devices
-from actors.supervision import Team, Watched, reason
-from actors.transport import Transport, free_port, open_transport
-from actors.watchdog import deadline_of
-from actors.weight_stream import send
+from actors.lifecycle.calls import BESIDE, LOST, Places, kill, makers, one_at_a_time, results
+from actors.lifecycle.supervisor import Team, Watched, reason
+from actors.lifecycle.watchdog import deadline_of
+from actors.placement.demands import Devices
+from actors.transfer.connections import Seat
+from actors.transfer.handshake import new_secret
+from actors.transfer.meeting import met
+from actors.transfer.stream import send
+from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.bounds import Bound
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Algorithm, Model, Policy, Profile, Restarts, Timeouts, TransferBackend

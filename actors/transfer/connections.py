@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from actors.introduction import admit, introduce, receive
+from actors.transfer.handshake import admit, introduce, receive
 from grpo_dist.errors import TransferLost
 
 _AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from actors.placement import Demand, Resources, placement
+from actors.placement.demands import Demand, Resources, placement
 from grpo_dist.config import Config, Grown
 from grpo_dist.config_files import changed
 from grpo_dist.errors import UserError

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.connections import Connections, Seat
-from actors.meeting import meet
+from actors.transfer.connections import Connections, Seat
+from actors.transfer.meeting import meet
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.rendezvous import check_members, meeting_point, own_address
@@ -199,7 +199,7 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> A
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
     """Join the group. Raises TimeoutError or RuntimeError where the others do not within ``timeout_s``."""
-    from actors.shared_transport import IpcTransport, SharedMemoryTransport
+    from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 
     if backend == "shared_memory":
         return SharedMemoryTransport(seat, timeout_s=timeout_s)

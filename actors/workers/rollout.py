@@ -20,11 +20,11 @@ import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from actors.calls import LOST, Places, end, makers, results
-from actors.connections import Seat
-from actors.engine import EngineSpec, fitting_arguments, set_environment
-from actors.engine_thread import EngineThread
-from actors.supervision import Health, Team, Watched
+from actors.lifecycle.calls import LOST, Places, end, makers, results
+from actors.lifecycle.supervisor import Health, Team, Watched
+from actors.transfer.connections import Seat
+from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
+from actors.workers.engine_thread import EngineThread
 from grpo_dist.admission import IN_HAND, Load
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, TransferBackend

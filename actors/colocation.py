@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.policy import PolicyGroup
-from actors.rollout import RolloutPool
+from actors.workers.policy import PolicyGroup
+from actors.workers.rollout import RolloutPool
 from grpo_dist.bounds import Bound
 from grpo_dist.concurrency import deadline
 from grpo_dist.types import TrainBatch

@@ -17,7 +17,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if WEIGHT_TRANSFER not in Factory._registry:
-        Factory.register_engine(WEIGHT_TRANSFER, "actors.weight_transfer", "PackedWeightTransfer")
+        Factory.register_engine(WEIGHT_TRANSFER, "actors.transfer.vllm_receiver", "PackedWeightTransfer")
     _end_with_parent()
     listen()
 

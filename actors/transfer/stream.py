@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from actors.transport import Transport
+from actors.transfer.transport import Transport
 from grpo_dist.metrics import Stopwatch
 from grpo_dist.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
 

@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.calls import BESIDE, LOST, kill, result
-from actors.watchdog import deadline_of, numbered, where_stuck
+from actors.lifecycle.calls import BESIDE, LOST, kill, result
+from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.admission import Admission
 from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from actors.engine import set_environment
+from actors.workers.engine_settings import set_environment
 
 
 def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:

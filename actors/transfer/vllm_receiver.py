@@ -24,9 +24,9 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.connections import Seat
-from actors.transport import Transport, open_transport
-from actors.weight_stream import receive
+from actors.transfer.connections import Seat
+from actors.transfer.stream import receive
+from actors.transfer.transport import Transport, open_transport
 from grpo_dist.config import TransferBackend
 from grpo_dist.hardware import one_thread
 from grpo_dist.lora import adapters, merged_weights

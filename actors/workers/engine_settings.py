@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.vllm_plugin import WEIGHT_TRANSFER
+from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Config, Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.connections import Connections, Seat
+from actors.transfer.connections import Connections, Seat
 
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")

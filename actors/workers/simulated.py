@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actors.workers.made_records import made_group, made_rollouts
 from grpo_dist.admission import Load
-from grpo_dist.bench.records import made_group, made_rollouts
 from grpo_dist.config import Config, Rewards
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
@@ -103,9 +103,9 @@ async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Wo
     """The real handles of `rollout.num_workers`, `rewards.num_workers` and `policy.num_workers` simulated
     actors.
     """
-    from actors.policy import PolicyGroup
-    from actors.reward import RewardPool
-    from actors.rollout import RolloutPool
+    from actors.workers.policy import PolicyGroup
+    from actors.workers.reward import RewardPool
+    from actors.workers.rollout import RolloutPool
     from grpo_dist.workers import Workers
 
     options: dict[str, Any] = {"num_cpus": 0}

@@ -24,8 +24,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.fitting import Bundle, Node, bundles, grown, no_room, too_large
-from actors.placement import Demand
+from actors.placement.demands import Demand
+from actors.placement.fitting import Bundle, Node, bundles, grown, no_room, too_large
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.calls import Places, kill, makers, one_at_a_time
-from actors.supervision import Team, Watched
+from actors.lifecycle.calls import Places, kill, makers, one_at_a_time
+from actors.lifecycle.supervisor import Team, Watched
 from grpo_dist.config import Model, Restarts, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.types import Prompt, Rollout

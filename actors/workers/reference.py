@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.calls import Places, kill, makers, one_at_a_time, results
-from actors.connections import Seat
-from actors.supervision import Team, Watched
-from actors.transport import Transport, open_transport
-from actors.weight_stream import receive
+from actors.lifecycle.calls import Places, kill, makers, one_at_a_time, results
+from actors.lifecycle.supervisor import Team, Watched
+from actors.transfer.connections import Seat
+from actors.transfer.stream import receive
+from actors.transfer.transport import Transport, open_transport
 from grpo_dist.attention import choose_kernel
 from grpo_dist.batching import pad_rows
 from grpo_dist.config import Model, Reference, Restarts, TransferBackend

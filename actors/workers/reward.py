@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.calls import LOST, Places, end, makers, one_at_a_time
-from actors.reward_model import RewardModelPool
-from actors.supervision import Team, Watched, reason
+from actors.lifecycle.calls import LOST, Places, end, makers, one_at_a_time
+from actors.lifecycle.supervisor import Team, Watched, reason
+from actors.workers.reward_model import RewardModelPool
 from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, Rewards
 from grpo_dist.garbage import is_garbage

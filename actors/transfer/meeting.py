@@ -14,7 +14,7 @@ import socket
 import struct
 from dataclasses import dataclass, replace
 
-from actors.connections import Connections, Seat
+from actors.transfer.connections import Connections, Seat
 from grpo_dist.ranks import Rank
 
 _WORD = struct.Struct("<I32s")  # port of the store, question

@@ -1,0 +1,1 @@
+"""Actors that die, hang or report: supervision, stack dumps, deadlines of calls, usage."""

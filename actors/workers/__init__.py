@@ -1,0 +1,1 @@
+"""One Ray actor class for each role, and the handle that the driver has of it."""
