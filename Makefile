@@ -63,8 +63,8 @@ install-check: $(READY)
 
 # What is made from the code: the page of every key (configs/README.md) and the metric catalogue.
 reference: $(READY)
-	$(BIN)/python -m grpo_dist.config_reference
-	$(BIN)/python -m grpo_dist.tracking.catalogue
+	$(BIN)/python -m grpo_dist.tools.config_reference
+	$(BIN)/python -m grpo_dist.observe.catalogue
 
 lint: $(READY)
 	$(BIN)/ruff check .

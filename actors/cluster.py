@@ -52,7 +52,6 @@ from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.reward_model import RewardModelPool
 from actors.workers.rollout import RolloutPool
-from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Config
 from grpo_dist.errors import (
     SamplesLost,
@@ -63,9 +62,10 @@ from grpo_dist.errors import (
     cause_of,
     refusals,
 )
-from grpo_dist.hardware import available_cpus, device_type, thread_environment, transfer_backend
-from grpo_dist.offload import check_offload
-from grpo_dist.stage_log import names_of, stage
+from grpo_dist.policy.offload import check_offload
+from grpo_dist.runtime.concurrency import deadline, gather
+from grpo_dist.runtime.hardware import available_cpus, device_type, thread_environment, transfer_backend
+from grpo_dist.runtime.stage_log import names_of, stage
 from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")

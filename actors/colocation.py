@@ -19,8 +19,8 @@ import numpy as np
 
 from actors.workers.policy import PolicyGroup
 from actors.workers.rollout import RolloutPool
-from grpo_dist.bounds import Bound
-from grpo_dist.concurrency import deadline
+from grpo_dist.health.bounds import Bound
+from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.types import TrainBatch
 from grpo_dist.workers import ReferenceSync, WeightSync
 

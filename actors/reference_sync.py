@@ -9,8 +9,8 @@ from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup
 from actors.workers.policy import PolicyGroup
 from actors.workers.reference import ReferencePool
-from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.runtime.concurrency import gather
 
 
 class ReferenceSync:

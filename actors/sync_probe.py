@@ -1,4 +1,4 @@
-"""Engines and policy side by side: what `grpo_dist.sync_probe` asks of them."""
+"""Engines and policy side by side: what `grpo_dist.loop.sync_probe` asks of them."""
 
 from __future__ import annotations
 

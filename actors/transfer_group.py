@@ -15,10 +15,10 @@ from actors.lifecycle.calls import on_one_host, results
 from actors.transfer.connections import Seat
 from actors.transfer.handshake import new_secret
 from actors.workers.policy import PolicyGroup
-from grpo_dist.concurrency import gather
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.hardware import transfer_backend
-from grpo_dist.weight_buckets import ParameterSpec
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.hardware import transfer_backend
 
 # Weights gathered and sent at once, MiB. Without GPUs few, which then stay in the processor's cache between
 # the one who packs and the one who loads.

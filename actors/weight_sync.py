@@ -26,7 +26,7 @@ from actors.workers.policy import PolicyGroup
 from actors.workers.rollout import RolloutPool
 from grpo_dist.config import WeightSync as SyncSettings
 from grpo_dist.errors import TransferLost, cause_of
-from grpo_dist.metrics import Stopwatch
+from grpo_dist.runtime.metering import Stopwatch
 
 
 class WeightSync:
@@ -49,7 +49,9 @@ class WeightSync:
         beside: Sequence[int] | None = None,
         timeout_s: float,
     ) -> WeightSync:
-        """Join the policy and all engine processes in a transfer group. ``beside``: see `TransferGroup.open`.
+        """Join the policy and all engine processes in a transfer group.
+
+        ``beside``: see `TransferGroup.open`.
         """
         all_of_them = policy.team.named() | rollouts.team.named()
         stage = "weight sync: policy and engines join the transfer group"

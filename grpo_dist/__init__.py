@@ -9,12 +9,12 @@ Names are fetched when they are first asked for, so that the import itself costs
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from grpo_dist.version import __version__
 
 if TYPE_CHECKING:
     from grpo_dist.api import evaluate_model, train
     from grpo_dist.config import Config
-    from grpo_dist.config_files import load_config
+    from grpo_dist.config.files import load_config
     from grpo_dist.errors import RunEnded, UserError
 
 __all__ = ["Config", "RunEnded", "UserError", "__version__", "evaluate_model", "load_config", "train"]
@@ -23,7 +23,7 @@ _HOMES = {
     "train": "api",
     "evaluate_model": "api",
     "Config": "config",
-    "load_config": "config_files",
+    "load_config": "config.files",
     "RunEnded": "errors",
     "UserError": "errors",
 }

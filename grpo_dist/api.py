@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import ConfigError, load_config, overridden, parser_reason, validated
+from grpo_dist.config.files import ConfigError, load_config, overridden, parser_reason, validated
+from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError
-from grpo_dist.secrets import masked_setting
 
 Source = Config | str | Path | Mapping[str, Any]
 
@@ -38,7 +38,7 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
     """
     settings = resolved(config, overrides)
     _check_place("train")
-    from grpo_dist.training import train as train_to_the_end
+    from grpo_dist.runs.session import train as train_to_the_end
 
     return train_to_the_end(settings)
 
@@ -51,7 +51,7 @@ def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, f
     """
     settings = resolved(config, overrides)
     _check_place("evaluate_model")
-    from grpo_dist.evaluation.run import evaluate_model as evaluate
+    from grpo_dist.tools.evaluate.run import evaluate_model as evaluate
 
     return evaluate(settings, print).metrics()
 

@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from grpo_dist import __version__
+from grpo_dist.config.secrets import masked, masked_command
 from grpo_dist.errors import RunEnded, UserError
-from grpo_dist.evaluation.arguments import add_commands as add_evaluation
-from grpo_dist.report.arguments import add_report
-from grpo_dist.scoring.arguments import add_commands as add_scoring
-from grpo_dist.secrets import masked, masked_command
-from grpo_dist.stage_log import stage, stages_logged
-from grpo_dist.submit.arguments import add_commands as add_submission
+from grpo_dist.runtime.stage_log import stage, stages_logged
+from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
+from grpo_dist.tools.report.arguments import add_report
+from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
+from grpo_dist.tools.submit.arguments import add_commands as add_submission
 
 USER_ERROR = 2
 
@@ -75,27 +75,27 @@ def _accept_interrupts() -> None:
 
 
 def _train(path: str, overrides: list[str]) -> None:
-    from grpo_dist.preemption import ended_by_sigterm
+    from grpo_dist.runs.preemption import ended_by_sigterm
 
     with ended_by_sigterm():  # the imports, too, take their time
-        from grpo_dist.config_files import load_config
+        from grpo_dist.config.files import load_config
 
         config = load_config(path, overrides)
         with stages_logged() if config.tracking.console else nullcontext():
             with stage("libraries", "are loaded"):
-                from grpo_dist.training import train
+                from grpo_dist.runs.session import train
 
             train(config)
 
 
 def _sft(path: str, overrides: list[str]) -> None:
-    from grpo_dist.config_files import ConfigError, load_config
+    from grpo_dist.config.files import ConfigError, load_config
 
     config = load_config(path, overrides)
     if config.sft is None:
         raise ConfigError(f"{path}: no `sft` section; add one, e.g. as in configs/demo.yaml")
     from grpo_dist.errors import refusals
-    from grpo_dist.sft import run_sft
+    from grpo_dist.runs.cold_start import run_sft
 
     with refusals(), stages_logged():
         with stage("supervised", "unless cached"):
@@ -106,8 +106,8 @@ def _sft(path: str, overrides: list[str]) -> None:
 def _sample(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
     from pathlib import Path
 
-    from grpo_dist.config_files import load_config
-    from grpo_dist.recipe.config import PipelineFile, StageFile, resolve
+    from grpo_dist.config.files import load_config
+    from grpo_dist.tools.recipe.config import PipelineFile, StageFile, resolve
 
     config = load_config(path, overrides)
     stage = StageFile(name="sample", kind="sample", config=str(Path(path).resolve()))
@@ -115,17 +115,17 @@ def _sample(path: str, overrides: list[str], again_from: str | None, check_only:
     places = ("name=", "output_dir=")
     of_stage = [f"sample.{text}" for text in overrides if not text.startswith(places)]
     pipeline = resolve(file, Path(path), of_stage)
-    from grpo_dist.recipe.run import run_pipeline
+    from grpo_dist.tools.recipe.run import run_pipeline
 
     with stages_logged():
         run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
 
 
 def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
-    from grpo_dist.recipe.config import load_pipeline
+    from grpo_dist.tools.recipe.config import load_pipeline
 
     pipeline = load_pipeline(path, overrides)
-    from grpo_dist.recipe.run import run_pipeline
+    from grpo_dist.tools.recipe.run import run_pipeline
 
     with stages_logged():
         run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
@@ -137,35 +137,35 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
     if compare:
         from pathlib import Path
 
-        from grpo_dist.bench.compare import compare as compare_results
+        from grpo_dist.tools.bench.compare import compare as compare_results
 
         compare_results(Path(compare[0]), Path(compare[1]))
         return
-    from grpo_dist.config_files import load_config
+    from grpo_dist.config.files import load_config
 
     config = load_config(str(path), overrides)
-    from grpo_dist.bench.run import bench
+    from grpo_dist.tools.bench.run import bench
 
     with stages_logged():
         bench(config)
 
 
 def _plan(path: str, overrides: list[str], **options: Any) -> None:
-    from grpo_dist.config_files import load_config
+    from grpo_dist.config.files import load_config
 
     config = load_config(path, overrides)
-    from grpo_dist.plan.command import plan
+    from grpo_dist.tools.plan.command import plan
 
     plan(config, **options)
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:
-    from grpo_dist.config_files import dump_config, load_config
+    from grpo_dist.config.files import dump_config, load_config
 
     config = load_config(path, overrides)
     if show_config:
         print(dump_config(config))
-    from grpo_dist.preflight import preflight, problems, summary
+    from grpo_dist.tools.check.command import preflight, problems, summary
 
     found = []
     for finding in preflight(config, cluster=cluster):

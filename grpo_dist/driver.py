@@ -21,21 +21,21 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from grpo_dist.algorithms.kl_control import next_kl_coef
-from grpo_dist.concurrency import unless_asked
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import KL, Config
+from grpo_dist.errors import Preempted
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.health import SKIPPED, HealthWatch
-from grpo_dist.ledger import Account, account
-from grpo_dist.metrics import Stopwatch, rollout_metrics, throughput_metrics
-from grpo_dist.pipeline import Pipeline
-from grpo_dist.preemption import Preempted
-from grpo_dist.progress import Progress
-from grpo_dist.schedules import is_due
-from grpo_dist.staging import Staging, recorded_values
-from grpo_dist.sync_probe import SyncProbe
-from grpo_dist.token_values import ValuesOfSamples
+from grpo_dist.health.watch import SKIPPED, HealthWatch
+from grpo_dist.loop.ledger import Account, account
+from grpo_dist.loop.metrics import rollout_metrics, throughput_metrics
+from grpo_dist.loop.pipeline import Pipeline
+from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.staging import Staging, recorded_values
+from grpo_dist.loop.sync_probe import SyncProbe
+from grpo_dist.runtime.concurrency import unless_asked
+from grpo_dist.runtime.metering import Span, Stopwatch, Usage
 from grpo_dist.types import Group, Prompt
-from grpo_dist.usage import Span, Usage
 from grpo_dist.workers import Workers
 
 

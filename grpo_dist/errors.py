@@ -26,6 +26,12 @@ class Unhealthy(RunEnded):
     exit_code = 3
 
 
+class Preempted(RunEnded):
+    """Asked to end, and ended in order."""
+
+    exit_code = 75  # EX_TEMPFAIL: run me again
+
+
 class Rollback(Exception):
     """What was watched is out of bounds after ``step``: the run goes on from before it, without its batch."""
 

@@ -216,3 +216,11 @@ def has_signal(rewards: np.ndarray) -> bool:
     """Whether samples of a group differ in reward, so that a group-relative advantage is not 0 for all."""
     known = rewards[~np.isnan(rewards)]
     return len(known) > 1 and bool(np.any(known != known[0]))
+
+
+def correctness(group: Group) -> np.ndarray:
+    """float32 [G]: 1 right, 0 wrong, NaN not scorable."""
+    if any(group.outcomes):
+        known = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
+        return np.array([known.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
+    return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_dist.bounds import Bound
+from grpo_dist.health.bounds import Bound
+from grpo_dist.runtime.metering import Usage
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, TrainBatch
-from grpo_dist.usage import Usage
 
 # The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple
 # itself in tests.

@@ -1,8 +1,8 @@
 """Refuse waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
 
 A run must not wait for ever for what may have died. What blocks a thread needs a timeout of its own; what is
-awaited needs one, or a deadline around it (`grpo_dist.concurrency.deadline`, `asyncio.timeout`), which is
-seen where it stands in the same function. What has neither says on its line what ends it: ``# bounded: WHY``.
+awaited needs one, or a deadline around it in the same function (`grpo_dist.runtime.concurrency.deadline`,
+`asyncio.timeout`). What has neither says on its line what ends it: ``# bounded: WHY``.
 `queue.SimpleQueue` is refused as it is made: its ``get``, in C, takes a deadline that has passed before it
 waits (its thread was off the processor) for none, and waits for ever.
 

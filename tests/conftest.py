@@ -13,7 +13,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
-install_import_hook(["grpo_dist.algorithms", "grpo_dist.logprobs", "grpo_dist.loss"], "beartype.beartype")
+_CHECKED = ["grpo_dist.algorithms", "grpo_dist.policy.logprobs", "grpo_dist.policy.loss"]
+install_import_hook(_CHECKED, "beartype.beartype")
 
 import pytest  # noqa: E402
 from drawn import SEED  # noqa: E402
@@ -65,7 +66,7 @@ def tiny_model(model_cache) -> Path:
 def ranks_parent(ray_cluster, tmp_path_factory):
     from forked_ranks import Parent
 
-    from grpo_dist.hardware import thread_environment
+    from grpo_dist.runtime.hardware import thread_environment
 
     parent = Parent(tmp_path_factory.mktemp("forks"), thread_environment(1))
     yield parent

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from hosts_apart import hosts, refusal
 
-from grpo_dist.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import LEDGER, imbalance
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, LIMIT_S = 16, 3600.0
@@ -68,7 +68,7 @@ class Lan:
 
     def wait_for(self, count):
         """So many have joined."""
-        waiting = [sys.executable, "-m", "grpo_dist.submit.nodes", str(count), "--within", str(LIMIT_S)]
+        waiting = [sys.executable, "-m", "grpo_dist.tools.submit.nodes", str(count), "--within", str(LIMIT_S)]
         subprocess.run(self._hosts.command(self.head, *waiting), env=self.environment, check=True)
 
     def _node(self, address, *options):

@@ -1,5 +1,4 @@
-"""A policy rank's memory grows with the vocabulary by its weights alone: [tokens, vocabulary] never exists.
-"""
+"""A rank's memory grows with the vocabulary by its weights alone: [tokens, vocabulary] never exists."""
 
 import json
 import subprocess

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from run_on_nodes import STEPS, lines
 
-from grpo_dist.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import LEDGER, imbalance
 
 ROOT = Path(__file__).resolve().parents[1]
 

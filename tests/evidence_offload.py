@@ -33,5 +33,3 @@ def test_offload_to_nvme_trains_as_without(ray_cluster, tiny_model, tmp_path, na
     result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", zero_stage=3, offload=offload))
     agree(result, asyncio.run(two_updates(tiny_model, zero_stage=2)))
     assert any(f.stat().st_size for f in disk.rglob("*") if f.is_file())
-
-

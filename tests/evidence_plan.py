@@ -16,13 +16,13 @@ import pytest
 from fakes import config
 from patience import HANG_S
 
-from grpo_dist.bench.result import Result
-from grpo_dist.bench.run import bench
-from grpo_dist.config_files import load_config
-from grpo_dist.plan.checkpoints import rank_bytes
-from grpo_dist.plan.command import make_plan
-from grpo_dist.plan.memory import Sizes, states
-from grpo_dist.plan.models import from_config_json
+from grpo_dist.config.files import load_config
+from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.run import bench
+from grpo_dist.tools.plan.checkpoints import rank_bytes
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.memory import Sizes, states
+from grpo_dist.tools.plan.models import from_config_json
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "configs/bench/cpu_13m_lognormal.yaml"

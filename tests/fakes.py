@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
-from grpo_dist.progress import Progress
-from grpo_dist.token_values import ValuesOfSamples
+from grpo_dist.loop.progress import Progress
 from grpo_dist.types import Group, Prompt, Rollout
 from grpo_dist.workers import Workers
 

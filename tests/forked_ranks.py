@@ -29,7 +29,7 @@ _PRELOADED = """
 import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
 import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import actors.workers.policy, grpo_dist.trainer
+import actors.workers.policy, grpo_dist.policy.trainer
 """
 
 

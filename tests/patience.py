@@ -1,10 +1,10 @@
 """Limits of tests. They end what hangs; a machine that is busy, and twenty times slower, does not reach them.
 
-    HANG_S               for what takes seconds on a quiet machine
-    wait_until           for a condition, until then
-    wait_for_end         for a process, which may take as long as it likes while it makes progress
-    cpu_s                of a computation: what another process takes from it does not count
-    in_time              for graders with a short deadline, which plain answers must not miss
+HANG_S               for what takes seconds on a quiet machine
+wait_until           for a condition, until then
+wait_for_end         for a process, which may take as long as it likes while it makes progress
+cpu_s                of a computation: what another process takes from it does not count
+in_time              for graders with a short deadline, which plain answers must not miss
 """
 
 from __future__ import annotations

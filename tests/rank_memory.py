@@ -47,9 +47,9 @@ def rank(index, port, directory, dtype, stage):
     import torch
 
     from grpo_dist.config import Model, Policy
-    from grpo_dist.loss import LossSettings
-    from grpo_dist.ranks import Rank
-    from grpo_dist.trainer import Trainer
+    from grpo_dist.policy.loss import LossSettings
+    from grpo_dist.policy.ranks import Rank
+    from grpo_dist.policy.trainer import Trainer
     from grpo_dist.types import TrainBatch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
@@ -76,14 +76,14 @@ def rank(index, port, directory, dtype, stage):
 
 
 def main():
-    from grpo_dist.kernels import build_in_own_directory
+    from grpo_dist.policy.extensions import build_in_own_directory
 
     build_in_own_directory()
     import deepspeed  # noqa: F401  # once, before ranks are forked
     import torch.multiprocessing as mp
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    import grpo_dist.trainer  # noqa: F401
+    import grpo_dist.policy.trainer  # noqa: F401
     from actors.transfer.transport import free_port
 
     with tempfile.TemporaryDirectory() as directory:

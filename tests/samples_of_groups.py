@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from grpo_dist.batching import make_batch
+from grpo_dist.batch.rows import make_batch
 from grpo_dist.types import Group, Prompt, Rollout
 
 

@@ -90,7 +90,7 @@ done
 exec sleep 1000
 """
 PYTHON = """#!/usr/bin/env bash
-[[ $* != *grpo_dist.submit.nodes* ]] || exit 0
+[[ $* != *grpo_dist.tools.submit.nodes* ]] || exit 0
 exec REAL "$@"
 """
 

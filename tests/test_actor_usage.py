@@ -10,7 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from actors.lifecycle.calls import one_at_a_time
 from actors.lifecycle.usage import ActorUsage
-from grpo_dist.usage import Metered, Usage, metered
+from grpo_dist.runtime.metering import Metered, Usage, metered
 
 pytestmark = pytest.mark.machine
 

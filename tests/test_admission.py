@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANG_S
 
-from grpo_dist.admission import Admission
+from grpo_dist.runtime.load_balancer import Admission
 
 
 def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_that_has_room():

@@ -13,7 +13,7 @@ from patience import HANG_S
 import grpo_dist
 from grpo_dist import Config, UserError, evaluate_model, load_config, train
 from grpo_dist.api import resolved
-from grpo_dist.config_files import ConfigError
+from grpo_dist.config.files import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
@@ -44,7 +44,7 @@ def test_the_import_is_light_and_gives_the_function_whatever_was_imported_before
     )
     assert (
         python(
-            "import grpo_dist.training, grpo_dist.evaluation\n"
+            "import grpo_dist.runs.session, grpo_dist.evaluation\n"
             "from grpo_dist import train\nprint(train.__module__)"
         )
         == "grpo_dist.api"

@@ -6,8 +6,8 @@ import fakes
 import pytest
 from patience import HANG_S
 
-from grpo_dist.background import Background
-from grpo_dist.tracking import Tracker
+from grpo_dist.observe import Tracker
+from grpo_dist.runtime.background import Background
 
 
 def test_work_is_done_in_order_and_all_of_it_by_the_time_of_a_flush():
@@ -69,7 +69,7 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
     def full(path, groups, values):
         raise OSError(f"{path.name}: disk full")
 
-    monkeypatch.setattr("grpo_dist.tracking.tracker.write_groups", full)
+    monkeypatch.setattr("grpo_dist.observe.tracker.write_groups", full)
     with pytest.raises(OSError, match=r"step_000001\.parquet: disk full"), Tracker(quiet(), tmp_path) as run:
         run.samples("step_000001", [])
     with pytest.raises(RuntimeError, match="its own"), Tracker(quiet(), tmp_path) as run:
@@ -78,7 +78,7 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
-    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 0.05)
+    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.05)
     stuck = threading.Event()
     background = Background("tables", pending=1)
     background.submit(lambda: stuck.wait(HANG_S))
@@ -87,13 +87,13 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
         with pytest.raises(TimeoutError, match=r"tables: not done within 0\.05 s; is the disk full"):
             late()
     stuck.set()
-    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", HANG_S)
+    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", HANG_S)
     background.close()
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
 def test_the_end_does_not_wait_longer_for_such_a_disk_whether_the_queue_is_full_or_not(monkeypatch, waiting):
-    monkeypatch.setattr("grpo_dist.background._DEADLINE_S", 0.3)
+    monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.3)
     begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)
     background.submit(lambda: (begun.set(), stuck.wait(HANG_S)))

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.batching import make_batch, split_updates
-from grpo_dist.credit import CreditSettings, sample_advantages
-from grpo_dist.planning import micro_batches, shard
+from grpo_dist.batch.credit_assignment import CreditSettings, sample_advantages
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.sharding import micro_batches, shard
 from grpo_dist.types import Group, Prompt, Rollout
 
 

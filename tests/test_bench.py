@@ -15,18 +15,18 @@ from fakes import World, config, prompts
 from rich.console import Console
 
 from grpo_dist import driver
-from grpo_dist.bench.compare import compare, ratios
-from grpo_dist.bench.figures import Limits, covered_s, figures, shares
-from grpo_dist.bench.flops import Shape, card_peak, training_flops
-from grpo_dist.bench.lengths import ForcedLengths, length_of
-from grpo_dist.bench.limits import devices_of, fastest, run_jobs
-from grpo_dist.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
-from grpo_dist.bench.result import ActorMemory, Bar, DecodeStep, Result
-from grpo_dist.bench.run import as_benchmark, timed
-from grpo_dist.bench.table import FIGURES, print_result, written
 from grpo_dist.cli import main
 from grpo_dist.config import Config, Lengths
-from grpo_dist.usage import Span, Usage
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.tools.bench.compare import compare, ratios
+from grpo_dist.tools.bench.figures import Limits, covered_s, figures, shares
+from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
+from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
+from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
+from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
+from grpo_dist.tools.bench.result import ActorMemory, Bar, DecodeStep, Result
+from grpo_dist.tools.bench.run import as_benchmark, timed
+from grpo_dist.tools.bench.table import FIGURES, print_result, written
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocabulary=10)
@@ -281,7 +281,7 @@ def test_bench_settings_that_cannot_be(bench, words):
 
 
 def test_the_terminal_and_the_picture_show_the_result(tmp_path):
-    from grpo_dist.bench.picture import draw
+    from grpo_dist.tools.bench.picture import draw
 
     text = printed(print_result, result())
     assert (
@@ -312,7 +312,7 @@ def test_values_are_written_for_people(value, unit, text):
 
 def test_processes_of_a_limit_share_out_the_gpus_that_are_visible(monkeypatch):
     assert devices_of(1, 2) == {}
-    monkeypatch.setattr("grpo_dist.bench.limits.device_type", lambda: "cuda")
+    monkeypatch.setattr("grpo_dist.tools.bench.limits.device_type", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert devices_of(1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
@@ -328,7 +328,7 @@ def test_a_repeat_lasts_as_long_as_its_slowest_process_and_the_fastest_repeat_co
 
 def test_a_limit_that_fails_says_why():
     with pytest.raises(RuntimeError, match=r"(?s)limit sync: process 0: exit code 1.*TypeError"):
-        run_jobs("grpo_dist.bench.limit_sync", [{"unknown": 1}], threads=1, gpus=1)
+        run_jobs("grpo_dist.tools.bench.limit_sync", [{"unknown": 1}], threads=1, gpus=1)
 
 
 @pytest.mark.parametrize(
@@ -411,10 +411,10 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     settings = Config.model_validate(found.config)
     f = found.figures
     # The work is known before anything runs: the lengths follow from the seeds.
-    from grpo_dist.bench.lengths import length_of
     from grpo_dist.data.order import step_prompts
-    from grpo_dist.prepare import prepare
-    from grpo_dist.seeds import request_seed
+    from grpo_dist.runs.prepare import prepare
+    from grpo_dist.runtime.seeds import request_seed
+    from grpo_dist.tools.bench.lengths import length_of
 
     known = prepare(settings, print).prompts
     chosen = [(batch, known[i]) for batch in (1, 2) for i in step_prompts(len(known), 4, 0, batch)]

@@ -14,13 +14,13 @@ import torch
 
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.generated import refresh, with_part
-from grpo_dist.health import REFUSED
-from grpo_dist.loss import LossSettings, batch_loss, finish_stats
-from grpo_dist.metrics import OUTCOMES
-from grpo_dist.tracking.catalogue import README, described, table
-from grpo_dist.tracking.metric_list import METRICS
-from grpo_dist.usage import Usage, usage_metrics
+from grpo_dist.health.watch import REFUSED
+from grpo_dist.loop.metrics import OUTCOMES
+from grpo_dist.observe.catalogue import README, described, table
+from grpo_dist.observe.metric_list import METRICS
+from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
+from grpo_dist.runtime.generated import refresh, with_part
+from grpo_dist.runtime.metering import Usage, usage_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 # What is written of a benchmark, a plan, a submission or a pipeline are no metrics of a run.

@@ -28,7 +28,7 @@ from chaos.play import STILL_S, Plan, Play
 from chaos.report import goodput, table
 from patience import HANG_S, wait_for_end
 
-from grpo_dist.ledger import imbalance
+from grpo_dist.loop.ledger import imbalance
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [{"step": i, "reward/mean": i / 10, "reward/unscored": 0.0, "time/step_s": 1.0} for i in (1, 2, 3, 4)]

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.checkpoint import (
+from grpo_dist.cli import main
+from grpo_dist.config.files import dump_config
+from grpo_dist.data.order import OrderState
+from grpo_dist.health.drift import Followed, Period
+from grpo_dist.health.state import HealthState
+from grpo_dist.loop.progress import Progress, SampledBatch
+from grpo_dist.runs.checkpoint import (
     Checkpoints,
     State,
     check_data,
@@ -23,12 +29,7 @@ from grpo_dist.checkpoint import (
     other_layout,
     remove_partial,
 )
-from grpo_dist.cli import main
-from grpo_dist.config_files import dump_config
-from grpo_dist.data.order import OrderState
-from grpo_dist.drift import Followed, Period
-from grpo_dist.manifest import find_damage
-from grpo_dist.progress import HealthState, Progress, SampledBatch
+from grpo_dist.runs.manifest import find_damage
 from grpo_dist.types import Group, Rollout
 
 PROMPTS = fakes.prompts(4)
@@ -160,7 +161,7 @@ def test_a_later_checkpoint_of_a_step_takes_the_place_of_the_one_before_at_once(
     one before stays, unless it is damaged.
     """
     if not can:
-        monkeypatch.setattr("grpo_dist.checkpoint.exchange", lambda one, other: False)
+        monkeypatch.setattr("grpo_dist.runs.checkpoint.exchange", lambda one, other: False)
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     first = (found / "manifest.json").stat().st_ino

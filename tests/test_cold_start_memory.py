@@ -4,11 +4,11 @@ import fakes
 import pytest
 from rich.console import Console
 
-from grpo_dist.plan.accelerators import parse_cluster
-from grpo_dist.plan.cold_start import cold_start, cold_start_problem, is_trained_first
-from grpo_dist.plan.command import make_plan
-from grpo_dist.plan.models import published
-from grpo_dist.plan.report import print_plan
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.models import published
+from grpo_dist.tools.plan.report import print_plan
 
 GIB = 2**30
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.config_files import ConfigError, dump_config, load_config
+from grpo_dist.config.files import ConfigError, dump_config, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BASE = """

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import ConfigError, checked
+from grpo_dist.config.files import ConfigError, checked
 
 GOOD = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "x"}]}}
 

@@ -6,9 +6,9 @@ import pytest
 from pydantic import BaseModel
 
 from grpo_dist.config import Config
-from grpo_dist.config_files import checked
-from grpo_dist.config_reference import PAGE, Key, _anchor, keys, main, meaning, page, sections
-from grpo_dist.recipe.config import PipelineFile
+from grpo_dist.config.files import checked
+from grpo_dist.tools.config_reference import PAGE, Key, _anchor, keys, main, meaning, page, sections
+from grpo_dist.tools.recipe.config import PipelineFile
 
 ROOTS = (Config, PipelineFile)
 

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from grpo_dist.bench.result import Result
 from grpo_dist.cli import main
 from grpo_dist.config import Config, DataSource
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
-from grpo_dist.recipe.record import read_record
-from grpo_dist.step_lines import kept_lines
-from grpo_dist.submit.job import read_record as read_submission
-from grpo_dist.training import finished_steps
+from grpo_dist.runs.session import finished_steps
+from grpo_dist.runtime.jsonl import kept_lines
+from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.recipe.record import read_record
+from grpo_dist.tools.submit.job import read_record as read_submission
 
 BASE = 'model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n'
 _BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
@@ -186,7 +186,7 @@ _KEYS = [key for key, _ in _fields(Config)] + ["model", "data", "data.train.0", 
 @given(key=st.sampled_from(_KEYS), value=_VALUES)
 def test_whatever_stands_in_a_file_is_read_or_refused(path, key, value):
     """Nothing but UserError; what is read can be written and read again."""
-    from grpo_dist.config_files import dump_config
+    from grpo_dist.config.files import dump_config
 
     tree = yaml.safe_load(BASE)
     *sections, last = key.split(".")

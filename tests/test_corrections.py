@@ -9,7 +9,7 @@ from numbers_by_hand import INF, close, mask_of, row
 
 from grpo_dist.algorithms.offpolicy import KINDS, LEVELS, correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.loss import LossSettings, batch_loss
+from grpo_dist.policy.loss import LossSettings, batch_loss
 from grpo_dist.types import TrainBatch
 
 RATIOS = row(0.25, 1.0, 1.5, 4.0, 7.0)  # the last is masked

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.batching import make_batch
-from grpo_dist.config_files import read_tree
-from grpo_dist.credit import CreditSettings, sample_advantages, token_advantages
-from grpo_dist.pipeline import ScoredGroup
-from grpo_dist.step_batches import credit_settings, make_batches, reward_moments
+from grpo_dist.batch.credit_assignment import CreditSettings, sample_advantages, token_advantages
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config.files import read_tree
+from grpo_dist.loop.pipeline import ScoredGroup
+from grpo_dist.loop.updates import credit_settings, make_batches, reward_moments
 from grpo_dist.types import Group, Prompt, Rollout
 
 

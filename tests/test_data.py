@@ -14,7 +14,7 @@ from grpo_dist.config import DataSource
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import build_prompts, check_overlap
 from grpo_dist.data.readers import Row, read, source_name
-from grpo_dist.seeds import derived_seed, request_seed
+from grpo_dist.runtime.seeds import derived_seed, request_seed
 
 GOOD = {"problem": "1+1=", "answer": "2"}
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from grpo_dist.data.made_problems import demonstration, demonstrations, problems, split_of
 from grpo_dist.demo import wordproblems as words
 from grpo_dist.demo.model import cached_model
-from grpo_dist.demo.problems import demonstration, demonstrations, problems, split_of
 
 STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
 

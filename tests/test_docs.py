@@ -18,9 +18,9 @@ from patience import HANG_S
 from grpo_dist.api import resolved
 from grpo_dist.cli import _parser
 from grpo_dist.config import Config
-from grpo_dist.config_files import checked, load_config
-from grpo_dist.recipe.config import PipelineFile
-from grpo_dist.tracking.catalogue import described
+from grpo_dist.config.files import checked, load_config
+from grpo_dist.observe.catalogue import described
+from grpo_dist.tools.recipe.config import PipelineFile
 
 BLOCKS = [block for path in documents() for block in blocks(path)]
 INLINE = sorted({(str(p.relative_to(ROOT)), command) for p in documents() for command in inline_commands(p)})

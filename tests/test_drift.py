@@ -10,10 +10,10 @@ import fakes
 import numpy as np
 import pytest
 
-from grpo_dist.checkpoint import State, load_progress
 from grpo_dist.config import Health
-from grpo_dist.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
 from grpo_dist.driver import run
+from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
+from grpo_dist.runs.checkpoint import State, load_progress
 
 REWARD, ENTROPY = "reward/mean", "policy/entropy"
 CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"

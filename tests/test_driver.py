@@ -13,7 +13,7 @@ from grpo_dist.data.order import OrderState
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.pipeline import order_of
+from grpo_dist.loop.pipeline import order_of
 from grpo_dist.types import Group
 
 DEMO = [{"path": "demo:add3"}]

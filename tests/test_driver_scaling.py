@@ -22,11 +22,11 @@ from patience import HANG_S
 
 from actors.workers.made_records import made_group, made_prompts, made_rollouts
 from grpo_dist import driver
-from grpo_dist.batching import make_batch
-from grpo_dist.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
+from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Tracking
-from grpo_dist.samples import read_groups, write_groups
-from grpo_dist.tracking import Tracker
+from grpo_dist.observe import Tracker
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.tools.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
 from grpo_dist.types import Group, Prompt, Rollout, TrainBatch, pack_rollouts, unpack_rollouts
 from grpo_dist.workers import Workers
 

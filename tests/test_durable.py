@@ -9,13 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.cache import cached
 from grpo_dist.config import Config
-from grpo_dist.durable import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 from grpo_dist.errors import UserError
-from grpo_dist.samples import write_groups
-from grpo_dist.tracking import Tracker
-from grpo_dist.training import _alone_in
+from grpo_dist.observe import Tracker
+from grpo_dist.observe.samples import write_groups
+from grpo_dist.runs.session import _alone_in
+from grpo_dist.runtime.cache import cached
+from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_who_waited_for_a_directory_that_was_removed_has_the_one_of_that_name(tm
             first.close()
         waits.append(1)
 
-    monkeypatch.setattr("grpo_dist.durable.time.sleep", removed_meanwhile)
+    monkeypatch.setattr("grpo_dist.runtime.files.time.sleep", removed_meanwhile)
     with contextlib.ExitStack() as first:
         first.enter_context(alone(directory, "here"))
         with alone(directory, "waiting", patience_s=60):
@@ -184,7 +184,7 @@ def test_what_was_left_is_removed_and_not_what_a_link_leads_to(tmp_path):
 
 
 def test_a_run_that_is_refused_because_another_trains_it_removes_nothing_of_that_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.training._PATIENCE_S", 0.0)
+    monkeypatch.setattr("grpo_dist.runs.session._PATIENCE_S", 0.0)
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     with alone(run, "training"):

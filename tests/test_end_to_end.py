@@ -20,7 +20,7 @@ import pytest
 from patience import HANG_S, wait_for_end
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.ledger import imbalance
+from grpo_dist.loop.ledger import imbalance
 
 pytestmark = pytest.mark.machine
 

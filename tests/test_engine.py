@@ -21,9 +21,9 @@ from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
 from grpo_dist.config import Algorithm, Model, Policy, Timeouts
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.hardware import thread_environment
-from grpo_dist.layout import padded
-from grpo_dist.policy_model import TokenLogprobs
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 
 pytestmark = pytest.mark.machine
@@ -55,7 +55,6 @@ class MovingWorker(PolicyWorker):
                     flat[0] ^= 1
 
         transport.outgoing = flip_a_byte
-
 
     def cut_transfers(self, count: int) -> None:
         """In the next so many groups the connection to an engine breaks behind the first bucket."""

@@ -8,8 +8,9 @@ import pytest
 
 from actors.workers.engine_check import argument_problems
 from actors.workers.engine_settings import EngineSpec
-from grpo_dist.engine_settings import engine_problems, vllm_problems
+from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
+from grpo_dist.runs.vllm_arguments import vllm_problems
 
 
 def problems(engine, device="cuda", **sections):

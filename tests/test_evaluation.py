@@ -15,8 +15,8 @@ from patience import HANG_S
 from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
-from grpo_dist.plan.clock import run_virtually
 from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.tools.plan.virtual_clock import run_virtually
 
 NAN = float("nan")
 
@@ -156,9 +156,7 @@ def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_i
         )
         sets = [EvalSet("held", fakes.prompts(4))]  # done after 0, 0.5, 1 and 1.5 s
         world = Slow()
-        return run_virtually(
-            lambda: evaluate(settings, world.workers(), sets, world, step=0, explain=stuck)
-        )
+        return run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0, explain=stuck))
 
     assert "eval/held/pass@1" in evaluated(1.2)
     with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):

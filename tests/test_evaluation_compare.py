@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from grpo_dist.evaluation.compare import MCNEMAR, SIGN_FLIPS, compare, mcnemar, paired, sign_flips
+from grpo_dist.tools.evaluate.compare import MCNEMAR, SIGN_FLIPS, compare, mcnemar, paired, sign_flips
 
 
 def result(directory, model, problems, settings=None):

@@ -13,12 +13,12 @@ from fakes import World
 
 import actors.cluster
 from grpo_dist.cli import main
-from grpo_dist.concurrency import progressing
-from grpo_dist.config_files import load_config
-from grpo_dist.durable import alone
-from grpo_dist.evaluation import store
-from grpo_dist.plan.clock import run_virtually
-from grpo_dist.recipe import stages
+from grpo_dist.config.files import load_config
+from grpo_dist.runtime.concurrency import progressing
+from grpo_dist.runtime.files import alone
+from grpo_dist.tools.evaluate import store
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 
 PROBLEMS = [

@@ -5,13 +5,13 @@ import io
 import pytest
 from rich.console import Console
 
-from grpo_dist.evaluation import table
-from grpo_dist.evaluation.compare import Comparison, Difference, Paired
 from grpo_dist.evaluation.estimates import Estimate
-from grpo_dist.evaluation.result import Measured, Result
-from grpo_dist.evaluation.store import Identity
-from grpo_dist.scoring.agreement import Agreement
-from grpo_dist.scoring.report import print_agreements
+from grpo_dist.tools.evaluate import table
+from grpo_dist.tools.evaluate.compare import Comparison, Difference, Paired
+from grpo_dist.tools.evaluate.result import Measured, Result
+from grpo_dist.tools.evaluate.store import Identity
+from grpo_dist.tools.scoring.agreement import Agreement
+from grpo_dist.tools.scoring.report import print_agreements
 
 MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
 

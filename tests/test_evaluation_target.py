@@ -10,8 +10,8 @@ import pytest
 from grpo_dist.cli import _parser
 from grpo_dist.data.readers import read, read_all
 from grpo_dist.errors import UserError
-from grpo_dist.evaluation.benchmarks import BENCHMARKS, breakdown
-from grpo_dist.evaluation.target import INSTRUCTION, configuration
+from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, breakdown
+from grpo_dist.tools.evaluate.target import INSTRUCTION, configuration
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
@@ -109,7 +109,7 @@ def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, 
 
 def shown(command):
     """Commands of the READMEs with arguments of their own, not those that say how one is made."""
-    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/scoring/README.md")
+    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/scoring/README.md")
     lines = [line for path in folders for line in path.read_text().splitlines()]
     return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
 
@@ -177,7 +177,7 @@ def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
 
 
 def test_a_pattern_of_a_run_that_finds_no_end_does_not_hang(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.evaluation.target.PATTERN_S", 1.0)
+    monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
     (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))
     source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})
     assert source.answer_pattern == "(a+)+b"

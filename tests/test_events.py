@@ -8,11 +8,11 @@ import fakes
 import pytest
 from test_report import pieces
 
-from grpo_dist import training
 from grpo_dist.cli import main
-from grpo_dist.report.command import write_report
-from grpo_dist.report.source import Limits
-from grpo_dist.tracking import EVENTS, Tracker
+from grpo_dist.observe import EVENTS, Tracker
+from grpo_dist.runs import session as training
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.source import Limits
 
 GUIDE = Path(__file__).resolve().parents[1] / "grpo_dist/guides/diagnose_a_run.md"
 OFF = {"console": False, "tensorboard": False}

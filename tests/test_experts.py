@@ -11,12 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from grpo_dist.attention import BlockKernel
-from grpo_dist.checkpoint_format import CheckpointFormat, keep_used_conversions
 from grpo_dist.config import LoRA
 from grpo_dist.errors import UserError
-from grpo_dist.layout import packed, padded
-from grpo_dist.lora import (
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
+from grpo_dist.policy.lora import (
     adapter_parameters,
     adapters,
     add_adapters,
@@ -24,10 +23,11 @@ from grpo_dist.lora import (
     empty_model,
     write_adapter,
 )
-from grpo_dist.plan.memory import lora_parameters
-from grpo_dist.plan.models import from_config_json, published
-from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
-from grpo_dist.weight_buckets import ParameterSpec
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.packing import packed, padded
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.tools.plan.memory import lora_parameters
+from grpo_dist.tools.plan.models import from_config_json, published
 
 KINDS = sorted(SHAPES)
 

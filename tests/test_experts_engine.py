@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from actors.workers.policy import loss_settings
 from grpo_dist.config import LoRA, Optimizer, Policy
-from grpo_dist.layout import padded
-from grpo_dist.loss import batch_loss
-from grpo_dist.policy_model import TokenLogprobs
+from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
 
 pytestmark = pytest.mark.machine
 

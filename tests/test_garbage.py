@@ -6,7 +6,7 @@ import random
 import pytest
 from patience import cpu_s
 
-from grpo_dist.garbage import is_garbage
+from grpo_dist.rewards.garbage import is_garbage
 
 PROSE = (
     "Natalia sold 48 / 2 = 24 clips in May, and so 48 + 24 = 72 altogether. To see that this is right, note "

@@ -14,9 +14,9 @@ from grpo_dist.cli import _guarded
 from grpo_dist.config import Health
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.health import HealthWatch
-from grpo_dist.progress import HealthState
-from grpo_dist.tracking import Tracker
+from grpo_dist.health.state import HealthState
+from grpo_dist.health.watch import HealthWatch
+from grpo_dist.observe import Tracker
 from grpo_dist.types import Group
 
 

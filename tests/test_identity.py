@@ -7,10 +7,10 @@ import pytest
 import test_checkpoint
 import yaml
 
-from grpo_dist.changes import flat
-from grpo_dist.checkpoint import list_checkpoints, load_state
-from grpo_dist.config_files import dump_config
-from grpo_dist.identity import (
+from grpo_dist.config.differences import flat
+from grpo_dist.config.files import dump_config
+from grpo_dist.runs.checkpoint import list_checkpoints, load_state
+from grpo_dist.runs.identity import (
     _FREE,
     _FREE_KEYS,
     _LAYOUT,

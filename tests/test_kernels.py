@@ -10,7 +10,7 @@ from patience import HANG_S
 
 BUILD = """
 import ctypes, sys
-from grpo_dist.kernels import build_in_own_directory
+from grpo_dist.policy.extensions import build_in_own_directory
 build_in_own_directory()
 from torch.utils.cpp_extension import load
 library = load(name="answer", sources=[sys.argv[1]], is_python_module=False, verbose=False)
@@ -19,7 +19,7 @@ print(ctypes.CDLL(library).answer(), library)
 
 DIE = """
 import os, sys, time
-from grpo_dist.kernels import BuildLock
+from grpo_dist.policy.extensions import BuildLock
 assert BuildLock(sys.argv[1]).try_acquire()
 print("held", flush=True)
 time.sleep(60)
@@ -57,7 +57,7 @@ def test_who_was_killed_while_building_holds_nobody_up(tmp_path):
 
 
 def test_a_kernel_that_is_never_built_is_told(tmp_path, monkeypatch):
-    from grpo_dist import kernels
+    from grpo_dist.policy import extensions as kernels
 
     monkeypatch.setattr(kernels, "_DEADLINE_S", 0.1)
     path = str(tmp_path / "lock")

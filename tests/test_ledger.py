@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import samples_of_groups
 
-from grpo_dist.ledger import account, imbalance, read, summary, totals
-from grpo_dist.step_lines import StepLines
+from grpo_dist.loop.ledger import account, imbalance, read, summary, totals
+from grpo_dist.runtime.jsonl import StepLines
 
 
 def groups(*rewards):

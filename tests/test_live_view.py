@@ -8,10 +8,10 @@ import threading
 import pytest
 from rich.console import Console as RichConsole
 
-from grpo_dist import console as console_module
-from grpo_dist.console import Console, print_before_after
-from grpo_dist.live_view import LiveView, clock_text, sparkline
-from grpo_dist.usage import Span, Usage
+from grpo_dist.observe import console as console_module
+from grpo_dist.observe.console import Console, print_before_after
+from grpo_dist.observe.live_view import LiveView, clock_text, sparkline
+from grpo_dist.runtime.metering import Span, Usage
 
 
 class Clock:

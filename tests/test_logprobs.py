@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_dist.logprobs import token_logprobs
+from grpo_dist.policy.logprobs import token_logprobs
 
 B, T, D, V = 3, 7, 5, 41
 

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.calls import results
 from actors.workers.policy import PolicyGroup, loss_settings
+from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRA, Model, Optimizer, Policy, Timeouts
-from grpo_dist.hardware import thread_environment
-from grpo_dist.layout import padded
-from grpo_dist.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
-from grpo_dist.loss import batch_loss
-from grpo_dist.planning import shard
-from grpo_dist.policy_model import TokenLogprobs
+from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
+from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
 
 pytestmark = pytest.mark.machine
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from grpo_dist.algorithms.aggregation import MODES
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
-from grpo_dist.batching import make_batch, split_updates
-from grpo_dist.logprobs import token_logprobs
-from grpo_dist.loss import LossSettings, add_stats, batch_loss, finish_stats
-from grpo_dist.planning import micro_batches, shard
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
 from grpo_dist.types import TrainBatch
 
 VOCABULARY = 108  # of samples_of_groups

@@ -12,8 +12,8 @@ from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
+from grpo_dist.batch.credit_assignment import PROCESS
 from grpo_dist.config import KL, Algorithm
-from grpo_dist.credit import PROCESS
 
 
 @pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, -1e30])

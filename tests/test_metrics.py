@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from samples_of_groups import group
 
-from grpo_dist.metrics import rollout_metrics
+from grpo_dist.loop.metrics import rollout_metrics
 
 NAN = float("nan")
 

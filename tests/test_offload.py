@@ -9,11 +9,11 @@ from test_lora import AdaptedWorker
 from test_policy_ranks import ALGORITHM, TEMPERATURE, flat, relative
 
 from actors.workers.policy import PolicyGroup
+from grpo_dist.batch.sharding import shard
 from grpo_dist.config import LoRA, Model, Offload, Optimizer, Policy, Timeouts
-from grpo_dist.deepspeed_config import deepspeed_config
-from grpo_dist.hardware import thread_environment
-from grpo_dist.offload import check_offload, size_buffers
-from grpo_dist.planning import shard
+from grpo_dist.policy.deepspeed_config import deepspeed_config
+from grpo_dist.policy.offload import check_offload, size_buffers
+from grpo_dist.runtime.hardware import thread_environment
 
 pytestmark = pytest.mark.machine
 
@@ -92,7 +92,6 @@ CPU = {
         "deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}},
     },
 }
-
 
 
 @pytest.mark.evidence

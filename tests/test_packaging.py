@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from patience import HANG_S
 
-from grpo_dist.config_files import load_config
-from grpo_dist.recipe.config import load_pipeline
+from grpo_dist.config.files import load_config
+from grpo_dist.tools.recipe.config import load_pipeline
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])

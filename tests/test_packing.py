@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_dist.attention import (
+from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.policy.attention import (
     BlockKernel,
     VarlenKernel,
     choose_kernel,
@@ -18,10 +19,9 @@ from grpo_dist.attention import (
     register,
     torch_varlen,
 )
-from grpo_dist.hardware import logprob_chunk_mib, micro_batch_tokens
-from grpo_dist.layout import packed, padded
-from grpo_dist.planning import packed_micro_batches, shard
-from grpo_dist.policy_model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.packing import packed, padded
+from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.types import Rows
 
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ import pytest
 
 from grpo_dist.cli import main
 from grpo_dist.config import Config
+from grpo_dist.config.files import ConfigError, load_config
 from grpo_dist.config.peer_table import FRAMEWORKS, PEER_TABLE
 from grpo_dist.config.peers import hint, lookup, table
-from grpo_dist.config_files import ConfigError, load_config
-from grpo_dist.config_reference import keys, sections
+from grpo_dist.tools.config_reference import keys, sections
 
 BASE = "model: {path: demo:add3}\ndata: {train: [{path: demo:add3}]}\n"
 

@@ -10,21 +10,21 @@ import pytest
 from fakes import config
 from rich.console import Console
 
-from grpo_dist.bench.result import DecodeStep, Result
 from grpo_dist.cli import main
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
-from grpo_dist.plan.accelerators import ACCELERATORS, card_called, parse_cluster
-from grpo_dist.plan.calibration import calibrate
-from grpo_dist.plan.command import _slow, make_plan
-from grpo_dist.plan.disturbances import Slow
-from grpo_dist.plan.memory import Sizes
-from grpo_dist.plan.models import model_of
-from grpo_dist.plan.options import Setting, option_of, planned
-from grpo_dist.plan.rates import Peaks, Rates, Reached, UpdateWork
-from grpo_dist.plan.report import cost_per_million, losses_of, print_plan, reason
-from grpo_dist.plan.sweep import Cell, _options, best, bound, longest_s, search
-from grpo_dist.plan.workload import Workload, workload_of
+from grpo_dist.tools.bench.result import DecodeStep, Result
+from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
+from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.command import _slow, make_plan
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.report import cost_per_million, losses_of, print_plan, reason
+from grpo_dist.tools.plan.stragglers import Slow
+from grpo_dist.tools.plan.sweep import Cell, _options, best, bound, longest_s, search
+from grpo_dist.tools.plan.workload import Workload, workload_of
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")

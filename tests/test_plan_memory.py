@@ -7,10 +7,10 @@ import pytest
 import torch
 from fakes import config
 
-from grpo_dist.attention import NAME, BlockKernel, register
-from grpo_dist.layout import packed
-from grpo_dist.plan.accelerators import parse_cluster
-from grpo_dist.plan.memory import (
+from grpo_dist.policy.attention import NAME, BlockKernel, register
+from grpo_dist.policy.packing import packed
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.memory import (
     GIB,
     Sizes,
     activation_bytes,
@@ -21,8 +21,8 @@ from grpo_dist.plan.memory import (
     rollout_engine,
     states,
 )
-from grpo_dist.plan.models import from_config_json, model_of, published
-from grpo_dist.plan.workload import Workload, workload_of
+from grpo_dist.tools.plan.models import from_config_json, model_of, published
+from grpo_dist.tools.plan.workload import Workload, workload_of
 from grpo_dist.types import Rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +79,7 @@ def test_adapters_are_counted_as_peft_makes_them(tiny_model):
     from transformers import AutoModelForCausalLM
 
     from grpo_dist.config import LoRA
-    from grpo_dist.lora import adapter_parameters, add_adapters
+    from grpo_dist.policy.lora import adapter_parameters, add_adapters
 
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         settings = {"rank": 4, "target_modules": targets}
@@ -129,7 +129,7 @@ def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from grpo_dist.policy_model import TokenLogprobs
+    from grpo_dist.policy.model import TokenLogprobs
 
     register()
     settings = {name: value for name, value in shape.items() if name != "model_type"}

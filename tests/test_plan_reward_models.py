@@ -10,16 +10,16 @@ from rich.console import Console
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 from grpo_dist.errors import UserError
-from grpo_dist.plan.accelerators import parse_cluster
-from grpo_dist.plan.command import make_plan
-from grpo_dist.plan.memory import GIB, Sizes
-from grpo_dist.plan.models import classifier_of, from_config_json, published
-from grpo_dist.plan.options import Setting, option_of, planned
-from grpo_dist.plan.rates import Peaks, Rates, Reached
-from grpo_dist.plan.report import print_plan, reason, warnings
-from grpo_dist.plan.reward_models import reward_model_worker, reward_models_of
-from grpo_dist.plan.sweep import bound
-from grpo_dist.plan.workload import workload_of
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.memory import GIB, Sizes
+from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.report import print_plan, reason, warnings
+from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
+from grpo_dist.tools.plan.sweep import bound
+from grpo_dist.tools.plan.workload import workload_of
 
 KNOWN = "Qwen/Qwen2.5-7B"
 BODY = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944)  # weights that multiply each token

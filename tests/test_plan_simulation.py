@@ -12,17 +12,18 @@ import pytest
 from fakes import config
 
 from grpo_dist.config import Restarts, RewardModel
-from grpo_dist.plan import clock, simulation
-from grpo_dist.plan.clock import run_virtually
-from grpo_dist.plan.disturbances import Slow, at_least, rank_losses
-from grpo_dist.plan.engines import Engine, EngineLost
-from grpo_dist.plan.losses import LossRates
-from grpo_dist.plan.rates import Reached
-from grpo_dist.plan.reward_models import KnownRewardModel
-from grpo_dist.plan.simulation import Scenario, simulate
-from grpo_dist.plan.timeline import as_text
-from grpo_dist.plan.workload import Workload
-from grpo_dist.restarts import Budget
+from grpo_dist.runtime.restarts import Budget
+from grpo_dist.tools.plan import simulation
+from grpo_dist.tools.plan import virtual_clock as clock
+from grpo_dist.tools.plan.engines import Engine, EngineLost
+from grpo_dist.tools.plan.failures import LossRates
+from grpo_dist.tools.plan.rates import Reached
+from grpo_dist.tools.plan.reward_models import KnownRewardModel
+from grpo_dist.tools.plan.simulation import Scenario, simulate
+from grpo_dist.tools.plan.stragglers import Slow, at_least, rank_losses
+from grpo_dist.tools.plan.timeline import as_text
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+from grpo_dist.tools.plan.workload import Workload
 
 
 @dataclass

@@ -7,18 +7,18 @@ from fakes import config
 from rich.console import Console
 from test_plan_simulation import Times, judges
 
-from grpo_dist.bench.flops import Shape
 from grpo_dist.config import Lengths
-from grpo_dist.plan.accelerators import parse_cluster
-from grpo_dist.plan.checkpoints import checkpoints, planned_checkpoints, rank_bytes
-from grpo_dist.plan.command import make_plan
-from grpo_dist.plan.evaluation import evaluation_s, evaluations, planned_evaluation
-from grpo_dist.plan.memory import Sizes
-from grpo_dist.plan.models import ModelShape, published
-from grpo_dist.plan.options import Setting, option_of, planned
-from grpo_dist.plan.report import print_plan
-from grpo_dist.plan.simulation import Scenario
-from grpo_dist.plan.workload import Workload
+from grpo_dist.tools.bench.flops import Shape
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints, rank_bytes
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.models import ModelShape, published
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.report import print_plan
+from grpo_dist.tools.plan.simulation import Scenario
+from grpo_dist.tools.plan.workload import Workload
 
 TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
 EVAL = {"data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]}}

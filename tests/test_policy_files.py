@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from grpo_dist.policy_files import PolicyFiles, snapshot
+from grpo_dist.policy.state_files import PolicyFiles, snapshot
 
 
 def test_a_file_written_beside_training_holds_what_was_saved(tmp_path):

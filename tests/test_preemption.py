@@ -16,9 +16,9 @@ from patience import HANG_S
 from grpo_dist.cli import _guarded
 from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
-from grpo_dist.errors import StateLost
+from grpo_dist.errors import Preempted, StateLost
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.preemption import Interrupted, Interruption, Preempted, ended_by_sigterm
+from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
 
 KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
 
@@ -249,7 +249,7 @@ import os, signal, sys, time
 import fakes
 from actors import cluster
 from grpo_dist.errors import RunEnded
-from grpo_dist.preemption import ended_by_sigterm
+from grpo_dist.runs.preemption import ended_by_sigterm
 try:
     with ended_by_sigterm():
         cluster._connect(fakes.config(cluster={"num_cpus": 1}))

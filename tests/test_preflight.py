@@ -12,15 +12,15 @@ from types import SimpleNamespace
 import pytest
 from good_inputs import GOOD, write
 
-import grpo_dist.preflight
 from actors.cluster import Fit
-from grpo_dist.checkpoint import State, data_digest
 from grpo_dist.cli import main
-from grpo_dist.config_files import dump_config, load_config
-from grpo_dist.identity import fingerprint
-from grpo_dist.plan.accelerators import parse_cluster
-from grpo_dist.preflight import Finding, preflight, problems
-from grpo_dist.prepare import prepare, resolve_model
+from grpo_dist.config.files import dump_config, load_config
+from grpo_dist.runs.checkpoint import State, data_digest
+from grpo_dist.runs.identity import fingerprint
+from grpo_dist.runs.prepare import prepare, resolve_model
+from grpo_dist.tools.check import command
+from grpo_dist.tools.check.command import Finding, preflight, problems
+from grpo_dist.tools.plan.accelerators import parse_cluster
 
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -40,7 +40,7 @@ def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
     lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
-    assert [line[4:] for line in lines] == [n for n in grpo_dist.preflight._CHECKS if n != "cold start"]
+    assert [line[4:] for line in lines] == [n for n in command._CHECKS if n != "cold start"]
     assert all(line.startswith("ok  ") for line in lines)
     assert told.splitlines()[-1] == "14 checks passed"
     assert "name: run" not in told  # the resolved configuration is printed on request
@@ -58,7 +58,7 @@ def test_the_resolved_configuration_is_printed_on_request(here, capsys):
 
 
 def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
-    monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
     assert error.startswith("error: 5 things to fix: data: ") and "missing.jsonl" in error
@@ -148,7 +148,7 @@ def test_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**driver))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    here = grpo_dist.preflight._this_machine()
+    here = command._this_machine()
     assert (str(here), here.card.memory) == ("1x2xNVIDIA L40S", 46 * 2**30)
 
 
@@ -207,7 +207,7 @@ def test_a_thought_that_the_prompt_opens_is_closed_before_the_answer(here):
 
 
 def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
-    monkeypatch.setattr("grpo_dist.prepare.check_model", lambda model: None)
+    monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     found = findings("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
     assert found.skipped and "reward models are not asked" in found.said
 
@@ -275,20 +275,20 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
             raise metadata.PackageNotFoundError(name)
         return "0.1" if name == "deepspeed" else real(name)
 
-    monkeypatch.setattr(grpo_dist.preflight.metadata, "version", version)
+    monkeypatch.setattr(command.metadata, "version", version)
     said = wrong(findings())["versions"]
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
 
 def test_what_is_offloaded_must_fit_into_host_memory(here, monkeypatch):
     gib = 2**30
-    monkeypatch.setattr(grpo_dist.preflight, "_this_machine", lambda: parse_cluster("1x2xH100"))
+    monkeypatch.setattr(command, "_this_machine", lambda: parse_cluster("1x2xH100"))
     own = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
            "model.dtype=bfloat16", "model.gradient_checkpointing=true"]  # fmt: skip
     needed = 16 * 7_615_616_512 / gib
     for has, fits in ((256, True), (64, False)):
         memory = namedtuple("Memory", ["total"])(has * gib)
-        monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(command.psutil, "virtual_memory", lambda memory=memory: memory)
         found = findings(*own)["memory"]
         assert f"in host memory {needed:.1f} of this machine's {has}.0" in found.said
         assert found.problem is not fits
@@ -308,7 +308,7 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
 
 def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
-    monkeypatch.setattr(grpo_dist.preflight.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(command.psutil, "virtual_memory", lambda: memory)
     assert "all together" in wrong(findings())["memory"]
 
 
@@ -317,7 +317,7 @@ def test_what_is_of_a_node_is_said_to_be_of_this_one_where_the_run_goes_elsewher
     for name in ("disk", "shared memory", "ports"):
         assert other[name].said.startswith("here, which may be no node of the run: ")
         assert not own[name].said.startswith("here")
-    monkeypatch.setattr(grpo_dist.preflight.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert wrong(findings(cluster="1x1xH100"))["disk"].startswith("here, which may be no node of the run: ")
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from good_inputs import CONFIG
 
-from grpo_dist import presets
-from grpo_dist.config_files import dump_config, load_config
-from grpo_dist.identity import fingerprint
-from grpo_dist.report.run_dir import about
+from grpo_dist.config import presets
+from grpo_dist.config.files import dump_config, load_config
+from grpo_dist.runs.identity import fingerprint
+from grpo_dist.tools.report.run_dir import about
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,5 +82,5 @@ def test_the_report_of_a_run_has_the_name(base):
     run.mkdir()
     (run / "config.yaml").write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
     assert about(run, [])["config"]["algorithm.preset"] == "gspo"
-    script = (ROOT / "grpo_dist/report/static/about.js").read_text()
+    script = (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
     assert 'about.config["algorithm.preset"]' in script

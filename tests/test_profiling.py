@@ -10,9 +10,9 @@ import torch
 
 from grpo_dist.config import Config, Profile
 from grpo_dist.driver import run
-from grpo_dist.profiling import profiled, trace_path, write_timeline
-from grpo_dist.tracking import Tracker
-from grpo_dist.usage import Span, Usage
+from grpo_dist.observe import Tracker
+from grpo_dist.observe.profiling import profiled, trace_path, write_timeline
+from grpo_dist.runtime.metering import Span, Usage
 
 
 def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):

@@ -9,11 +9,11 @@ from omegaconf import OmegaConf
 
 from grpo_dist.cli import main
 from grpo_dist.errors import UserError
-from grpo_dist.recipe import run as recipe
-from grpo_dist.recipe.config import load_pipeline
-from grpo_dist.recipe.record import read_record
-from grpo_dist.recipe.stages import Result
-from grpo_dist.recipe.table import rows
+from grpo_dist.tools.recipe import run as recipe
+from grpo_dist.tools.recipe.config import load_pipeline
+from grpo_dist.tools.recipe.record import read_record
+from grpo_dist.tools.recipe.stages import Result
+from grpo_dist.tools.recipe.table import rows
 
 BASE = {
     "model": {"path": "demo:tiny"},
@@ -209,7 +209,7 @@ def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, 
 
 
 def test_the_user_s_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
-    monkeypatch.setattr("grpo_dist.prepare.check_model", lambda model: None)
+    monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     Path("code/pack").mkdir(parents=True)
     for name in ("code/mine.py", "code/pack/__init__.py", "code/pack/inner.py"):
         Path(name).write_text("def fine(completion, answer):\n    return 1.0\n")

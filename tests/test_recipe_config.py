@@ -3,8 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from grpo_dist.config_files import ConfigError
-from grpo_dist.recipe.config import load_pipeline
+from grpo_dist.config.files import ConfigError
+from grpo_dist.tools.recipe.config import load_pipeline
 
 BASE = {
     "name": "base",

@@ -9,7 +9,7 @@ from fakes import World
 import actors.cluster
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.recipe.sampling import run_sampling
+from grpo_dist.tools.recipe.sampling import run_sampling
 
 
 def config(**rejection) -> Config:

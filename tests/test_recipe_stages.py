@@ -7,8 +7,8 @@ from pathlib import Path
 import fakes
 import pytest
 
-from grpo_dist.recipe.config import Stage
-from grpo_dist.recipe.stages import run_grpo_stage, run_sft_stage
+from grpo_dist.tools.recipe.config import Stage
+from grpo_dist.tools.recipe.stages import run_grpo_stage, run_sft_stage
 
 
 def quiet(message: str) -> None:
@@ -47,7 +47,7 @@ def test_a_training_run_is_known_by_the_stages_it_names_not_by_their_directories
         identities.append(identity.model.path)
         (tmp_path / "metrics.jsonl").write_text("")
 
-    monkeypatch.setattr("grpo_dist.training.train", finish)
+    monkeypatch.setattr("grpo_dist.runs.session.train", finish)
     moved = stage("grpo", tmp_path, model={"path": "runs/p/01_cold/model"})
     run_grpo_stage(replace(moved, symbolic=fakes.config(model={"path": "stage:cold"})), {}, quiet)
     assert identities == ["stage:cold"]
@@ -55,10 +55,10 @@ def test_a_training_run_is_known_by_the_stages_it_names_not_by_their_directories
 
 def test_a_model_has_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr("grpo_dist.sft.base_model", lambda settings: tmp_path)
-    monkeypatch.setattr("grpo_dist.durable.os.fsync", lambda descriptor: synced.append(descriptor))
+    monkeypatch.setattr("grpo_dist.runs.cold_start.base_model", lambda settings: tmp_path)
+    monkeypatch.setattr("grpo_dist.runtime.files.os.fsync", lambda descriptor: synced.append(descriptor))
     monkeypatch.setattr(
-        "grpo_dist.sft.write_sft", lambda settings, base, out, say: (out / "w").write_text("1")
+        "grpo_dist.runs.cold_start.write_sft", lambda settings, base, out, say: (out / "w").write_text("1")
     )
     sft = {"model": "demo:tiny", "data": "demo:add3"}
     run_sft_stage(stage("sft", tmp_path, sft=sft), {}, quiet)

@@ -18,8 +18,12 @@ from patience import HANG_S, wait_until
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
-from grpo_dist import training
-from grpo_dist.checkpoint import (
+from grpo_dist.config import Restarts
+from grpo_dist.driver import run
+from grpo_dist.errors import RunEnded, StateLost, Unhealthy
+from grpo_dist.loop.ledger import LEDGER
+from grpo_dist.runs import session as training
+from grpo_dist.runs.checkpoint import (
     Place,
     State,
     data_digest,
@@ -27,13 +31,9 @@ from grpo_dist.checkpoint import (
     load_progress,
     newest_whole,
 )
-from grpo_dist.config import Restarts
-from grpo_dist.driver import run
-from grpo_dist.errors import RunEnded, StateLost, Unhealthy
-from grpo_dist.ledger import LEDGER
-from grpo_dist.recovery import Recovery
-from grpo_dist.restarts import Budget
-from grpo_dist.step_lines import StepLines
+from grpo_dist.runs.recovery import Recovery
+from grpo_dist.runtime.jsonl import StepLines
+from grpo_dist.runtime.restarts import Budget
 
 
 class Job(fakes.World):

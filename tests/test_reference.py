@@ -12,9 +12,9 @@ from actors.reference_sync import ReferenceSync
 from actors.workers.policy import PolicyGroup, PolicyWorker
 from actors.workers.reference import ReferencePool
 from grpo_dist.config import Algorithm, Model, Policy, Reference, Timeouts, WeightSync
-from grpo_dist.hardware import thread_environment
-from grpo_dist.layout import padded
-from grpo_dist.policy_model import TokenLogprobs
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout
 
 pytestmark = pytest.mark.machine

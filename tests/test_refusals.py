@@ -2,12 +2,11 @@
 started.
 """
 
-
 import pytest
 from good_inputs import GOOD, write
 
 from grpo_dist.cli import main
-from grpo_dist.durable import alone
+from grpo_dist.runtime.files import alone
 
 
 def refusal(capsys, *overrides, command="train"):
@@ -146,7 +145,7 @@ def test_a_run_directory_that_cannot_be_made(here, capsys):
 
 def test_a_run_that_another_process_trains(here, capsys, monkeypatch):
     """Both would write the same files, and each remove what the other is about to save."""
-    monkeypatch.setattr("grpo_dist.training._PATIENCE_S", 0.2)
+    monkeypatch.setattr("grpo_dist.runs.session._PATIENCE_S", 0.2)
     run_dir = here / "runs" / "run"
     run_dir.mkdir(parents=True)
     with alone(run_dir, "here"):

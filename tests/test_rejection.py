@@ -11,7 +11,7 @@ from grpo_dist.config import SFT, Config
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import Row
-from grpo_dist.recipe.rejection import Selection
+from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Rollout
 
 END = 1  # the demo tokenizer's end

@@ -23,16 +23,16 @@ from patience import HANG_S
 from grpo_dist.cli import main
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import UserError
-from grpo_dist.report import rollouts
-from grpo_dist.report.answers import Answers
-from grpo_dist.report.arguments import steps_of
-from grpo_dist.report.command import write_report
-from grpo_dist.report.layout import SECTIONS
-from grpo_dist.report.line_files import Encoded, LineFile
-from grpo_dist.report.run_dir import open_runs
-from grpo_dist.report.server import ReportServer
-from grpo_dist.report.source import Limits, Source
-from grpo_dist.report.tokens import SCALES, TokenTexts
+from grpo_dist.tools.report import rollouts
+from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.arguments import steps_of
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.layout import SECTIONS
+from grpo_dist.tools.report.line_files import Encoded, LineFile
+from grpo_dist.tools.report.run_dir import open_runs
+from grpo_dist.tools.report.server import ReportServer
+from grpo_dist.tools.report.source import Limits, Source
+from grpo_dist.tools.report.tokens import SCALES, TokenTexts
 
 
 def pieces(path):
@@ -254,7 +254,7 @@ def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
         yield "<!DOCTYPE html>"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_dist.report.command.whole_page", interrupted)
+    monkeypatch.setattr("grpo_dist.tools.report.command.whole_page", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_report([str(run)], None, Limits(), print)
     assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
@@ -286,7 +286,7 @@ def test_answers_are_those_that_the_grader_reads():
 
 
 def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch, tmp_path):
-    from grpo_dist.report import answers as module
+    from grpo_dist.tools.report import answers as module
 
     monkeypatch.setattr(module, "_SEARCHED", 0)
     run = make_run(tmp_path / "run", steps=1, evals=(), texts=lambda s, g, i: "it is 6")
@@ -357,7 +357,7 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_report_does_without_torch():
-    code = "import sys, grpo_dist.report.command; sys.exit('torch' in sys.modules)"
+    code = "import sys, grpo_dist.tools.report.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
 
 
@@ -409,7 +409,7 @@ correction_weight_max correction_outside correction_dropped correction_weight_sq
 def test_every_metric_of_the_loop_has_its_place_in_a_chart():
     import torch
 
-    from grpo_dist.loss import finish_stats
+    from grpo_dist.policy.loss import finish_stats
 
     patterns = [re.compile(p) for s in SECTIONS for chart in s.charts for p in chart.metrics]
     names = dict.fromkeys(metrics_of(1, np.random.default_rng(0), False))
@@ -485,7 +485,7 @@ def test_a_defect_of_a_server_is_told_and_a_client_that_went_away_is_not(served,
         return answer
 
     for error, told in ((BrokenPipeError("gone"), False), (RuntimeError("a defect"), True)):
-        monkeypatch.setattr("grpo_dist.report.server._Handler._answer", raising(error))
+        monkeypatch.setattr("grpo_dist.tools.report.server._Handler._answer", raising(error))
         with pytest.raises(ConnectionError):
             ask(served[1])
         assert (str(error) in capsys.readouterr().err) is told

@@ -12,11 +12,11 @@ from made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, w
 from patience import HANG_S
 
 from grpo_dist.evaluation.estimates import wilson
-from grpo_dist.report.answers import Answers
-from grpo_dist.report.command import write_report
-from grpo_dist.report.run_dir import open_runs
-from grpo_dist.report.server import ReportServer
-from grpo_dist.report.source import Limits, sources
+from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.run_dir import open_runs
+from grpo_dist.tools.report.server import ReportServer
+from grpo_dist.tools.report.source import Limits, sources
 
 MANY = 250  # groups of 8 in each of 50 tables: 100,000 rollouts
 

@@ -9,7 +9,7 @@ from drawn import drawn
 from test_policy_ranks import OpenWorker, on_all, start
 
 from grpo_dist.config import LoRA
-from grpo_dist.resharding import MOMENTS, WEIGHTS, SavedPolicy
+from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
 
 pytestmark = pytest.mark.machine
 FIRST, SECOND = (samples_of_groups.batch(seed=seed) for seed in (1, 2))

@@ -16,8 +16,8 @@ from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import Config, Model, Rewards
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError
-from grpo_dist.hardware import thread_environment
-from grpo_dist.samples import read_groups, write_groups
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout, Sampling
 
 pytestmark = pytest.mark.machine

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_dist.cli import main
-from grpo_dist.scoring.agreement import agreements, disagreements, is_grader
-from grpo_dist.scoring.report import bars
+from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
+from grpo_dist.tools.scoring.report import bars
 
 NAN = float("nan")
 ROWS = [

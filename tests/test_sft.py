@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_dist.config import SFT
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
-from grpo_dist.policy_model import load_causal_lm
-from grpo_dist.sft import response_loss, run_sft
+from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.runs.cold_start import response_loss, run_sft
 
 
 def settings(**changes) -> SFT:

@@ -16,13 +16,13 @@ import wandb_file
 from patience import HANG_S
 from samples_of_groups import group
 
+from grpo_dist.batch.token_values import TokenValues
 from grpo_dist.errors import UserError
-from grpo_dist.token_values import TokenValues
-from grpo_dist.tracking import EVENTS, Tracker, sinks
-from grpo_dist.tracking.completions import COLUMNS, step_of, table_of
-from grpo_dist.tracking.settings import check_trackers, flat
-from grpo_dist.tracking.sinks import Beside, close_all
-from grpo_dist.tracking.wandb_run import _mode
+from grpo_dist.observe import EVENTS, Tracker, sinks
+from grpo_dist.observe.completions import COLUMNS, step_of, table_of
+from grpo_dist.observe.settings import check_trackers, flat
+from grpo_dist.observe.sinks import Beside, close_all
+from grpo_dist.observe.wandb_run import _mode
 
 ROOT = Path(__file__).resolve().parents[1]
 OFF = {"console": False, "tensorboard": False}
@@ -129,7 +129,7 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
         raise OSError("nobody is there")
 
     for name in ("TensorBoard", "WandbRun", "MlflowRun"):
-        monkeypatch.setattr(f"grpo_dist.tracking.tracker.{name}", broken)
+        monkeypatch.setattr(f"grpo_dist.observe.tracker.{name}", broken)
     on = {"console": True, "tensorboard": True, "wandb": {"enabled": True}, "mlflow": {"enabled": True}}
     with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
         monkeypatch.setattr(tracker._console, "log", broken)
@@ -193,7 +193,7 @@ def test_trackers_are_told_of_every_key_but_no_secret():
 
 def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
     settings = fakes.config(tracking={"mlflow": {"enabled": True}}).tracking
-    monkeypatch.setattr("grpo_dist.tracking.settings.find_spec", lambda name: None if name == "mlflow" else 1)
+    monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "mlflow" else 1)
     with pytest.raises(UserError, match=r"`tracking\.mlflow\.enabled` = true.*pip install mlflow"):
         check_trackers(settings)
     assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"
@@ -265,7 +265,7 @@ os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{
 sys.path.insert(0, "tests")
 import fakes
 from pathlib import Path
-from grpo_dist.tracking import Tracker
+from grpo_dist.observe import Tracker
 config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": {"enabled": True}})
 with Tracker(config, Path(sys.argv[1])) as tracker:
     for step in range(1, 4):

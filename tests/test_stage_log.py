@@ -10,11 +10,12 @@ import pytest
 from good_inputs import CONFIG, GOOD, write
 from rich.console import Console as RichConsole
 
-from grpo_dist import console as console_module
-from grpo_dist import stage_log, training
 from grpo_dist.cli import main
-from grpo_dist.live_view import LiveView
-from grpo_dist.stage_log import (
+from grpo_dist.observe import Tracker, stage_log
+from grpo_dist.observe import console as console_module
+from grpo_dist.observe.live_view import LiveView
+from grpo_dist.runs import session as training
+from grpo_dist.runtime.stage_log import (
     LoopStages,
     StageLog,
     names_of,
@@ -24,7 +25,6 @@ from grpo_dist.stage_log import (
     stage,
     stages_logged,
 )
-from grpo_dist.tracking import Tracker
 
 
 class Said(list):

@@ -9,8 +9,8 @@ import pytest
 import samples_of_groups
 import torch
 
-from grpo_dist import staging
 from grpo_dist.driver import run
+from grpo_dist.loop import staging
 
 TENSORS = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
 STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}

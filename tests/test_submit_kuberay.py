@@ -12,7 +12,7 @@ from submitted import TINY, command, config_in
 
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Node, bundles, fits
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 # The published definition, e.g. helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of a KubeRay release.

@@ -14,10 +14,10 @@ from patience import HANG_S
 from submitted import command, config_in, health, ray_head, until
 
 from grpo_dist import __version__
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
-from grpo_dist.submit import code, ray_jobs
-from grpo_dist.submit.job import Job
+from grpo_dist.tools.submit import code, ray_jobs
+from grpo_dist.tools.submit.job import Job
 
 pytestmark = pytest.mark.machine
 
@@ -26,7 +26,7 @@ DRIVER = """
 import json, os, pathlib, signal, sys, time
 import grpo_dist
 from grpo_dist import __version__
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 import ray
 config = load_config("config.yaml")
 ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
@@ -64,7 +64,7 @@ def project(tmp_path, monkeypatch):
 _COMMAND = """
 import sys
 from grpo_dist.cli import main
-from grpo_dist.submit import ray_jobs
+from grpo_dist.tools.submit import ray_jobs
 ray_jobs._ENTRYPOINT = "python rewards/driver.py"
 sys.exit(main(sys.argv[1:]))
 """
@@ -350,7 +350,7 @@ def test_a_run_that_was_not_submitted_is_named(project, capsys):
 
 
 def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monkeypatch):
-    from grpo_dist.submit.job import Record, read_record
+    from grpo_dist.tools.submit.job import Record, read_record
 
     Record("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
     record = read_record(Path("/nowhere/runs/far"))
@@ -358,7 +358,7 @@ def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monke
 
 
 def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkeypatch):
-    from grpo_dist.submit import job
+    from grpo_dist.tools.submit import job
 
     run, real = project / "runs/tiny", job.write_text
 

@@ -4,8 +4,8 @@ import pytest
 from submitted import command, config_in
 
 from grpo_dist.cli import main
-from grpo_dist.submit.job import Record
-from grpo_dist.submit.slurm import SlurmTarget
+from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.slurm_jobs import SlurmTarget
 
 KUBERAY = ("--image", "x", "--volume", "runs:/runs", "output_dir=/runs")
 

@@ -16,8 +16,8 @@ from patience import HANG_S
 from slurm_stand_in import PROGRAMS, PYTHON, RAY, Running
 from submitted import BIN, command, config_in, until
 
-from grpo_dist.submit.job import Record
-from grpo_dist.submit.slurm import print_logs
+from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.slurm_jobs import print_logs
 
 pytestmark = pytest.mark.machine
 
@@ -228,7 +228,7 @@ def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monke
             (slurm / "queue").unlink()
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
-    monkeypatch.setattr("grpo_dist.submit.slurm.time", clock)
+    monkeypatch.setattr("grpo_dist.tools.submit.slurm_jobs.time", clock)
     print_logs(Record("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
     assert capsys.readouterr().out == "step 1\n"
     assert 20 <= len(slept) <= 25 and len(calls(slurm)) <= 6

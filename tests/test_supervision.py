@@ -23,7 +23,7 @@ from actors.workers.rollout import RolloutPool
 from actors.workers.simulated import SimulatedSpec
 from grpo_dist.config import Model, Reference, Restarts, Rewards
 from grpo_dist.config import Rollout as RolloutSettings
-from grpo_dist.hardware import thread_environment
+from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 
 pytestmark = pytest.mark.machine

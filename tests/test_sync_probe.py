@@ -13,11 +13,11 @@ from grpo_dist.cli import _guarded
 from grpo_dist.config import Config
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
-from grpo_dist.identity import fingerprint
-from grpo_dist.report.layout import SECTIONS
-from grpo_dist.sync_probe import BOUNDS
-from grpo_dist.tracking import Tracker
-from grpo_dist.tracking.tracker import EVENTS
+from grpo_dist.loop.sync_probe import BOUNDS
+from grpo_dist.observe import Tracker
+from grpo_dist.observe.tracker import EVENTS
+from grpo_dist.runs.identity import fingerprint
+from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.types import Rollout
 
 LOGPROB = -1.0

@@ -3,9 +3,9 @@
 import json
 
 from grpo_dist.config import Config
-from grpo_dist.step_lines import kept_lines
-from grpo_dist.tracking import EVENTS, TIMELINE, Tracker
-from grpo_dist.usage import Span, Usage
+from grpo_dist.observe import EVENTS, TIMELINE, Tracker
+from grpo_dist.runtime.jsonl import kept_lines
+from grpo_dist.runtime.metering import Span, Usage
 
 
 def quiet():

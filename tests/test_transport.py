@@ -27,11 +27,11 @@ from actors.transfer.shared_transport import IpcTransport
 from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
 from grpo_dist.errors import TransferLost, UserError
-from grpo_dist.hardware import one_thread, transfer_backend
-from grpo_dist.ranks import Rank
-from grpo_dist.ranks import join as join_ranks
-from grpo_dist.rendezvous import NotAMember, check_members, meeting_point
-from grpo_dist.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
+from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.ranks import join as join_ranks
+from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
+from grpo_dist.runtime.hardware import one_thread, transfer_backend
+from grpo_dist.runtime.rendezvous import NotAMember, check_members, meeting_point
 
 SECRET = b"of the group in these tests"
 CPU_KINDS = ["gloo", "shared_memory"]

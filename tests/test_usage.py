@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.usage import (
+from grpo_dist.runtime.metering import (
     Meter,
     Metered,
     Span,
@@ -25,7 +25,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 100.0
-        monkeypatch.setattr("grpo_dist.usage.time.time", lambda: self.now)
+        monkeypatch.setattr("grpo_dist.runtime.metering.time.time", lambda: self.now)
 
 
 def test_overlapping_calls_of_a_stage_are_busy_once(monkeypatch):

@@ -5,7 +5,7 @@ import sys
 import fakes
 from wandb_file import offline_run
 
-from grpo_dist.tracking import Tracker
+from grpo_dist.observe import Tracker
 
 
 def test_a_run_that_is_resumed_or_goes_back_stays_the_same_run_of_wandb(tmp_path, monkeypatch):

@@ -19,10 +19,10 @@ import actors.lifecycle.watchdog
 from actors.lifecycle.calls import kill, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
-from grpo_dist import stacks
-from grpo_dist.concurrency import deadline
 from grpo_dist.config import Restarts
-from grpo_dist.stacks import calls_in_hand, look
+from grpo_dist.runtime import stacks
+from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runtime.stacks import calls_in_hand, look
 
 pytestmark = pytest.mark.machine
 
@@ -177,7 +177,7 @@ def test_another_node_looks_itself(stuck, monkeypatch):
 
 _FAMILY = """
 import os, time
-from grpo_dist.stacks import listen
+from grpo_dist.runtime.stacks import listen
 
 def parent(*children):
     print(*children, flush=True)
@@ -215,7 +215,7 @@ def test_processes_that_an_actor_started_are_looked_at_where_they_listen():
 
 _LONG_DUMP = """
 import os, threading, time
-from grpo_dist.stacks import listen
+from grpo_dist.runtime.stacks import listen
 
 def thread(depth=60):
     thread(depth - 1) if depth else time.sleep(600)
@@ -262,7 +262,10 @@ def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
 @pytest.mark.parametrize("look_number", [1, 2])
 def test_a_process_that_dies_while_it_is_looked_at_hides_no_other(monkeypatch, look_number):
     """Before the signal, or while its dump is waited for."""
-    program = "import time; from grpo_dist.stacks import listen; listen(); print(flush=True); time.sleep(600)"
+    program = (
+        "import time; from grpo_dist.runtime.stacks import listen; "
+        "listen(); print(flush=True); time.sleep(600)"
+    )
     command, looks = [sys.executable, "-c", program], []
     dies, other = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
 

@@ -1,6 +1,6 @@
 """Peak memory of a policy rank after two updates, for a vocabulary of so many entries: prints it as JSON.
 
-    python tests/vocabulary_memory.py 150000
+python tests/vocabulary_memory.py 150000
 """
 
 import json
@@ -17,9 +17,9 @@ def main(entries):
 
     from actors.transfer.transport import free_port
     from grpo_dist.config import Model, Policy
-    from grpo_dist.loss import LossSettings
-    from grpo_dist.ranks import Rank
-    from grpo_dist.trainer import Trainer
+    from grpo_dist.policy.loss import LossSettings
+    from grpo_dist.policy.ranks import Rank
+    from grpo_dist.policy.trainer import Trainer
     from grpo_dist.types import TrainBatch
 
     shape = Qwen2Config(

@@ -16,7 +16,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from grpo_dist.concurrency import gather
+from grpo_dist.runtime.concurrency import gather
 
 # How Ray says that an actor is gone. Memory: of its node, whose monitor has killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)

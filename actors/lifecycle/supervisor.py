@@ -23,12 +23,12 @@ from ray.exceptions import ObjectLostError, RayError
 
 from actors.lifecycle.calls import BESIDE, LOST, kill, result
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
-from grpo_dist.admission import Admission
-from grpo_dist.concurrency import deadline, gather
 from grpo_dist.config import Restarts
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
-from grpo_dist.restarts import Budget
-from grpo_dist.stacks import listen
+from grpo_dist.runtime.concurrency import deadline, gather
+from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.runtime.restarts import Budget
+from grpo_dist.runtime.stacks import listen
 
 logger = logging.getLogger("grpo_dist")
 

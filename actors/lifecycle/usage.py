@@ -8,8 +8,8 @@ from typing import Any
 from actors.lifecycle.calls import BESIDE, LOST
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
-from grpo_dist.concurrency import gather
-from grpo_dist.usage import Usage, usage_metrics
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.metering import Usage, usage_metrics
 
 
 class ActorUsage:

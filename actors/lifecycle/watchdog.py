@@ -1,9 +1,9 @@
 """Deadlines on actors that say where each of them is when time is up, on its node and in its code.
 
-    driver                                  node of the actor
-      which node, which process? <-- Ray
-      where is it? --------------------->   `grpo_dist.stacks`: state, stacks of all threads
-      text of the error <----------------
+driver                                  node of the actor
+  which node, which process? <-- Ray
+  where is it? --------------------->   `grpo_dist.runtime.stacks`: state, stacks of all threads
+  text of the error <----------------
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_dist.concurrency import deadline, gather, in_thread
-from grpo_dist.stacks import look
+from grpo_dist.runtime.concurrency import deadline, gather, in_thread
+from grpo_dist.runtime.stacks import look
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def _look_there(processes: Sequence[int]) -> dict[int, str]:
 
 async def _calls(worker: Any) -> str:
     """What its method ``calls`` says, if an actor has an event loop and with it such a method: see
-    `grpo_dist.stacks.calls_in_hand`.
+    `grpo_dist.runtime.stacks.calls_in_hand`.
     """
     return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
 

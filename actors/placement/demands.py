@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.offload import optimizer_device
+from grpo_dist.policy.offload import optimizer_device
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from actors.placement.demands import Demand, Resources, placement
 from grpo_dist.config import Config, Grown
-from grpo_dist.config_files import changed
+from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 
 

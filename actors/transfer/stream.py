@@ -8,8 +8,8 @@ from itertools import chain
 from torch import Tensor
 
 from actors.transfer.transport import Transport
-from grpo_dist.metrics import Stopwatch
-from grpo_dist.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
+from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
+from grpo_dist.runtime.metering import Stopwatch
 
 Bucket = list[tuple[str, Tensor]]
 

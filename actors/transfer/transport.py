@@ -27,7 +27,7 @@ from actors.transfer.connections import Connections, Seat
 from actors.transfer.meeting import meet
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
-from grpo_dist.rendezvous import check_members, meeting_point, own_address
+from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
 
 _LOOK_S = 0.0005  # between two looks at a broadcast on the GPU
 

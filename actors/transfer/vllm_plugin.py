@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from grpo_dist.stacks import listen
+from grpo_dist.runtime.stacks import listen
 
 WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this project's weight sync
 

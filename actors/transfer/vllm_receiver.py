@@ -28,9 +28,9 @@ from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import Transport, open_transport
 from grpo_dist.config import TransferBackend
-from grpo_dist.hardware import one_thread
-from grpo_dist.lora import adapters, merged_weights
-from grpo_dist.weight_buckets import ParameterSpec
+from grpo_dist.policy.lora import adapters, merged_weights
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.hardware import one_thread
 
 
 @dataclass

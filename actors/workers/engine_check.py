@@ -1,7 +1,7 @@
 """Whether vLLM takes arguments of an engine; a process of its own, which starts no engine.
 
-    {"own": {...}, "whole": {...} or null}   on standard input
-    ["`rollout.engine.blok_size`: ..."]      the last line of standard output
+{"own": {...}, "whole": {...} or null}   on standard input
+["`rollout.engine.blok_size`: ..."]      the last line of standard output
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from grpo_dist.config import Config, Model
 from grpo_dist.config import Rollout as RolloutSettings
 from grpo_dist.config import WeightSync as SyncSettings
-from grpo_dist.engine_settings import engine_problems
+from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
-from grpo_dist.hardware import DeviceType, device_type, resolve_dtype
+from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
 # Sequences decoded at once where nobody says how many. Fewer leave an evaluation slow; beyond the upper bound
 # a step of the engine only gets longer.

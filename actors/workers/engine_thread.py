@@ -20,7 +20,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from grpo_dist.hardware import device_type
+from grpo_dist.runtime.hardware import device_type
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

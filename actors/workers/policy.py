@@ -25,20 +25,20 @@ from actors.transfer.handshake import new_secret
 from actors.transfer.meeting import met
 from actors.transfer.stream import send
 from actors.transfer.transport import Transport, free_port, open_transport
-from grpo_dist.bounds import Bound
-from grpo_dist.concurrency import gather
+from grpo_dist.batch.sharding import shard
 from grpo_dist.config import Algorithm, Model, Policy, Profile, Restarts, Timeouts, TransferBackend
 from grpo_dist.errors import StateLost, TransferLost
-from grpo_dist.hardware import DeviceType, one_thread
-from grpo_dist.kernels import build_in_own_directory
-from grpo_dist.loss import LossSettings
-from grpo_dist.planning import shard
-from grpo_dist.profiling import profiled, trace_path
-from grpo_dist.ranks import Rank
-from grpo_dist.trainer import Trainer
+from grpo_dist.health.bounds import Bound
+from grpo_dist.observe.profiling import profiled, trace_path
+from grpo_dist.policy.extensions import build_in_own_directory
+from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.trainer import Trainer
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.hardware import DeviceType, one_thread
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import TrainBatch
-from grpo_dist.usage import Metered, metered
-from grpo_dist.weight_buckets import ParameterSpec
 
 _WRITING_S = 0.2  # between two questions whether files are written
 _SHARDED = "all ranks go back to a checkpoint together"

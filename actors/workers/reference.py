@@ -15,16 +15,16 @@ from actors.lifecycle.supervisor import Team, Watched
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import Transport, open_transport
-from grpo_dist.attention import choose_kernel
-from grpo_dist.batching import pad_rows
+from grpo_dist.batch.rows import pad_rows
+from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.config import Model, Reference, Restarts, TransferBackend
-from grpo_dist.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
-from grpo_dist.layout import Layout, packed, padded
-from grpo_dist.planning import micro_batches, packed_micro_batches
-from grpo_dist.policy_model import TokenLogprobs, load_causal_lm
+from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
+from grpo_dist.policy.packing import Layout, packed, padded
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout, Rows
-from grpo_dist.usage import Metered, metered
-from grpo_dist.weight_buckets import ParameterSpec
 
 # A frozen reference is what the model directory holds. One that follows the policy is nowhere but in the
 # actor and, as it was then, in a checkpoint.

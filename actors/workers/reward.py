@@ -18,15 +18,15 @@ import ray
 from actors.lifecycle.calls import LOST, Places, end, makers, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched, reason
 from actors.workers.reward_model import RewardModelPool
-from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, Rewards
-from grpo_dist.garbage import is_garbage
 from grpo_dist.rewards.answers import Answers
+from grpo_dist.rewards.garbage import is_garbage
 from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Group, Prompt, Rollout
-from grpo_dist.usage import Metered, metered
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from actors.lifecycle.calls import Places, kill, makers, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched
 from grpo_dist.config import Model, Restarts, RewardModel
 from grpo_dist.rewards.models import Classifier, ModelScores
+from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
-from grpo_dist.usage import Metered, metered
 
 
 class RewardModelWorker(Metered, Watched):

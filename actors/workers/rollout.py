@@ -25,13 +25,13 @@ from actors.lifecycle.supervisor import Health, Team, Watched
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread
-from grpo_dist.admission import IN_HAND, Load
-from grpo_dist.concurrency import gather
 from grpo_dist.config import Restarts, TransferBackend
-from grpo_dist.stacks import calls_in_hand
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.load_balancer import IN_HAND, Load
+from grpo_dist.runtime.metering import Metered, metered
+from grpo_dist.runtime.stacks import calls_in_hand
 from grpo_dist.types import Prompt, Rollout, Sampling
-from grpo_dist.usage import Metered, metered
-from grpo_dist.weight_buckets import ParameterSpec
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput

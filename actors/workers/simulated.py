@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.workers.made_records import made_group, made_rollouts
-from grpo_dist.admission import Load
 from grpo_dist.config import Config, Rewards
 from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:

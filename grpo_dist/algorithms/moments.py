@@ -1,6 +1,6 @@
 """Mean and deviation of all rewards of a run so far, one step at a time.
 
-    Moments().updated([1, 0]).updated([0, 0])   count 4, mean 0.25, deviation 0.5
+Moments().updated([1, 0]).updated([0, 0])   count 4, mean 0.25, deviation 0.5
 """
 
 from __future__ import annotations

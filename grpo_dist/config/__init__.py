@@ -11,7 +11,7 @@ from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 from grpo_dist.config.bench import Bench, Lengths
 from grpo_dist.config.cluster import Cluster, Grown, Restarts, Timeouts
 from grpo_dist.config.data import Batch, Data, DataSource, DynamicSampling, Model, Sampling
-from grpo_dist.config.following import Checkpoint, Evaluation, Health, Mlflow, Profile, Tracking, Wandb
+from grpo_dist.config.monitoring import Checkpoint, Evaluation, Health, Mlflow, Profile, Tracking, Wandb
 from grpo_dist.config.rewards import Gated, Reward, RewardModel, Rewards
 from grpo_dist.config.root import Config
 from grpo_dist.config.stages import SFT, Demonstrations, Rejection

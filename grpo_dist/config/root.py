@@ -10,13 +10,13 @@ from pydantic import Field, PositiveInt, model_validator
 from grpo_dist.config.algorithm import Algorithm
 from grpo_dist.config.base import Count, Section
 from grpo_dist.config.bench import Bench
+from grpo_dist.config.checks import contradictions
 from grpo_dist.config.cluster import Cluster
 from grpo_dist.config.data import Batch, Data, DynamicSampling, Model, Sampling
-from grpo_dist.config.following import Checkpoint, Evaluation, Health, Profile, Tracking
+from grpo_dist.config.monitoring import Checkpoint, Evaluation, Health, Profile, Tracking
 from grpo_dist.config.rewards import Rewards
 from grpo_dist.config.stages import SFT, Rejection
 from grpo_dist.config.workers import Policy, Reference, Rollout, WeightSync
-from grpo_dist.config_checks import contradictions
 
 
 class Config(Section):

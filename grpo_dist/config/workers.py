@@ -73,8 +73,8 @@ class LoRA(Section):
     rank: PositiveInt = Field(16, description="inner dimension of an adapter")
     alpha: PositiveFloat = Field(32.0, description="the adapters' product counts alpha / rank times")
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        "all-linear", description="linear layers, e.g. [q_proj, v_proj]; all-linear: all but the LM head and "
-        "fused experts"
+        "all-linear",
+        description="linear layers, e.g. [q_proj, v_proj]; all-linear: all but the LM head and fused experts",
     )
     sync: Literal["merged", "adapter"] = Field(
         "merged",

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from grpo_dist.data.order import OrderState
-from grpo_dist.evaluation.sampling import correctness
-from grpo_dist.types import Group
+from grpo_dist.types import Group, correctness
 
 _FORGET = 0.5  # what earlier observations of a prompt still count when it comes again
 _FLOOR = 0.02  # weight of a prompt that is always right, or always wrong: the policy changes, so ask again

@@ -18,10 +18,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.cache import fingerprint
 from grpo_dist.config import SFT, Demonstrations
 from grpo_dist.data.prompts import tokenise, tokenise_messages
 from grpo_dist.data.readers import json_lines
+from grpo_dist.runtime.cache import fingerprint
 
 EXAMPLES = 20_000  # demonstrations generated when nothing says how many
 
@@ -71,7 +71,7 @@ def _is_made(source: Demonstrations) -> bool:
 def _records(source: Demonstrations, settings: SFT) -> Iterator[tuple[str, Mapping[str, Any]]]:
     examples = source.examples or settings.examples
     if _is_made(source):
-        from grpo_dist.demo.problems import demonstrations
+        from grpo_dist.data.made_problems import demonstrations
 
         noise = settings.noise if source.noise is None else source.noise
         name = source.path.removeprefix("demo:")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DataSource
-from grpo_dist.config_text import check_characters
+from grpo_dist.config.text import check_characters
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 
 PATTERN_S = 10.0  # longest that answer_pattern may take on one row
@@ -98,7 +98,7 @@ def source_name(source: DataSource) -> str:
 
 def _records(source: DataSource) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if source.path.startswith("demo:"):
-        from grpo_dist.demo.problems import problems
+        from grpo_dist.data.made_problems import problems
 
         name = source.path.removeprefix("demo:")
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))

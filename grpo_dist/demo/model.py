@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.cache import cached
 from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
+from grpo_dist.runtime.cache import cached
 
 _VERSION = 2  # of what this file makes; raise it when the result changes
 _SHAPES: dict[str, dict[str, int]] = {

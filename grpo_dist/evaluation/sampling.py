@@ -9,12 +9,12 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.concurrency import gather, progressing, sampled_again
 from grpo_dist.config import Config, Evaluation, Rejection
 from grpo_dist.evaluation.estimates import summarise
-from grpo_dist.seeds import request_seed
-from grpo_dist.stage_log import note
-from grpo_dist.types import Group, Prompt, Sampling
+from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.runtime.stage_log import note
+from grpo_dist.types import Group, Prompt, Sampling, correctness
 from grpo_dist.workers import Rewards, Rollouts
 
 STAGE = -1  # of request seeds: those of training steps count from 0
@@ -87,14 +87,6 @@ async def _sample_all(
         config, config.evaluation, workers, {0: prompts}, finished, stage=STAGE, what=what, explain=explain
     )
     return groups
-
-
-def correctness(group: Group) -> np.ndarray:
-    """float32 [G]: 1 right, 0 wrong, NaN not scorable."""
-    if any(group.outcomes):
-        known = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
-        return np.array([known.get(o, np.nan) for o in group.outcomes], dtype=np.float32)
-    return np.where(np.isnan(group.rewards), np.nan, group.rewards > 0.5).astype(np.float32)
 
 
 async def sample_chunks(

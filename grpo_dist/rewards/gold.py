@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from grpo_dist.config import Rewards
-from grpo_dist.hardware import available_cpus
 from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.runtime.hardware import available_cpus
 
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # certainly readable; most data sets have nothing else
 _LOOKED_AT = 1000  # enough to notice a wrong column, and seconds even for hard formulas

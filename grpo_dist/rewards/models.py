@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModel
-from grpo_dist.hardware import device_type, quiet_libraries, resolve_dtype
-from grpo_dist.planning import micro_batches
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
+from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from grpo_dist.bench.lengths import length_of
 from grpo_dist.config import Config
-from grpo_dist.config_files import load_config
+from grpo_dist.config.files import load_config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.prepare import prepare
-from grpo_dist.seeds import request_seed
+from grpo_dist.runs.prepare import prepare
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.tools.bench.lengths import length_of
 from grpo_dist.types import Prompt
 
 

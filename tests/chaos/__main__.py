@@ -18,7 +18,7 @@ from random import Random
 import classifiers_made
 import psutil
 
-from grpo_dist.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import LEDGER, imbalance
 
 from . import room, verdict
 from .events import SUPERVISED, Event

@@ -1,0 +1,86 @@
+"""Which arguments of vLLM's engine `rollout.engine` may set.
+
+Refused are those that a key of the configuration sets, and those that change what the engine's log-probs are
+of: the trainer would compare them with its own as if both were of one model and one distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from grpo_dist.config.root import Config
+
+_SET_BY = {
+    "model": "model.path",
+    "model_weights": "model.path",
+    "tokenizer": "model.path",
+    "hf_config_path": "model.path",
+    "revision": "model.revision",
+    "code_revision": "model.revision",
+    "tokenizer_revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_length, or data.max_prompt_tokens and sampling.max_new_tokens",
+    "seed": "seed",
+    "max_num_seqs": "rollout.max_num_seqs",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "pipeline_parallel_size": "rollout.tensor_parallel_size",
+    "data_parallel_size": "rollout.num_workers",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib, or rollout.gpu_memory_utilization on GPUs",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_sleep_mode": "cluster.placement",
+    "weight_transfer_config": "weight_sync.backend",
+    "generation_config": "sampling",
+    "override_generation_config": "sampling",
+    "enable_lora": "policy.lora",
+}
+_OTHER_MODEL = "the engine would not compute with the trainer's weights as they are"
+_OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the distribution that is sampled from"
+_CHANGES = {
+    "quantization": _OTHER_MODEL,
+    "quantization_config": _OTHER_MODEL,
+    "load_format": _OTHER_MODEL,
+    "hf_overrides": _OTHER_MODEL,
+    "model_class_overrides": _OTHER_MODEL,
+    "disable_sliding_window": _OTHER_MODEL,
+    "kv_transfer_config": "keys and values of older weights would be used after a weight sync",
+    "logprobs_mode": _OTHER_DISTRIBUTION,
+    "logits_processors": _OTHER_DISTRIBUTION,
+    "watermark_config": _OTHER_DISTRIBUTION,
+    "speculative_config": _OTHER_DISTRIBUTION,
+    "spec_method": _OTHER_DISTRIBUTION,
+    "spec_model": _OTHER_DISTRIBUTION,
+    "spec_tokens": _OTHER_DISTRIBUTION,
+    "diffusion_config": _OTHER_DISTRIBUTION,
+    "skip_tokenizer_init": "the engine could not return texts",
+    "runner": "the engine would not generate",
+    "convert": "the engine would not generate",
+}
+_WHOLE_PROMPTS = "without a GPU the engine dies of a prompt that is prefilled in pieces"
+
+
+def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> Iterator[str]:
+    """Arguments in `rollout.engine` that cannot be used, by their names alone: no engine is made with them.
+    ``device``: of the engines; None: not known here.
+    """
+    for name, value in config.rollout.engine.items():
+        said = f"`rollout.engine.{name}` = {value}"
+        if name in _SET_BY:
+            yield f"{said} is set by {_SET_BY[name]}; remove it"
+        elif name in _CHANGES:
+            yield f"{said}: {_CHANGES[name]}; remove it"
+        elif name == "enable_chunked_prefill" and value and device == "cpu":
+            yield f"{said}: {_WHOLE_PROMPTS}; remove it"
+        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not _corrects(config):
+            yield (
+                f"{said} makes the engine's log-probs differ from the trainer's, and nothing corrects that; "
+                "set algorithm.correction.kind (tis is the default), or remove it"
+            )
+
+
+def _corrects(config: Config) -> bool:
+    """Whether the mismatch between engine and trainer is part of the loss."""
+    algorithm = config.algorithm
+    return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"

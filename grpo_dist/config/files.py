@@ -1,0 +1,295 @@
+"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` checks the
+result.
+
+A file may name others to build on, relative to itself; later ones win, then the file, then the command line:
+
+    defaults: [base.yaml, algorithms/grpo.yaml]
+    policy: {num_workers: 2}
+
+On the command line ``+algorithm=dapo`` puts the preset configs/algorithms/dapo.yaml in place of the file's
+`algorithm` section; what else the preset sets is merged.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from grpo_dist.config import Config
+from grpo_dist.config.messages import readable
+from grpo_dist.config.peers import hint
+from grpo_dist.config.secrets import masked, masked_setting, masked_text, shown_value
+from grpo_dist.config.text import check_characters, check_key, check_nesting
+from grpo_dist.errors import UserError
+
+_OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
+_UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
+_PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
+S = TypeVar("S", bound=BaseModel)
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be used; the message names key, value, requirement and remedy, with *** for
+    secrets.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(masked_text(message))
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read ``path``, its defaults and ``key=value`` overrides into the frozen tree.
+
+    Raises ConfigError for a missing or malformed file, an unknown key, a bad value, or values that
+    contradict.
+    """
+    merged = read_tree(Path(path))
+    for override in overrides:
+        merged = overridden(merged, override, Path(path))
+    return validated(merged, path, Config)
+
+
+def is_override(text: str) -> bool:
+    """Whether a word of a command line is ``key=value`` or ``+algorithm=PRESET``, and not the path of a file
+    with such a sign in it.
+    """
+    return _OVERRIDE.match(text) is not None and not Path(text).exists()
+
+
+def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
+    """``tree`` with ``key=value`` set, or with a preset in place. ``path``: the file it came from."""
+    if override.startswith("+"):
+        return _with_preset(tree, override, path)
+    set_from_text(tree, override)
+    return tree
+
+
+def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
+    """``tree``, interpolations resolved, as a ``section``. Raises ConfigError, beginning with ``where``."""
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError, ValueError) as error:
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
+    return checked(plain, where, section)
+
+
+def checked(plain: Any, where: str | Path, section: type[S]) -> S:
+    """Plain mappings and lists as a ``section``. Raises ConfigError, beginning with ``where``."""
+    try:
+        check_characters(plain)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    try:
+        return section.model_validate(plain)
+    except ValidationError as error:
+        # A validator's own words may name a value of another key.
+        raise ConfigError(masked_text(_explain(error, where, section), plain)) from error
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with dotted keys set, validated anew. Raises ValueError where such a one is refused."""
+    plain: dict[str, Any] = config.model_dump()
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = plain
+        for part in path:
+            section = section[part]
+        section[last] = value
+    return Config.model_validate(plain)
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML, every default written out, with *** for secrets."""
+    return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))
+
+
+def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """A file merged over its defaults, interpolations not yet resolved. ``seen``: the files it is a default
+    of.
+    """
+    try:
+        resolved, is_file = path.resolve(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, links in a circle
+        reason = error.strerror if isinstance(error, OSError) else str(error)[:200]
+        raise ConfigError(f"{ascii(str(path))[:200]}: no configuration file ({reason})") from error
+    if resolved in seen:
+        raise ConfigError(
+            f"{path}: `defaults` go round in a circle: {' -> '.join(p.name for p in (*seen, resolved))}"
+        )
+    if not is_file:
+        raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
+    try:
+        check_nesting(path.read_text(encoding="utf-8"))
+        loaded = OmegaConf.load(path)
+    except (YAMLError, OmegaConfBaseException, RecursionError, OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
+    if path.parent.name == _PRESETS.name:
+        _name_preset(loaded, path.stem)
+    parts = [read_tree(path.parent / base, (*seen, resolved)) for base in _bases(loaded, path)]
+    try:
+        merged = OmegaConf.merge(*parts, loaded)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be merged with its `defaults`: {parser_reason(error)}") from error
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _name_preset(tree: DictConfig, name: str) -> None:
+    """Settings from a file in a directory of presets carry its name into the run and its report."""
+    if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
+        OmegaConf.update(tree, "algorithm.preset", name)
+
+
+def _bases(loaded: DictConfig, path: Path) -> list[str]:
+    """Files that ``loaded`` builds on; `defaults` is taken out of it."""
+    try:
+        found = loaded.pop("defaults", None)
+        bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: `defaults`: {parser_reason(error)}") from error
+    wrong = [base for base in bases if not isinstance(base, str) or not base]
+    if wrong:
+        raise ConfigError(
+            f"{path}: `defaults`: {wrong[0]!r} names no file; expected a file or a list of files, e.g. "
+            "[base.yaml]"
+        )
+    return bases
+
+
+def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
+    """``+algorithm=NAME``: the preset beside the configuration file, else the one of this project."""
+    key, _, name = override.partition("=")
+    directories = [path.parent / "algorithms", _PRESETS]
+    known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
+    if key != "+algorithm" or name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean +algorithm={near[0]}?" if near else ""
+        raise ConfigError(
+            f"override {masked_setting(override)!r}: expected +algorithm=NAME with NAME one of "
+            f"{', '.join(sorted(known))}{hint}"
+        )
+    preset = read_tree(known[name])
+    rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})
+    result = OmegaConf.merge(rest, preset)
+    assert isinstance(result, DictConfig)
+    return result
+
+
+def set_from_text(tree: DictConfig, override: str) -> None:
+    """``a.b=1`` sets a value, ``a.0.b=1`` reaches into a list; YAML decides the type of the value."""
+    key, sign, _ = override.partition("=")
+    shown = f"override {masked_setting(override)!r}"
+    if not sign or not key:
+        raise ConfigError(f"{shown}: expected key=value, e.g. steps=10 or policy.optimizer.lr=1e-5")
+    try:
+        check_characters(override)
+        check_nesting(override[len(key) + 1 :])
+        read = OmegaConf.from_dotlist([f"value={override[len(key) + 1 :]}"])
+        value = OmegaConf.to_container(read, resolve=False)["value"]  # type: ignore[call-overload, index]
+    except (YAMLError, OmegaConfBaseException, RecursionError, ValueError) as error:
+        raise ConfigError(f"{shown}: {parser_reason(error)}") from error
+    set_key(tree, key, value, shown)
+
+
+def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
+    """Set a dotted ``key``; a mapping is merged into what is there. Raises ConfigError, beginning with
+    ``where``.
+    """
+    try:
+        check_key(key)
+        merge = len(value) > 0 if isinstance(value, Mapping) else True
+        OmegaConf.update(tree, key, value, merge=merge)
+    except (OmegaConfBaseException, TypeError, AttributeError, ValueError, LookupError) as error:
+        raise ConfigError(f"{where}: {parser_reason(error)}") from error
+
+
+def parser_reason(error: BaseException) -> str:
+    """What a parser says, in one line, without the text that it could not read: that may be a secret."""
+    return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
+
+
+def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) -> str:
+    lines = []
+    for item in readable(error.errors(), root):
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key `{where}`{_suggestion(item['loc'], root, item['input'])}")
+        elif item["type"] == "missing":
+            lines.append(f"`{where}` is missing: {_description(item['loc'], root) or 'it has no default'}")
+        elif item["type"] == "value_error":
+            message = str(item["ctx"]["error"])
+            lines.append(f"`{where}`: {message}" if where else message)
+        else:
+            shown = shown_value(item["loc"], item["input"])
+            message = item["msg"][:1].lower() + item["msg"][1:]
+            lines.append(f"`{where}` = {shown}: {message}{_meaning(item['loc'], root)}")
+    return f"{path}: " + "; ".join(lines)
+
+
+def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
+    section = _section(location[:-1], root)
+    own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
+    # Of a name that is also one of ours, in another section, only the whole path says whose it is.
+    elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
+    if root is Config and elsewhere_named:
+        return f"; {elsewhere_named}"
+    if section is None:
+        return ""
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean `{'.'.join(map(str, (*location[:-1], near[0])))}`?"
+    elsewhere = [p for p in _all_keys(root) if p.rsplit(".", 1)[-1] == location[-1]]
+    return f"; did you mean `{elsewhere[0]}`?" if elsewhere else f"; known here: {', '.join(known)}"
+
+
+def _meaning(location: tuple[Any, ...], root: type[BaseModel]) -> str:
+    text = _description(location, root)
+    return f" ({text})" if text else ""
+
+
+def _description(location: tuple[Any, ...], root: type[BaseModel]) -> str | None:
+    section = _section(location[:-1], root)
+    if section is None or location[-1] not in section.model_fields:
+        return None
+    return section.model_fields[str(location[-1])].description
+
+
+def _section(location: tuple[Any, ...], root: type[BaseModel]) -> type[BaseModel] | None:
+    """The section class at a location of the tree; list indices are passed over."""
+    section = root
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = section.model_fields.get(str(part))
+        inner = _model_class(field.annotation) if field else None
+        if inner is None:
+            return None
+        section = inner
+    return section
+
+
+def _model_class(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_class(arg))), None)
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        inner = _model_class(field.annotation)
+        if inner is not None:
+            keys += _all_keys(inner, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,1 @@
+"""What the driver is made of: sampling ahead, staging, progress, the ledger."""

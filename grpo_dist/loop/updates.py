@@ -1,0 +1,103 @@
+"""From the scored groups of a step to the batches of its optimiser updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.batch.credit_assignment import (
+    CreditSettings,
+    clipped_rewards,
+    sample_advantages,
+    token_advantages,
+)
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.config import Config
+from grpo_dist.loop.control import shuffle_rewards
+from grpo_dist.loop.pipeline import ScoredGroup
+from grpo_dist.runtime.seeds import derived_seed
+from grpo_dist.types import TrainBatch
+
+# REINFORCE++ has no baseline but the mean of all tokens.
+_WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
+
+
+def reward_moments(config: Config, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
+    """``before``, of all steps so far, with the rewards of this one; unchanged where no setting needs it."""
+    if config.algorithm.reward_norm != "running":
+        return before
+    return before.updated(clipped_rewards([s.group for s in scored], config.algorithm.reward_clip))
+
+
+def make_batches(
+    config: Config,
+    scored: Sequence[ScoredGroup],
+    step: int,
+    *,
+    kl_coef: float,
+    with_row_ids: bool = False,
+    moments: Moments | None = None,
+) -> list[TrainBatch]:
+    """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
+
+    ``kl_coef``: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
+    during a run when `algorithm.kl.target` is set. Its weight in the loss is handed to the update itself.
+    ``with_row_ids``: rows are numbered in the order of ``scored``, for `token_values`. ``moments``: see
+    `reward_moments`; None: those of this step alone.
+    """
+    groups = [s.group for s in scored]
+    if config.rewards.shuffle:
+        groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
+    moments = reward_moments(config, scored, Moments()) if moments is None else moments
+    settings = replace(credit_settings(config, kl_coef), moments=moments)
+    batch = make_batch(
+        groups,
+        sample_advantages(groups, settings),
+        ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
+        max_new_tokens=config.sampling.max_new_tokens,
+        mask_truncated=config.algorithm.mask_truncated,
+        with_row_ids=with_row_ids,
+    )
+    batch = token_advantages(batch, groups, settings)
+    updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
+    return [_without_idle_rows(config, update) for update in updates]
+
+
+def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
+    """Config stops here: the maths takes numbers."""
+    algorithm = config.algorithm
+    whitened = algorithm.whiten_advantages
+    return CreditSettings(
+        estimator=algorithm.advantage,
+        std=algorithm.std or "group",
+        eps=algorithm.advantage_eps,
+        k=algorithm.pass_k,
+        weights={r.name or r.function: r.weight for r in config.rewards.functions}
+        | {m.name: m.weight for m in config.rewards.models},
+        reward_clip=algorithm.reward_clip,
+        reward_norm=algorithm.reward_norm,
+        reward_shift=algorithm.shifts_rewards,
+        reward_scale=algorithm.scales_rewards,
+        kl_coef=kl_coef if algorithm.add_token_level_kl else 0.0,
+        kl_estimator=algorithm.kl.estimator,
+        whiten=algorithm.advantage in _WHITENED if whitened is None else whitened,
+        clip=algorithm.advantage_clip,
+    )
+
+
+def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
+    """``batch`` without the rows that add nothing to the gradient: every advantage 0, and no other term.
+
+    The denominators stay, so the gradient stays; only the forward passes are saved. Where nothing is left all
+    rows stay: the metrics of the step then still say something.
+    """
+    algorithm = config.algorithm
+    other_terms = (config.needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
+    ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
+    if other_terms or ranked or not algorithm.skip_idle_rows:
+        return batch
+    busy = np.flatnonzero(batch.advantages.numpy().any(axis=1)).tolist()
+    return batch.select(busy) if 0 < len(busy) < len(batch) else batch

@@ -1,0 +1,113 @@
+"""The terminal: one readable line per step, below them what is going on now, and a table at the end. Where
+the output is no terminal, lines alone.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_dist.observe.live_view import LiveView
+from grpo_dist.runtime.stage_log import shown_by_view
+
+# label, metric, format
+_COLUMNS = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss/total", "{:+.4f}"),
+    ("kl", "ref/kl", "{:.4f}"),
+    ("entropy", "policy/entropy", "{:.3f}"),
+    ("grad", "policy/grad_norm", "{:.2f}"),
+    ("len", "rollout/length_tokens", "{:.0f}"),
+    ("cut", "rollout/truncated_share", "{:.0%}"),
+    ("no signal", "group/no_signal_share", "{:.0%}"),
+    ("mismatch", "mismatch/logprob_diff_max", "{:.1e}"),
+)
+_TIMES = (("sample", "time/sample_s"), ("update", "time/update_s"), ("sync", "time/sync_s"))
+
+
+class Console:
+    """A tracking sink for people."""
+
+    def __init__(self, name: str, steps: int, start: int) -> None:
+        self._console = RichConsole(highlight=False, soft_wrap=True)
+        self.view = LiveView(name, steps, start)
+        self._live: Live | None = None
+        # Of the file itself: FORCE_COLOR makes a log of CI a terminal to rich, and it would fill with views.
+        if self._console.is_interactive and self._console.file.isatty():
+            self._live = Live(
+                get_renderable=lambda: self.view,
+                console=self._console,
+                transient=True,
+                vertical_overflow="ellipsis",
+            )
+            self._live.start()
+            shown_by_view(True)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        if "time/step_s" in metrics:
+            self.view.step(step, metrics)
+            self._console.print(step_line(step, metrics))
+        if any(key.startswith("eval/") for key in metrics):
+            for line in eval_lines(step, metrics):
+                self._console.print(line, style="bold", markup=False)
+
+    def warn(self, message: str) -> None:
+        self._console.print(message, style="bold yellow", markup=False)
+
+    def close(self, *, failed: bool) -> None:
+        if self._live is not None:
+            shown_by_view(False)
+            self._live.stop()
+
+
+def step_line(step: int, metrics: dict[str, float]) -> str:
+    """``step 12  reward 0.531  loss -0.0021 ...  2.1 s (sample 1.2, update 0.7, sync 0.0)  1,234 tok/s``"""
+    parts = [f"step {step:4d}"]
+    parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _COLUMNS if key in metrics]
+    failed = sum(metrics.get(f"outcome/{o}", 0) for o in ("timeout", "error"))
+    if failed:
+        parts.append(f"unscored {failed:.0f}")
+    if extra := metrics.get("group/extra_prompts"):
+        parts.append(f"extra prompts {extra:.0f}")
+    phases = ", ".join(f"{label} {metrics[key]:.1f}" for label, key in _TIMES if key in metrics)
+    parts.append(f"{metrics['time/step_s']:.1f} s ({phases})")
+    parts.append(f"{metrics['throughput/completion_tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+def eval_lines(step: int, metrics: dict[str, float]) -> list[str]:
+    lines = []
+    for name in eval_sets(metrics):
+        scores = {k.rsplit("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"eval/{name}/")}
+        shown = [
+            f"{k} {v:.3f} ± {scores[k + '_stderr']:.3f}" for k, v in scores.items() if f"{k}_stderr" in scores
+        ]
+        lines.append(f"eval after step {step}  {name}: " + "  ".join(shown))
+    return lines
+
+
+def eval_sets(metrics: dict[str, float]) -> list[str]:
+    return list(dict.fromkeys(k.split("/")[1] for k in metrics if k.startswith("eval/")))
+
+
+def print_before_after(before: dict[str, float], after: dict[str, float], run_dir: str) -> None:
+    """The closing table: every estimate before training and of the exported weights, with standard errors."""
+    console = RichConsole(highlight=False)
+    table = Table(title="accuracy on held-out problems", title_justify="left")
+    for heading in ("set", "measure", "before", "after", "change"):
+        table.add_column(heading, justify="left" if heading in ("set", "measure") else "right")
+    for key, value in after.items():
+        if f"{key}_stderr" not in after:
+            continue
+        _, name, measure = key.split("/")
+        first = before.get(key)
+        table.add_row(
+            escape(name), measure,
+            "–" if first is None else f"{first:.1%} ± {before[key + '_stderr']:.1%}",
+            f"{value:.1%} ± {after[key + '_stderr']:.1%}",
+            "–" if first is None else f"{value - first:+.1%}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"run directory: {run_dir}", soft_wrap=True, markup=False)

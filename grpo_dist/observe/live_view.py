@@ -1,0 +1,184 @@
+"""What a run is doing, as a block of lines that a terminal shows below its log:
+
+demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 gone, 3:04 left
+now     sample, 2.1 s           (while it starts: engines 12.3 s (rollout-0))
+step    sample 1.2 s █████████████  update 0.7 s ███████▋  sync 0.1 s ▉
+reward  ▁▂▂▃▄▅▆▇█ 0.531
+actors  ● rollout     4/4  █████████▏  92% busy  1.3 GiB
+        ● policy      2/2  ████        40% busy  0.9 GiB
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.stage_log import clock_text, open_stages
+from grpo_dist.runtime.units import GIB
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PARTS = " ▏▎▍▌▋▊▉"
+_STEPS_AVERAGED = 10
+_REWARDS_SHOWN = 48
+_BAR_CELLS = 24
+_BUSY_CELLS = 10
+_NAMED = 3  # actors that do not serve
+_COLOURS = {"sample": "cyan", "update": "green", "sync": "magenta", "evaluate": "blue", "save": "yellow"}
+
+
+class LiveView:
+    """Rendered anew as often as the terminal likes, in its own thread. ``clock``: seconds, of any origin."""
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        start: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        stages: Callable[[], list[str]] = open_stages,
+    ) -> None:
+        """``stages``: those of the start and of evaluations that last now, in words."""
+        self._name, self._steps, self._clock = name, steps, clock
+        self._begin = self._since = clock()
+        self._done, self._phase = start, "starting"
+        self._ends: deque[float] = deque(maxlen=_STEPS_AVERAGED + 1)
+        self._phases: deque[dict[str, float]] = deque(maxlen=_STEPS_AVERAGED)
+        self._rewards: deque[float] = deque(maxlen=_REWARDS_SHOWN)
+        self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, most bytes
+        self._replaced: dict[str, int] = {}
+        self._states: Callable[[], Mapping[str, bool]] = dict
+        self._stages = stages
+        self._lock = Lock()  # what is drawn does not change meanwhile
+
+    def phase(self, name: str) -> None:
+        """What the loop begins now."""
+        with self._lock:
+            self._phase, self._since = name, self._clock()
+
+    def follow(self, states: Callable[[], Mapping[str, bool]]) -> None:
+        """``states``: of every actor by name, whether it serves."""
+        self._states = states
+
+    def took(self, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """What the loop and each worker did in the step that is done next."""
+        phases: dict[str, float] = {}
+        for span in own:
+            phases[span.stage] = phases.get(span.stage, 0.0) + span.end - span.begin
+        seconds, used = sum(phases.values()) or math.inf, dict[str, tuple[float, int]]()
+        for role in dict.fromkeys(map(_role, workers)):
+            own_usage = [usage for name, usage in workers.items() if _role(name) == role]
+            busy = sum(sum(usage.busy_s.values()) for usage in own_usage) / len(own_usage)
+            used[role] = (min(1.0, busy / seconds), max(usage.peak_bytes for usage in own_usage))
+        with self._lock:
+            self._phases.append(phases)
+            self._used |= used
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """``step`` is done."""
+        with self._lock:
+            self._done = step
+            self._ends.append(self._clock())
+            self._rewards.append(metrics.get("reward/mean", math.nan))
+            for role in self._used:
+                self._replaced[role] = self._replaced.get(role, 0) + int(metrics.get(f"restarts/{role}", 0))
+
+    def left_s(self) -> float | None:
+        """Seconds until the last step is done, at the pace of the latest and what came between them (saving,
+        evaluating); None: too early to say.
+        """
+        if len(self._ends) < 2:
+            return None
+        pace = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+        return max(0.0, pace * (self._steps - self._done) - (self._clock() - self._ends[-1]))
+
+    def __rich__(self) -> RenderableType:
+        with self._lock:
+            lines = self._lines()
+        # In a group: a text that is printed as it is loses that it is not to be wrapped.
+        return Group(*(Text("", no_wrap=True, overflow="ellipsis").append(line) for line in lines))
+
+    def _lines(self) -> list[Text]:
+        now = f"{self._phase}, {clock_text(self._clock() - self._since)}"
+        lines = [self._head(), _labelled("now", "; ".join(self._stages()) or now)]
+        if self._phases:
+            lines.append(_labelled("step", self._stage_bars()))
+        if self._rewards:
+            lines.append(_labelled("reward", self._reward_line()))
+        for i, actors in enumerate(self._actors()):
+            lines.append(_labelled("" if i else "actors", actors))
+        return lines
+
+    def _head(self) -> Text:
+        done, left = self._done / self._steps, self.left_s()
+        line = Text(f"{self._name}  ", style="bold")
+        line.append(f"{'━' * round(done * _BAR_CELLS):─<{_BAR_CELLS}}", style="green")
+        line.append(f"  {self._done}/{self._steps} steps", style="default")
+        line.append(f"  {clock_text(self._clock() - self._begin)} gone", style="default")
+        return line.append(f", {clock_text(left)} left" if left is not None else "", style="default")
+
+    def _stage_bars(self) -> Text:
+        """Mean seconds of each phase over the latest steps; a bar's length is its share of all."""
+        names = dict.fromkeys(name for own in self._phases for name in own)
+        means = {n: sum(own.get(n, 0.0) for own in self._phases) / len(self._phases) for n in names}
+        total = sum(means.values()) or 1.0
+        line = Text()
+        for name, seconds in means.items():
+            if seconds >= 0.01 * total:
+                line.append(f"{name} {seconds:.1f} s ")
+                line.append(_bar(seconds / total, _BAR_CELLS) + "  ", style=_COLOURS.get(name, ""))
+        return line
+
+    def _reward_line(self) -> Text:
+        latest = self._rewards[-1]
+        line = Text(sparkline(self._rewards), style="green")
+        return line.append(" not known" if math.isnan(latest) else f" {latest:.3f}", style="default")
+
+    def _actors(self) -> Iterator[Text]:
+        """A line for each role."""
+        serves = dict(self._states())
+        roles = list(dict.fromkeys(map(_role, serves)))
+        width = max(map(len, roles), default=0)
+        for role in roles:
+            own = {name: ok for name, ok in serves.items() if _role(name) == role}
+            lost = [name for name, ok in own.items() if not ok]
+            parts = [f"{role:<{width}}  {len(own) - len(lost):>4}/{len(own)}"]
+            if role in self._used:
+                busy, most = self._used[role]
+                parts.append(f"{_bar(busy, _BUSY_CELLS):<{_BUSY_CELLS}} {busy:4.0%} busy")
+                parts.append(f"{most / GIB:.1f} GiB")
+            if count := self._replaced.get(role):
+                parts.append(f"{count} replaced")
+            if lost:
+                more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+                parts.append(f"being replaced: {', '.join(lost[:_NAMED])}{more}")
+            yield Text("● ", style="yellow" if lost else "green").append("  ".join(parts), style="default")
+
+
+def _labelled(label: str, line: Text | str) -> Text:
+    return Text(f"{label:<8}", style="dim").append(line, style="default" if isinstance(line, str) else None)
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """A character for each value, from the least to the greatest: [0, 1, 2] -> ▁▄█; NaN is a blank."""
+    known = [v for v in values if math.isfinite(v)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((v - low) * scale)] if math.isfinite(v) else " " for v in values)
+
+
+def _bar(share: float, cells: int) -> str:
+    eighths = round(share * cells * 8)
+    return "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
+
+
+def _role(name: str) -> str:
+    """rollout-12 -> rollout"""
+    return name.rsplit("-", 1)[0]

@@ -1,0 +1,43 @@
+"""`metrics.jsonl`, the record of a run: what cannot be written there ends it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.jsonl import kept_lines
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsFile:
+    """One JSON object per step. NaN is written as null: JSON has no NaN."""
+
+    def __init__(self, path: Path, *, keep_through: int) -> None:
+        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is
+        above 0.
+        """
+        self._path = path
+        self._last: dict[str, Any] | None = None
+        kept = kept_lines(path, keep_through) if keep_through > 0 else []
+        write_text(path, "".join(kept))
+        self._last_offset = path.stat().st_size
+        if kept:
+            self._last = json.loads(kept[-1])
+            self._last_offset -= len(kept[-1].encode())
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Every line is in the file when this returns."""
+        known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
+        joins = self._last is not None and self._last["step"] == step
+        self._last = {**(self._last if joins and self._last else {"step": step}), **known}
+        with self._path.open("rb+") as file:
+            if not joins:
+                self._last_offset = file.seek(0, os.SEEK_END)
+            file.seek(self._last_offset)
+            file.write((json.dumps(self._last) + "\n").encode())
+            file.truncate()

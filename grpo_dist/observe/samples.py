@@ -1,0 +1,153 @@
+"""Groups as Parquet tables, one row per sample: the record of what was sampled, and the in-flight part of a
+checkpoint.
+
+The table holds everything a Group does, so `read_groups` gives back what `write_groups` was given, bit for
+bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
+from grpo_dist.runtime.files import clear, publish
+from grpo_dist.types import Group, Prompt, Rollout
+
+_PART = "reward/"
+_REPEATED = ["uid", "source", "problem", "answer", "outcome", "finish_reason", "policy_versions.list.element"]
+_OF_TOKENS = ("advantages", "ref_logprobs", "trainer_logprobs")
+_FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
+
+
+def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
+    """Write atomically: a reader never sees half a file, also after a crash. ``values``: of the samples that
+    were trained on, for people; `read_groups` does not look at them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    clear(partial)
+    # A dictionary of log-probs or token ids is as long as they are, and costs more than all the rest.
+    pq.write_table(
+        _table(groups, values or {}),
+        partial,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=_REPEATED,
+    )
+    publish(partial, path)
+
+
+def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
+    """Groups in the order written. ``prompts`` by uid: the table names them, the data set holds them.
+
+    Raises ValueError when the table names a prompt that the data set no longer has.
+    """
+    rows = pq.read_table(path).to_pylist()
+    order = list(dict.fromkeys(row["uid"] for row in rows))
+    missing = [uid for uid in order if uid not in prompts]
+    if missing:
+        raise ValueError(
+            f"{path}: prompt uid {missing[0]!r} (and {len(missing) - 1} more) is not in the training data; "
+            f"resume with "
+            "the data set this run was started with, or start a new run"
+        )
+    by_uid: dict[str, list[dict]] = {uid: [] for uid in order}
+    for row in rows:
+        by_uid[row["uid"]].append(row)
+    return [_group(prompts[uid], sorted(by_uid[uid], key=lambda r: r["sample"])) for uid in order]
+
+
+def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
+    rollouts = [r for g in groups for r in g.rollouts]
+    owner = np.repeat(np.arange(len(groups)), [len(g.rollouts) for g in groups])
+
+    def of_group(values: Iterable[Any], kind: pa.DataType) -> pa.Array:
+        return pa.array(values, kind).take(pa.array(owner))
+
+    columns = {
+        "uid": of_group((g.prompt.uid for g in groups), pa.string()),
+        "source": of_group((g.prompt.source for g in groups), pa.string()),
+        "problem": of_group((g.prompt.text for g in groups), pa.string()),
+        "answer": of_group((g.prompt.answer for g in groups), pa.string()),
+        "sample": pa.array([r.sample for r in rollouts], pa.int32()),
+        "completion": pa.array([r.text for r in rollouts], pa.string()),
+        "reward": _joined([g.rewards for g in groups], pa.float32()),
+        "outcome": pa.array([o for g in groups for o in g.outcomes], pa.string()),
+        "finish_reason": pa.array([r.finish_reason for r in rollouts], pa.string()),
+        "completion_ids": _lists([r.completion_ids for r in rollouts], _INTS),
+        "logprobs": _lists([r.logprobs for r in rollouts], _FLOATS),
+        "policy_versions": _lists([r.policy_versions for r in rollouts], _INTS),
+        "score_s": of_group((g.score_s for g in groups), pa.float64()),
+        "garbage": of_group((g.garbage for g in groups), pa.int32()),
+        "baseline_reward": of_group((g.baseline_reward for g in groups), pa.float64()),
+    }
+    if any(g.step_rewards is not None for g in groups):
+        samples = [(g, i) for g in groups for i in range(len(g.rollouts))]
+        columns["step_rewards"] = pa.array([_own(g.step_rewards, i) for g, i in samples], _FLOATS)
+        columns["step_ends"] = pa.array([_own(g.step_ends, i) for g, i in samples], _INTS)
+    if values:
+        own = [values.get((r.prompt_uid, r.sample)) for r in rollouts]
+        columns["advantage"] = pa.array([None if v is None else v.advantage for v in own], pa.float32())
+        for name in _OF_TOKENS if has_tokens(values) else ():
+            columns[name] = pa.array([None if v is None else getattr(v, name) for v in own], _FLOATS)
+    for name in groups[0].reward_parts if groups else ():
+        columns[_PART + name] = _joined([g.reward_parts[name] for g in groups], pa.float32())
+    return pa.table(columns)
+
+
+def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
+    """One column of ``arrays`` after each other, without a Python object for each number."""
+    return pa.array(np.concatenate(arrays) if arrays else [], kind)
+
+
+def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
+    """One list for each of ``arrays``."""
+    ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), _joined(arrays, kind.value_type))
+
+
+def _group(prompt: Prompt, rows: list[dict]) -> Group:
+    parts = [key for key in rows[0] if key.startswith(_PART)]
+    return Group(
+        prompt=prompt,
+        rollouts=tuple(_rollout(row) for row in rows),
+        rewards=np.array([row["reward"] for row in rows], dtype=np.float32),
+        reward_parts={
+            key.removeprefix(_PART): np.array([row[key] for row in rows], dtype=np.float32) for key in parts
+        },
+        outcomes=tuple(row["outcome"] for row in rows),
+        score_s=rows[0]["score_s"],
+        garbage=rows[0]["garbage"],
+        baseline_reward=rows[0]["baseline_reward"],
+        step_rewards=_steps(rows, "step_rewards", np.float32),
+        step_ends=_steps(rows, "step_ends", np.int32),
+    )
+
+
+def _own(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | None:
+    return None if arrays is None else arrays[sample]
+
+
+def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...] | None:
+    """None where the group had no process reward model; tables of runs without one lack the column."""
+    if rows[0].get(column) is None:
+        return None
+    return tuple(np.array(row[column], dtype=dtype) for row in rows)
+
+
+def _rollout(row: dict) -> Rollout:
+    return Rollout(
+        prompt_uid=row["uid"],
+        sample=row["sample"],
+        completion_ids=np.array(row["completion_ids"], dtype=np.int32),
+        logprobs=np.array(row["logprobs"], dtype=np.float32),
+        finish_reason=row["finish_reason"],
+        text=row["completion"],
+        policy_versions=np.array(row["policy_versions"], dtype=np.int32),
+    )

@@ -1,0 +1,41 @@
+"""What trackers are told of the configuration, and what must be there for them."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from grpo_dist.config import Config, Tracking
+from grpo_dist.config.secrets import masked
+from grpo_dist.errors import UserError
+
+
+def check_trackers(tracking: Tracking) -> str:
+    """The trackers that are on. Raises UserError for one that cannot work as it is set; one that merely does
+    not answer never stops a run.
+    """
+    wanted = {
+        "tensorboard": ("tracking.tensorboard", tracking.tensorboard),
+        "wandb": ("tracking.wandb.enabled", tracking.wandb.enabled),
+        "mlflow": ("tracking.mlflow.enabled", tracking.mlflow.enabled),
+    }
+    on = {package: key for package, (key, is_on) in wanted.items() if is_on}
+    for package, key in on.items():
+        if find_spec(package) is None:
+            raise UserError(
+                f"`{key}` = true, and the package {package} is not installed; pip install {package}, or "
+                "set it to false"
+            )
+    return ", ".join(["metrics.jsonl", *on])
+
+
+def flat(config: Config) -> dict[str, str | int | float | bool]:
+    """The configuration with dotted keys, *** for secrets: {"policy.optimizer.lr": 1e-06, ...}."""
+    return dict(_leaves(masked(config.model_dump(mode="json")), ""))
+
+
+def _leaves(value: Any, path: str) -> list[tuple[str, str | int | float | bool]]:
+    if value and isinstance(value, dict | list):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+        return [leaf for name, own in inner for leaf in _leaves(own, f"{path}.{name}" if path else str(name))]
+    return [(path, value if isinstance(value, str | int | float) else str(value))]

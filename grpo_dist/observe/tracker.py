@@ -1,0 +1,229 @@
+"""What a run tells of itself: in its directory, on the terminal, to TensorBoard, wandb and MLflow.
+
+    metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
+    timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
+                     what each actor did when; those of "driver" are the phases of the loop
+    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, after which step;
+                     empty in a run without any
+    ledger.jsonl     what became of every prompt
+    samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
+    aside/           batches of steps that went wrong
+
+What cannot be written there ends the run. The terminal and the trackers of others never do (`sinks`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
+from grpo_dist.config import Config
+from grpo_dist.errors import RunEnded
+from grpo_dist.loop.ledger import LEDGER, Account
+from grpo_dist.observe.completions import step_of, table_of
+from grpo_dist.observe.console import Console
+from grpo_dist.observe.metrics_file import METRICS, MetricsFile
+from grpo_dist.observe.mlflow_run import MlflowRun
+from grpo_dist.observe.profiling import TIMELINE, write_timeline
+from grpo_dist.observe.samples import write_groups
+from grpo_dist.observe.sinks import Beside, Sink, Tell, close_all
+from grpo_dist.observe.tensorboard import TensorBoard
+from grpo_dist.observe.wandb_run import WandbRun
+from grpo_dist.runtime.background import Background
+from grpo_dist.runtime.files import check_room, flush
+from grpo_dist.runtime.jsonl import StepLines
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.stage_log import LoopStages
+from grpo_dist.types import Group
+from grpo_dist.workers import WorkerUsage
+
+EVENTS = "events.jsonl"
+_LOGGER = logging.getLogger("grpo_dist")
+_TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
+
+
+class Warned(logging.Handler):
+    """Warnings of the package's own logger, such as an actor that is replaced, are warnings of the run."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._warn = warn
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warn(record.getMessage())
+
+
+class Tracker:
+    """All sinks of a run. Use as a context manager, so that they are flushed whatever happens."""
+
+    def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
+        """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on, at
+        wandb and MLflow.
+        """
+        self._config, self.directory = config, run_dir
+        self._samples_dir = run_dir / "samples" if config.tracking.samples else None
+        self._aside_dir = run_dir / "aside"
+        self._writer = Background("samples", pending=_TABLES_PENDING)
+        self._sinks: list[Beside] = []
+        self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
+        self._warned = Warned(self.warn)
+        self._stages = LoopStages()
+        self._open(start)
+
+    def _open(self, start: int) -> None:
+        config, run_dir = self._config, self.directory
+        self._step = start
+        with (run_dir / EVENTS).open("a"):  # it is there, and empty, in a run without warnings
+            pass
+        self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
+        self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
+        self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
+        self._console = Console(config.name, config.steps, start) if config.tracking.console else None
+        openers = _openers(config, run_dir, start, self.wandb_id)
+        self._sinks = [Beside(name, opener, self.warn) for name, opener in openers.items()]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
+        self._stages.logged(step="time/step_s" in metrics)
+        self._metrics.log(step, metrics)
+        self._show(lambda console: console.log(step, metrics))
+        for sink in self._sinks:
+            sink.log(step, metrics)
+
+    def _show(self, what: Callable[[Console], None]) -> None:
+        """On the terminal, as long as there is one: its end may be closed."""
+        console = self._console
+        if console is None:
+            return
+        try:
+            what(console)
+        except Exception as error:
+            self._console = None
+            with suppress(Exception):
+                console.close(failed=True)
+            self.warn(f"the terminal takes no more lines: {error}")
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
+        """Written beside the loop. Raises what went wrong with an earlier table. Trackers get those of
+        evaluations, and of steps with ``values`` of tokens.
+        """
+        if self._samples_dir is None:
+            return
+        path = self._samples_dir / f"{name}.parquet"
+        self._writer.submit(lambda: write_groups(path, groups, values))
+        if self._sinks and (has_tokens(values) or name.startswith("eval_")):
+            table = table_of(name, groups, values)
+            for sink in self._sinks:
+                sink.table(step_of(name), table)
+
+    def phase(self, name: str) -> None:
+        """What the loop begins now."""
+        self._stages.phase(name)
+        self._show(lambda console: console.view.phase(name))
+
+    def loop_ended(self) -> None:
+        """Nothing of the loop goes on now."""
+        self._stages.end()
+
+    def follow(self, usage: WorkerUsage) -> None:
+        """These are the actors from now on."""
+        self._show(lambda console: console.view.follow(usage.states))
+
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        """When the loop (``own``) and each worker were busy with what during ``step``."""
+        of_all = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
+        rows = [
+            (name, span.stage, round(span.begin, 4), round(span.end, 4))
+            for name, spans in of_all.items()
+            for span in spans
+        ]
+        self._timeline.add(step, {"spans": rows})
+        self._show(lambda console: console.view.took(own, workers))
+        if step in self._config.profile.steps:
+            steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
+            self._writer.submit(lambda: write_timeline(self.directory, steps))
+
+    def account(self, step: int, found: Account) -> None:
+        """What became of the prompts of ``step``, for the run's ledger."""
+        self._ledger.add(step, found)
+
+    def aside(self, step: int, groups: list[Group]) -> str:
+        """Keep the batch of a step that went wrong, whatever else is kept; returns where."""
+        path = self._aside_dir / f"step_{step:06d}.parquet"
+        write_groups(path, groups)
+        return str(path)
+
+    def warn(self, message: str) -> None:
+        self._show(lambda console: console.warn(message))
+        if self._console is None:
+            with suppress(OSError, ValueError):  # nobody reads it; it is in the file
+                print(message, file=sys.stderr, flush=True)
+        self.note(message)
+
+    def note(self, message: str) -> None:
+        """Write an event to `events.jsonl` alone: nothing to act on, or the terminal has shown it already."""
+        event = {"time": round(time.time(), 3), "step": self._step, "message": message}
+        with (self.directory / EVENTS).open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+    def back_to(self, step: int) -> None:
+        """What was written of later steps comes again: it is taken back, as at a resume."""
+        self.flush()
+        self._stages.end(failed=True)
+        self._close(failed=False)
+        self._open(step)
+
+    def flush(self) -> None:
+        """Every table and every line is on disk when this returns, before a checkpoint that counts on it;
+        raises what went wrong with one.
+        """
+        self._writer.flush()
+        for name in (METRICS, LEDGER, TIMELINE):
+            flush(self.directory / name)
+
+    def __enter__(self) -> Tracker:
+        _LOGGER.addHandler(self._warned)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _LOGGER.removeHandler(self._warned)
+        self._stages.end(failed=error is not None)
+        failed = error
+        try:
+            self._writer.close()
+        except Exception as own:
+            if failed is None:  # otherwise the run already ends with an error of its own
+                failed = own
+                raise
+        finally:
+            self._close(failed=failed is not None)
+            if isinstance(failed, Exception) and not isinstance(failed, RunEnded):
+                check_room(self.directory, failed)
+
+    def _close(self, *, failed: bool) -> None:
+        close_all(self._sinks, failed=failed)
+        self._show(lambda console: console.close(failed=failed))
+
+
+def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, Callable[[Tell], Sink]]:
+    """What opens each tracker that is on, called in its thread."""
+    settings, found = config.tracking, dict[str, Callable[[Tell], Sink]]()
+    if settings.tensorboard:
+        purge, directory = start + 1 if start else None, run_dir / "tensorboard"
+        found["TensorBoard"] = lambda tell: TensorBoard(directory, config, purge_step=purge)
+    if settings.wandb.enabled:
+        found["wandb"] = partial(WandbRun, config, run_dir, run_id)
+    if settings.mlflow.enabled:
+        found["MLflow"] = lambda tell: MlflowRun(config, run_dir, run_id)
+    return found

@@ -1,0 +1,269 @@
+"""Attention over rows that lie end to end in one stream, as an attention function of transformers.
+
+A `Kernel` is chosen once from device, type and settings; from the rows of a micro-batch it makes `Spans`,
+which ride along to every attention layer as a keyword argument and know how to attend:
+
+    VarlenSpans   one call of a variable-length kernel: torch's own, or flash-attention's
+    BlockSpans    rows of like length put side by side, each block through torch's
+    scaled_dot_product_attention
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
+_SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
+
+
+class Spans(Protocol):
+    """The rows of one stream. ``attend``: causal attention within each row, queries [N, H, D] and keys and
+    values [N, H', D] (H a multiple of H') to outputs [N, H, D]. ``window``: how many tokens back a token
+    sees, itself included; None: all.
+    """
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor: ...
+
+
+class Kernel(Protocol):
+    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> Spans:
+        """``rows``: places of each row's tokens in a stream of ``size`` tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """``rows`` rows of at most ``longest`` tokens. ``places`` [rows * longest] in the stream; behind a row's
+    end any.
+    """
+
+    places: Int[Tensor, " L"]
+    rows: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpans:
+    blocks: tuple[_Block, ...]
+    back: Int[Tensor, " N"]  # where in the blocks' outputs, end to end, each token of the stream is found
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        outputs = []
+        for block in self.blocks:
+            own = (_heads_first(t.index_select(0, block.places), block) for t in (q, k, v))
+            out = _causal(*own, scale=scale, window=window, dropout=dropout)
+            outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+        return torch.cat(outputs).index_select(0, self.back)
+
+
+class BlockKernel:
+    """Any device and type."""
+
+    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> BlockSpans:
+        blocks, back, end = [], np.zeros(size, np.int64), 0
+        for members in _alike([len(row) for row in rows]):
+            longest = len(rows[members[0]])
+            places = np.zeros((len(members), longest), np.int64)
+            for i, member in enumerate(members):
+                row = rows[member]
+                places[i, : len(row)] = row
+                back[row] = np.arange(end, end + len(row))
+                end += longest
+            index = torch.from_numpy(places.ravel()).to(device)
+            blocks.append(_Block(index, len(members), longest))
+        return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
+
+
+# (q [N, H, D], k [N, H', D], v, cumulative lengths int32 [R + 1], longest, scale, window, dropout) -> [N, H,
+# D]
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, float], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenSpans:
+    """``places`` and ``back`` None: the rows stand in the stream one behind the other already."""
+
+    function: VarlenFunction
+    ends: Int[Tensor, " R+1"]  # int32: where each row begins, and the end of the last
+    longest: int
+    places: Int[Tensor, " L"] | None
+    back: Int[Tensor, " N"] | None
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        if self.places is not None:
+            q, k, v = (t.index_select(0, self.places) for t in (q, k, v))
+        out = self.function(q, k, v, self.ends, self.longest, scale, window, dropout)
+        return out if self.back is None else out.index_select(0, self.back)
+
+
+class VarlenKernel:
+    """Half precision on GPUs. ``function``: `torch_varlen` or `flash_varlen`."""
+
+    def __init__(self, function: VarlenFunction) -> None:
+        self._function = function
+
+    def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> VarlenSpans:
+        lengths = [len(row) for row in rows]
+        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
+        places = np.concatenate(rows)
+        if np.array_equal(places, np.arange(size)):  # nothing is shared, nothing is filler
+            return VarlenSpans(self._function, ends, max(lengths), None, None)
+        back = np.zeros(size, np.int64)
+        back[places] = np.arange(len(places))
+        index, inverse = (torch.from_numpy(a).to(device) for a in (places, back))
+        return VarlenSpans(self._function, ends, max(lengths), index, inverse)
+
+
+def torch_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """torch's own kernel. Raises ValueError for dropout, which it has not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError(
+            f"attention dropout {dropout}: set the model's attention_dropout to 0, or model.packing=false"
+        )
+    back = -1 if window is None else window - 1
+    gqa = q.shape[1] != k.shape[1]
+    out: Any = varlen_attn(
+        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(back, 0), enable_gqa=gqa
+    )
+    return out
+
+
+def flash_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """The flash-attn package's kernel."""
+    from flash_attn import flash_attn_varlen_func
+
+    back = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        q, k, v, ends, ends, longest, longest,
+        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(back, 0),
+    )  # fmt: skip
+
+
+def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """For `model.attention`. Raises ValueError for an attention that cannot read a packed stream."""
+    half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if attention == "flash_attention_2":
+        if not half:
+            raise ValueError(
+                f"model.attention = flash_attention_2 on {device.type} in {dtype}: it takes bfloat16 on "
+                "GPUs; use model.attention=auto"
+            )
+        return VarlenKernel(flash_varlen)
+    if attention == "eager":
+        raise ValueError(
+            "model.attention = eager reads no packed rows; use model.attention=auto, or model.packing=false"
+        )
+    return VarlenKernel(torch_varlen) if half and attention == "auto" else BlockKernel()
+
+
+def register() -> None:
+    """Register `NAME` with transformers, without a mask function: spans separate the rows."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+
+
+def packing_problem(model: Any) -> str | None:
+    """Why ``model`` (transformers) cannot read a packed stream; None: it can.
+
+    Its attention must go through transformers' registry, and nothing else in it may mix tokens.
+    """
+    config = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    mixing = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if mixing:
+        return f"it has layers of type {', '.join(sorted(mixing))}"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "it caps attention logits (attn_logit_softcapping)"
+    return None
+
+
+@torch.compiler.disable
+def _attention(
+    module: Any,
+    query: Float[Tensor, "1 H N D"],
+    key: Float[Tensor, "1 K N D"],
+    value: Float[Tensor, "1 K N D"],
+    attention_mask: None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    spans: Spans | None = None,
+    s_aux: None = None,
+    **_: Any,
+) -> tuple[Float[Tensor, "1 N H D"], None]:
+    """transformers' interface of an attention function."""
+    del module
+    if spans is None or attention_mask is not None or s_aux is not None:
+        raise ValueError(
+            "this model's attention is not told where packed rows are, or wants more than causal attention; "
+            "set model.packing=false"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    return spans.attend(q, k, v, scale=scale, window=sliding_window, dropout=dropout)[None], None
+
+
+def _alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Row indices of blocks, longest first, no row much shorter than the longest of its block."""
+    blocks: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
+        if blocks and lengths[row] >= _SPREAD * lengths[blocks[-1][0]]:
+            blocks[-1].append(row)
+        else:
+            blocks.append([row])
+    return blocks
+
+
+def _heads_first(rows: Tensor, block: _Block) -> Tensor:
+    return rows.view(block.rows, block.longest, *rows.shape[1:]).transpose(1, 2)
+
+
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+) -> Float[Tensor, "R H T D"]:
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
+    length = q.shape[2]
+    if window is None or window >= length:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, dropout_p=dropout)
+    age = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+    seen = (age >= 0) & (age < window)
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, dropout_p=dropout)

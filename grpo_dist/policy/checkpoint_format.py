@@ -1,0 +1,83 @@
+"""A model's parameters as its checkpoint holds them.
+
+transformers fuses and renames on loading. For Mixtral with E experts:
+
+    checkpoint                                                    model
+    block_sparse_moe.experts.{0..E-1}.w1.weight, w3.weight  ->    mlp.experts.gate_up_proj [E, 2I, H]
+    block_sparse_moe.experts.{0..E-1}.w2.weight             ->    mlp.experts.down_proj [E, H, I]
+    block_sparse_moe.gate.weight                            ->    mlp.gate.weight
+
+The engine reads checkpoints, so the weight sync sends the left side. transformers' own reverse conversion
+makes it, one parameter at a time: under ZeRO-3 no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.policy.weight_buckets import ParameterSpec
+
+
+def keep_used_conversions(model: Any) -> None:
+    """Forget the conversions that loading ``model`` did not need. transformers does so itself, but not under
+    ZeRO-3; in reverse, they would rename what was not renamed.
+    """
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        model._weight_conversions = [c for c in conversions if c.was_used()]
+
+
+class CheckpointFormat:
+    """The checkpoint tensors of each parameter of ``model``. ``parameters``: all of them by name, in the
+    order of the checkpoint tensors; only names, types and shapes count.
+
+    Raises ValueError for a model whose checkpoint joins several parameters in one tensor.
+    """
+
+    def __init__(self, model: Any, parameters: Mapping[str, ParameterSpec]) -> None:
+        self._model = model
+        meta = {
+            name: torch.empty(spec.shape, dtype=spec.torch_dtype, device="meta")
+            for name, spec in parameters.items()
+        }
+        each = {name: self._reverted({name: tensor}) for name, tensor in meta.items()}
+        alone = {key: tensor.shape for tensors in each.values() for key, tensor in tensors.items()}
+        together = {key: tensor.shape for key, tensor in self._reverted(meta).items()}
+        if alone != together or len(alone) != sum(map(len, each.values())):
+            joined = min(set(alone.items()) ^ set(together.items()), default=("?", ()))[0]
+            raise ValueError(
+                f"model {type(model).__name__}: its checkpoint joins several parameters in one tensor "
+                f"({joined}), which the weight sync cannot send; use another architecture"
+            )
+        self._renamed = {
+            name: next(iter(tensors)) for name, tensors in each.items() if _is_only(tensors, meta[name])
+        }
+        self.specs = {
+            name: [ParameterSpec.of(key, tensor) for key, tensor in tensors.items()]
+            for name, tensors in each.items()
+        }
+
+    def tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """The checkpoint tensors of parameter ``name`` with its whole ``value``: views of it or copies."""
+        if name in self._renamed:
+            return {self._renamed[name]: value}
+        return self._reverted({name: value})
+
+    def _reverted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._model, tensors)
+
+
+def _is_only(tensors: Mapping[str, Tensor], value: Tensor) -> bool:
+    """Whether ``tensors`` are ``value`` itself, under whatever name."""
+    return len(tensors) == 1 and next(iter(tensors.values())) is value
+
+
+def owners(specs: Mapping[str, Iterable[ParameterSpec]]) -> dict[str, str]:
+    """The parameter that each checkpoint tensor comes from."""
+    return {spec.name: name for name, own in specs.items() for spec in own}

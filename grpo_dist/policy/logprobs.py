@@ -1,0 +1,199 @@
+"""Log-probs of given tokens from hidden states: the one place where logits exist at all.
+
+The result is indexed by the token it describes: entry t is log p(tokens[t] | tokens[< t]) and comes from the
+hidden state at t - 1; `layout` does that shift. Logits are made ``chunk_tokens`` rows at a time, in float32,
+and never kept: the backward pass makes them again. At most three blocks of [chunk_tokens, V] exist at once
+(two without the gradient of an entropy bonus).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from grpo_dist.policy.packing import padded
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "B T D"],
+    lm_head_weight: Float[Tensor, "V D"],
+    tokens: Int[Tensor, "B T"],
+    *,
+    temperature: float | int,
+    chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+    with_entropy: bool = False,
+    mask: Bool[Tensor, "B T"] | None = None,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
+    """Log-softmax of ``(hidden @ lm_head_weight.T + bias) / temperature`` at the next token.
+
+    Args:
+        hidden: last hidden states, of any floating type. Logits, sums and the gradient of the weight are
+            float32 for half precision too (float64 where ``hidden`` is).
+        temperature: that of the sampling distribution; above 0.
+        chunk_tokens: rows of logits [chunk_tokens, V] made at once, at least 1.
+        with_entropy: return the entropy of each distribution too.
+        mask: tokens whose log-prob is wanted; None: all but the first, which nothing predicts. What stands in
+            ``hidden`` or ``tokens`` for others is never looked at.
+
+    Returns:
+        Log-probs in nats, float32 [B, T], 0 where not wanted and at t = 0; entropies likewise, or None. Both
+        are float64 where ``hidden`` is.
+
+    Raises:
+        ValueError: ``temperature`` or ``chunk_tokens`` is not positive.
+    """
+    layout = padded(tokens, torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask)
+    values, entropies = selected_logprobs(
+        hidden.flatten(0, 1)[layout.sources],
+        lm_head_weight,
+        layout.targets,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        bias=bias,
+        with_entropy=with_entropy,
+    )
+    return layout.as_rows(values), None if entropies is None else layout.as_rows(entropies)
+
+
+def selected_logprobs(
+    rows: Float[Tensor, "M D"],
+    lm_head_weight: Float[Tensor, "V D"],
+    targets: Int[Tensor, " M"],
+    *,
+    temperature: float | int,
+    chunk_tokens: int,
+    bias: Float[Tensor, " V"] | None = None,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+    """As `token_logprobs`, of hidden states and the tokens they predict."""
+    if temperature <= 0 or chunk_tokens < 1:
+        raise ValueError(
+            f"temperature = {temperature}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
+            "at least one token a chunk"
+        )
+    values, entropies = _ChunkedLogprobs.apply(
+        rows, lm_head_weight, bias, targets, float(temperature), chunk_tokens, with_entropy
+    )
+    return values, entropies if with_entropy else None
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Rows [N, D] and targets [N] to log-probs and entropies [N]. With p the softmax of a row, H its entropy
+    and g, h the incoming gradients of both, d logits = (g (onehot(target) - p) - h p (log p + H)) /
+    temperature.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, weight, bias, targets)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        head = _Head(rows, weight, bias, temperature)
+        values = torch.empty(len(rows), dtype=head.dtype, device=rows.device)
+        entropies = torch.zeros_like(values)
+        for part in _parts(len(rows), chunk):
+            logits = head.logits(rows[part])
+            logits -= logits.amax(dim=1, keepdim=True)
+            logits -= logits.exp().sum(dim=1, keepdim=True).log()
+            values[part] = logits.gather(1, targets[part, None])[:, 0]
+            if with_entropy:
+                entropies[part] = torch.special.entr(logits.exp_()).sum(dim=1)
+        ctx.set_materialize_grads(False)
+        return values, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, weight, bias, targets = ctx.saved_tensors
+        needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        head = _Head(rows, weight, bias, ctx.temperature)
+        grad_rows = torch.empty_like(rows) if needs_rows else None
+        grad_weight = torch.zeros_like(weight, dtype=head.dtype) if needs_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=head.dtype) if needs_bias else None
+        for part in _parts(len(rows), ctx.chunk):
+            d_logits = _logit_gradient(
+                head.logits(rows[part]),
+                targets[part],
+                None if grad is None else grad[part] / ctx.temperature,
+                None if entropy_grad is None else entropy_grad[part] / ctx.temperature,
+            )
+            if grad_rows is not None:
+                grad_rows[part] = head.product(d_logits, head.weight)
+            if grad_weight is not None:
+                head.add_product(grad_weight, d_logits.T, rows[part])
+            if grad_bias is not None:
+                grad_bias += d_logits.sum(dim=0)
+        return (
+            grad_rows,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, grad: Tensor | None, entropy_grad: Tensor | None
+) -> Tensor:
+    """Gradient of logits [n, V], which are overwritten; ``grad`` and ``entropy_grad`` [n]. Two blocks in
+    all, three with an ``entropy_grad``.
+    """
+    grad = torch.zeros(len(logits), dtype=logits.dtype, device=logits.device) if grad is None else grad
+    logits -= logits.logsumexp(dim=1, keepdim=True)
+    out = logits.exp()
+    if entropy_grad is None:
+        out *= -grad[:, None]
+    else:
+        entropy = -torch.linalg.vecdot(out, logits)
+        logits += entropy[:, None]
+        logits *= -entropy_grad[:, None]
+        logits -= grad[:, None]
+        out *= logits
+    return out.scatter_add_(1, targets[:, None], grad[:, None].to(out.dtype))
+
+
+class _Head:
+    """The LM head's products in float32 (float64 for float64), whatever type its operands have.
+
+    bfloat16 logits would carry an error of 2^-9 of their size, hundreds of times the difference between two
+    correct engines. On CUDA bfloat16 operands go to the tensor cores as they are, with sums and results in
+    float32; only the gradient of the logits is rounded to bfloat16 there. Elsewhere operands are widened.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> None:
+        self.dtype = torch.promote_types(rows.dtype, torch.float32)
+        self._tensor_cores = rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
+        self._operand = weight.dtype if self._tensor_cores else self.dtype
+        self.weight = weight.to(self._operand)
+        self._bias, self._temperature = bias, temperature
+
+    def logits(self, rows: Tensor) -> Tensor:
+        out = self.product(rows, self.weight.T)
+        if self._bias is not None:
+            out += self._bias
+        return out.div_(self._temperature) if self._temperature != 1.0 else out
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        a, b = a.to(self._operand), b.to(self._operand)
+        return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
+
+    def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """``out`` += a b, without a second tensor of its size where the library can."""
+        if self._tensor_cores:
+            out += self.product(a, b)
+        else:
+            out.addmm_(a.to(self._operand), b.to(self._operand))
+
+
+def _parts(count: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, count, chunk)]

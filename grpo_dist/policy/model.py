@@ -1,0 +1,173 @@
+"""A causal language model that answers one question: the log-probs of given tokens. Policy and reference
+share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from grpo_dist.policy.attention import NAME, packing_problem, register
+from grpo_dist.policy.checkpoint_format import keep_used_conversions
+from grpo_dist.policy.logprobs import selected_logprobs
+from grpo_dist.policy.packing import Layout
+from grpo_dist.policy.sequence_parallel import SequenceGroup
+from grpo_dist.runtime.hardware import quiet_libraries
+
+
+def load_causal_lm(
+    model_dir: str,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+    trust_remote_code: bool,
+    gradient_checkpointing: bool = False,
+    packing: bool = False,
+) -> Any:
+    """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
+    weight, and with ``packing`` for models that cannot read packed rows.
+    """
+    quiet_libraries()
+    from transformers import AutoModelForCausalLM
+
+    implementation = None if attention == "auto" else attention
+    if packing:
+        register()
+        implementation = NAME
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
+    )
+    keep_used_conversions(model)
+    check_supported(model, model_dir, packing=packing)
+    model.config.use_cache = False
+    switch_off_noise(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
+    """Raises ValueError for a ``model`` (transformers, weights or none) whose log-probs `TokenLogprobs` would
+    not compute, or that cannot read packed rows where it is to.
+    """
+    text_config = model.config.get_text_config()
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        if getattr(text_config, key, None) not in (None, 1, 1.0):
+            raise ValueError(
+                f"model {model_dir}: {key} = {getattr(text_config, key)} changes the logits after the LM "
+                f"head, which the "
+                "trainer's log-probs do not follow; use a model without it (Qwen, Llama, Mistral, OLMo and "
+                "their like)"
+            )
+    if packing and (problem := packing_problem(model)):
+        raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
+
+
+def switch_off_noise(model: nn.Module) -> None:
+    """No dropout and no noise on a router's input, whatever the model's configuration says: the engine has
+    none, so that its log-probs would not be the trainer's.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "jitter_noise"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def compile_layers(model: Any) -> None:
+    """torch.compile each layer of ``model``'s decoder, for any number of tokens. Attention over packed rows
+    stays as it is: a graph on each side of it.
+    """
+    for layer in model.get_decoder().layers:
+        layer.compile(dynamic=True)
+
+
+def attention_cost(model: Any) -> float:
+    """What a token costs more for each token before it, as a share of its cost alone.
+
+    A token takes 2 FLOPs a parameter that it meets (of experts its own alone), and in each layer 2 H D to be
+    compared with a token before it and 2 H D to take up its value, of which causal attention does half on
+    average.
+    """
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = config.num_hidden_layers * config.num_attention_heads * size
+    per_token = getattr(config, "num_experts_per_tok", None)
+    parameters = 0.0
+    for name, p in model.named_parameters():
+        shape = getattr(p, "ds_shape", p.shape)
+        share = min(1.0, per_token / shape[0]) if per_token and ".experts." in name else 1.0
+        parameters += share * shape.numel()
+    return pairs / parameters
+
+
+class TokenLogprobs(nn.Module):
+    """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
+
+    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB. ``ranks``:
+    those that share the tokens of a layout; `forward` is then a collective of theirs.
+    """
+
+    def __init__(
+        self, model: Any, *, temperature: float, chunk_mib: int, ranks: SequenceGroup | None = None
+    ) -> None:
+        super().__init__()
+        self._ranks = ranks
+        # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
+        self.model = model
+        self.head = _Head(model.get_output_embeddings(), temperature, chunk_mib)
+
+    def forward(
+        self, layout: Layout, with_entropy: bool = False
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
+        """Log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout`` wants, 0 for
+        others; and entropies if asked.
+        """
+        part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
+        values, entropies = self._selected(part, with_entropy)
+
+        def whole(values: Tensor) -> Tensor:
+            if self._ranks is not None and own is not None:
+                values = self._ranks.together(values, own, len(layout.targets))
+            return layout.as_rows(values)
+
+        return whole(values), None if entropies is None else whole(entropies)
+
+    def _selected(
+        self, layout: Layout, with_entropy: bool
+    ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
+        """Log-probs and entropies of the wanted tokens."""
+        where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
+        decoder = self.model.get_decoder()
+        hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
+        rows = hidden.flatten(0, 1).index_select(0, layout.sources)
+        return self.head(rows, layout.targets, with_entropy)
+
+
+class _Head(nn.Module):
+    """Owns the LM head's weight as its own parameter: ZeRO-3 gathers the parameters of the module that is
+    called.
+    """
+
+    def __init__(self, lm_head: Any, temperature: float, chunk_mib: int) -> None:
+        super().__init__()
+        self.weight = lm_head.weight
+        self.bias = getattr(lm_head, "bias", None)
+        self._temperature, self._chunk_bytes = temperature, chunk_mib * 2**20
+
+    def forward(
+        self, rows: Float[Tensor, "M D"], targets: Int[Tensor, " M"], with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return selected_logprobs(
+            rows,
+            self.weight,
+            targets,
+            temperature=self._temperature,
+            chunk_tokens=max(1, self._chunk_bytes // (4 * self.weight.shape[0])),
+            bias=self.bias,
+            with_entropy=with_entropy,
+        )

@@ -1,0 +1,102 @@
+"""The policy's ranks: how they meet, and what they find out together."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.policy.loss import Stats, is_maximum
+from grpo_dist.runtime.hardware import collective_backend, device_type
+from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """This process among the ranks, and where they meet. ``timeout_s``: longest any collective may take.
+
+    ``secret``: of the group; empty: nobody is asked for one. ``question``: what the ranks answer with it.
+    ``listening``: rank 0's descriptor of a socket at ``port``; None: it is yet to be made.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    timeout_s: float
+    secret: bytes = field(default=b"", repr=False)
+    question: bytes = field(default=b"", repr=False)
+    listening: int | None = None
+
+
+def join(place: Rank) -> None:
+    """Be this rank, from now on. Collective. Raises NotAMember where another process is in a rank's place."""
+    # Before deepspeed is imported: it reads them.
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR=place.host, MASTER_PORT=str(place.port))
+    if device_type() == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    if name := _interface(place.host, place.port):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo asks for the address of the host's name
+    rank, world_size = place.rank, place.world_size
+    dist.init_process_group(
+        collective_backend(),
+        store=meeting_point(
+            place.host,
+            place.port,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=place.timeout_s,
+            listening=place.listening,
+        ),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+    if place.secret:
+        check_members(_gathered, place.secret, place.question, rank)
+
+
+def _gathered(own: Tensor) -> list[Tensor]:
+    own = own.to(device_type())
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)  # bounded: the process group has a deadline
+    return gathered
+
+
+def _interface(host: str, port: int) -> str | None:
+    """Name of the network interface by which this machine reaches ``host``; None where that is unclear."""
+    own = own_address(host, port)
+    found = [name for name, known in psutil.net_if_addrs().items() if own in [a.address for a in known]]
+    return found[0] if len(found) == 1 else None
+
+
+def over_ranks(stats: Stats) -> Stats:
+    """Statistics of all ranks together, in two collectives whatever their number."""
+    names = sorted(stats)
+    out: Stats = {}
+    for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
+        chosen = [name for name in names if is_maximum(name) == maxima]
+        values = torch.stack([stats[name] for name in chosen])
+        dist.all_reduce(values, op=operation)  # bounded: the process group has a deadline
+        out |= dict(zip(chosen, values, strict=True))
+    return out
+
+
+def least_of_top(own: Tensor, share: float, device: torch.device) -> float:
+    """The least of the greatest ``share`` of the values of all ranks together, at least one. Collective."""
+    count = torch.tensor([own.numel()], device=device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, count)  # bounded: the process group has a deadline
+    padded = torch.full((max(int(max(counts)), 1),), -torch.inf, device=device)
+    padded[: own.numel()] = own.to(device)
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded)  # bounded: the process group has a deadline
+    total = sum(int(c) for c in counts)
+    values = torch.cat(gathered).sort(descending=True).values[:total]
+    return float(values[max(round(share * total), 1) - 1]) if total else 0.0

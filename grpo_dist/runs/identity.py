@@ -1,0 +1,139 @@
+"""Which settings make a run the run it is: what decides its numbers. A resumed run shares them.
+
+The others may change: what is done with the run, and who computes what in which portions, which changes
+numbers by rounding alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import yaml
+
+from grpo_dist.config import Algorithm, Config
+from grpo_dist.config.differences import flat
+from grpo_dist.config.files import dump_config
+
+# Sections and keys that are not the run's.
+_FREE = (
+    "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
+    "bench",
+)  # fmt: skip
+_FREE_KEYS = ("data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above")
+# How the policy's state is shared out, and where it is.
+_SHARDING = (
+    "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",
+)  # fmt: skip
+_LAYOUT = (
+    *_SHARDING,
+    "batch.micro_batch_tokens", "model.gradient_checkpointing",
+    "policy.sequence_parallel", "policy.threads", "policy.logprob_chunk_mib", "policy.offload.nvme_path",
+    "reference.num_workers", "reference.threads", "reference.micro_batch_tokens",
+    "rewards.num_workers", "rewards.processes_per_worker",
+    "rewards.models.*.num_workers", "rewards.models.*.micro_batch_tokens",
+    "rollout.num_workers", "rollout.tensor_parallel_size", "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
+    "weight_sync.backend", "weight_sync.bucket_mb",
+)  # fmt: skip
+_TOLD = 3  # differences a message names
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of a dotted key."""
+
+    key: str
+    was: Any
+    now: Any
+
+    @property
+    def is_layout(self) -> bool:
+        """Whether the same is computed by others, or in other portions."""
+        return any(fnmatchcase(self.key, pattern) for pattern in _LAYOUT)
+
+    @property
+    def is_sharding(self) -> bool:
+        """Whether the policy's state is shared out otherwise."""
+        return self.key in _SHARDING
+
+    def decides(self, config: Config) -> bool:
+        """Whether it makes ``config`` another run; as `fingerprint` has it."""
+        section = self.key.split(".")[0]
+        if section == "steps":
+            return config.policy.optimizer.schedule != "constant"
+        if section == "health":
+            return self.key == "health.min_signal_groups"
+        if section == "sft":
+            return config.model.path == "sft" and self.key != "sft.threads"
+        return not self.is_layout and section not in _FREE and self.key not in _FREE_KEYS
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
+    kept = without_layout(config.model_dump(mode="json", exclude=set(_FREE)))
+    for key in _FREE_KEYS:
+        _drop(kept, key.split("."))
+    # Which steps are trained on decides the numbers; when to warn or stop does not.
+    kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
+    if config.model.path != "sft":
+        kept.pop("sft")  # nothing is made from it
+    elif config.sft is not None:
+        kept["sft"].pop("threads")
+    if config.policy.optimizer.schedule != "constant":
+        kept["steps"] = config.steps  # the schedule ends there
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``settings``, sections of a configuration, without what `Change.is_layout` is about."""
+    kept = deepcopy(dict(settings))
+    for key in _LAYOUT:
+        _drop(kept, key.split("."))
+    return kept
+
+
+def _drop(tree: Any, path: Sequence[str]) -> None:
+    """The entry at ``path``, "*" for each of a list, where there is one."""
+    name, *rest = path
+    if name == "*" and isinstance(tree, list):
+        for inner in tree:
+            _drop(inner, rest)
+    elif isinstance(tree, dict) and name in tree:
+        if rest:
+            _drop(tree[name], rest)
+        else:
+            del tree[name]
+
+
+def changes(was: str, config: Config) -> list[Change]:
+    """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError.
+
+    A key that ``was`` does not have, because a later version of grpo-dist brought it, is no change where it
+    has its default, nor is another spelling of `_as_meant`.
+    """
+    old, new = _as_meant(flat(yaml.safe_load(was))), _as_meant(flat(yaml.safe_load(dump_config(config))))
+    set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
+    keys = sorted(old.keys() | (new.keys() & set_now.keys()))
+    return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
+
+
+def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
+    """``settings`` by dotted key, with what `reward_shift` and `reward_scale` mean together: null and null,
+    the default, is true and true, which was the default before.
+    """
+    keys = "algorithm.reward_shift", "algorithm.reward_scale"
+    shift, scale = (settings.get(key) for key in keys)
+    meant = Algorithm(reward_shift=shift, reward_scale=scale)
+    return settings | dict(zip(keys, (meant.shifts_rewards, meant.scales_rewards), strict=True))
+
+
+def told(changes: Sequence[Change]) -> str:
+    """The first of them, in words."""
+    more = f" and {len(changes) - _TOLD} more" if len(changes) > _TOLD else ""
+    return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_TOLD]) + more

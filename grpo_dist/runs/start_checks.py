@@ -1,0 +1,128 @@
+"""What policy ranks, reference workers and engines refuse when they start, found before any of them does.
+
+Each worker decides by the functions that are called here. ``device`` is that of the run's workers, which may
+be on another machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.config import Config
+from grpo_dist.config.engine_arguments import engine_problems
+from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
+from grpo_dist.policy.lora import check_targets, empty_model
+from grpo_dist.policy.model import check_supported
+from grpo_dist.policy.sequence_parallel import check_heads
+from grpo_dist.runs.vllm_arguments import vllm_problems
+from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
+
+
+def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
+    """What the settings of workers are refused for, whatever the model."""
+    dtype = resolve_dtype(config.model.dtype, device)
+    kernel_device = torch.device(device)
+    checks: list[Callable[[], Any]] = [
+        lambda: deepspeed_config(config.policy, dtype=dtype),
+        lambda: check_values(config.policy),
+        lambda: check_backend(config, device),
+    ]
+    if config.model.packing:
+        checks.append(lambda: choose_kernel(config.model.attention, kernel_device, dtype))
+    for check in checks:
+        yield from _refusal(check)
+    yield from engine_problems(config, device)
+    is_flash = config.model.attention == "flash_attention_2" and device == device_type() == "cuda"
+    if is_flash and importlib.util.find_spec("flash_attn") is None:
+        yield (
+            "`model.attention` = flash_attention_2 needs the package flash-attn, which is not installed; "
+            "install it, or use model.attention=auto"
+        )
+
+
+def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Iterator[str]:
+    """What the workers refuse of the model in ``model_dir``. Reads no weights."""
+    trusted = config.model.trust_remote_code
+    if unreadable := list(_refusal(lambda: position_limit(config, model_dir))):
+        yield from unreadable
+        return
+    yield from _refusal(lambda: check_length(config, model_dir))
+    if config.policy.lora is not None:
+        lora = config.policy.lora
+        yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
+    if not trusted:  # code of the model's own may not run without weights
+        with readable_model(model_dir, "architecture"):
+            model = empty_model(model_dir, trust_remote_code=False)
+        yield from _refusal(lambda: check_supported(model, str(model_dir), packing=config.model.packing))
+        yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
+        yield from _tensor_parallel(config, model)
+    yield from vllm_problems(config, device, model_dir)
+
+
+@contextmanager
+def readable_model(model_dir: Path, what: str) -> Iterator[None]:
+    """Within, any error is a ValueError: of a file that was cut off or that another program wrote, libraries
+    raise whatever their code runs into.
+    """
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(
+            f"{model_dir}: the {what} of the model cannot be read ({reason}); look at its JSON files, or "
+            "download the model again"
+        ) from error
+
+
+def check_backend(config: Config, device: DeviceType | None = None) -> None:
+    """Raises ValueError for a transport of weights that ``device`` has not; None: this machine's."""
+    if config.weight_sync.backend in ("nccl", "ipc") and (device or device_type()) == "cpu":
+        where = "torch sees none here" if device in (None, device_type()) else "the cluster has none"
+        raise ValueError(
+            f"weight_sync.backend = {config.weight_sync.backend} needs GPUs, and {where}; use auto or gloo"
+        )
+
+
+def position_limit(config: Config, model_dir: Path) -> int | None:
+    """Tokens that a sequence may have; None where the model does not say."""
+    from transformers import AutoConfig
+
+    with readable_model(model_dir, "configuration"):
+        model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+    return getattr(model.get_text_config(), "max_position_embeddings", None)
+
+
+def check_length(config: Config, model_dir: Path) -> None:
+    """Raises ValueError where the model takes no sequences as long as the run may make."""
+    limit = position_limit(config, model_dir)
+    if limit is not None and config.max_length > limit:
+        raise ValueError(
+            f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "
+            f"sampling.max_new_tokens), "
+            f"but {model_dir.name} has max_position_embeddings = {limit}; lower one of the two"
+        )
+
+
+def _tensor_parallel(config: Config, model: Any) -> Iterator[str]:
+    size, heads = config.rollout.tensor_parallel_size, model.config.get_text_config().num_attention_heads
+    if heads % size:
+        yield (
+            f"`rollout.tensor_parallel_size` = {size} does not divide the {heads} attention heads of the "
+            "model, which vLLM needs; use a divisor of them"
+        )
+
+
+def _refusal(check: Callable[[], Any]) -> Iterator[str]:
+    try:
+        check()
+    except (ValueError, OSError) as error:
+        yield str(error)

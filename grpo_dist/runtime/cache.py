@@ -1,0 +1,51 @@
+"""Models this project makes, kept on disk under a name that follows from everything that decides them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.runtime.files import publish
+
+
+def cache_dir() -> Path:
+    """``GRPO_DIST_CACHE``, else ~/.cache/grpo-dist."""
+    return Path(os.environ.get("GRPO_DIST_CACHE") or Path.home() / ".cache" / "grpo-dist")
+
+
+def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """Directory that ``make`` filled, once, for this ``decides``. Complete or absent, whenever the process
+    dies.
+    """
+    digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    final = cache_dir() / f"{label}-{digest}"
+    if final.is_dir():
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        make(partial)
+        try:
+            publish(partial, final)
+        except OSError:
+            if not final.is_dir():  # otherwise another process made the same one meanwhile
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def fingerprint(path: Path) -> str:
+    """Of a file: its contents. Of a directory: names, sizes and times of its files."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    files = sorted(p for p in path.rglob("*") if p.is_file())
+    entries = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()

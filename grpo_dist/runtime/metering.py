@@ -1,0 +1,227 @@
+"""What a worker did since it was last asked: seconds busy by stage, when, how much, and its memory.
+
+    class Worker(Metered):
+        @metered("sample")
+        async def sample(self, ...): ...
+
+A stage is busy while at least one call of it runs, however many run at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SPANS_KEPT = 1000  # of a worker nobody asks, the newest
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``stage`` was busy from ``begin`` to ``end``, seconds of `time.time`: workers can be compared."""
+
+    stage: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Of one worker, since it was last asked. Bytes are the largest since it began, of all its processes."""
+
+    busy_s: dict[str, float] = field(default_factory=dict)  # stage -> seconds
+    spans: tuple[Span, ...] = ()
+    counts: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    peak_gpu_bytes: int = 0
+
+
+class Meter:
+    """Several threads and coroutines may be in it at once."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._busy: dict[str, float] = {}
+        self._counts: dict[str, float] = {}
+        self._spans: deque[Span] = deque(maxlen=_SPANS_KEPT)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        with self._lock:
+            if not self._inside.get(stage):
+                self._since[stage] = time.time()
+            self._inside[stage] = self._inside.get(stage, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside[stage] -= 1
+                if not self._inside[stage]:
+                    self._note(stage, time.time())
+
+    def count(self, name: str, amount: float) -> None:
+        with self._lock:
+            self._counts[name] = self._counts.get(name, 0.0) + amount
+
+    def read(self) -> Usage:
+        """What came together since the last call; a stage that is still busy counts up to now."""
+        peaks = peak_memory(), peak_gpu_memory()
+        with self._lock:
+            now = time.time()
+            for stage in (s for s, calls in self._inside.items() if calls):
+                self._note(stage, now)
+                self._since[stage] = now
+            usage = Usage(self._busy, tuple(self._spans), self._counts, *peaks)
+            self._busy, self._counts = {}, {}
+            self._spans.clear()
+        return usage
+
+    def _note(self, stage: str, end: float) -> None:
+        begin = self._since[stage]
+        self._busy[stage] = self._busy.get(stage, 0.0) + end - begin
+        self._spans.append(Span(stage, begin, end))
+
+
+class Metered:
+    """A worker whose `metered` methods are counted."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+
+    def usage(self) -> Usage:
+        return self.meter.read()
+
+
+def metered(stage: str) -> Callable[[F], F]:
+    """Counts a method of a `Metered` as ``stage`` while it runs."""
+
+    def decorate(method: F) -> F:
+        if inspect.iscoroutinefunction(method):
+
+            @functools.wraps(method)
+            async def awaited(self: Metered, *arguments: Any, **options: Any) -> Any:
+                with self.meter(stage):
+                    return await method(self, *arguments, **options)
+
+            return awaited  # type: ignore[return-value]
+
+        @functools.wraps(method)
+        def called(self: Metered, *arguments: Any, **options: Any) -> Any:
+            with self.meter(stage):
+                return method(self, *arguments, **options)
+
+        return called  # type: ignore[return-value]
+
+    return decorate
+
+
+def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
+    """Per role of the workers ("rollout-0" -> rollout): mean seconds busy in each stage, counts, and the
+    largest worker's memory.
+
+        {"rollout-0": 3 s of sample, "rollout-1": 1 s of sample} -> {"time/rollout_sample_busy_s": 2.0, ...}
+    """
+    metrics: dict[str, float] = {}
+    for role in dict.fromkeys(name.rsplit("-", 1)[0] for name in usage):
+        own = [u for name, u in usage.items() if name.rsplit("-", 1)[0] == role]
+        for stage in sorted({stage for u in own for stage in u.busy_s}):
+            seconds = sum(u.busy_s.get(stage, 0.0) for u in own) / len(own)
+            metrics[f"time/{role}_{stage}_busy_s"] = seconds
+        for name in sorted({name for u in own for name in u.counts}):
+            metrics[f"throughput/{role}_{name}"] = sum(u.counts.get(name, 0.0) for u in own)
+        metrics[f"memory/{role}_gib"] = max(u.peak_bytes for u in own) / 2**30
+        if gpu := max(u.peak_gpu_bytes for u in own):
+            metrics[f"memory/{role}_gpu_gib"] = gpu / 2**30
+    return metrics
+
+
+def peak_memory() -> int:
+    """Most resident bytes each process of this tree has had, added up. Pages that processes share count in
+    each.
+    """
+    me = psutil.Process()
+    return sum(_high_water(process.pid) for process in (me, *me.children(recursive=True)))
+
+
+def peak_gpu_memory() -> int:
+    """Most bytes that torch has held on this process's GPU. Where another process of the worker computes, as
+    an engine's does, what is in use now on its GPUs, by whomever. 0 without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_reserved()
+    return device_bytes_in_use(os.environ.get("CUDA_VISIBLE_DEVICES") or "0")
+
+
+def device_bytes_in_use(visible: str) -> int:
+    """Of the GPUs in ``visible``, as CUDA_VISIBLE_DEVICES names them, by number or by UUID. Asks the driver:
+    asking CUDA would put a context of hundreds of megabytes onto the device.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name))
+            if name.isdecimal()
+            else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in visible.split(",")
+        ]
+        return sum(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _high_water(pid: int) -> int:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended meanwhile
+        return 0
+    peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(peaks[0]) * 1024 if peaks else 0
+
+
+class Stopwatch:
+    """Seconds per named phase of a step: ``with watch("update"): ...``; ``spans`` says when they were."""
+
+    def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
+        """``begins`` is told of each phase."""
+        self._begins = begins
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._begins(phase)
+        begin, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spans.append(Span(phase, begin, begin + time.perf_counter() - clock))
+
+    def phases(self) -> dict[str, float]:
+        """What was timed so far."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            name = f"time/{span.stage}_s"
+            seconds[name] = seconds.get(name, 0.0) + span.end - span.begin
+        return seconds
+
+    def stop(self) -> dict[str, float]:
+        cpu = {"time/driver_cpu_s": time.process_time() - self._cpu_start}
+        return self.phases() | cpu | {"time/step_s": time.perf_counter() - self._start}

@@ -1,0 +1,222 @@
+"""Where a process is, found out without its help: it may be in C code that holds the interpreter, or stopped.
+
+    whoever looks                process that listens
+      /proc: is it stopped?
+      a signal ----------------> handler in C: stacks of all threads --> memory of this process
+      the stacks <-------------- read there through /proc
+
+A process sets up the handler once, and nothing that it does later costs it anything for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import fcntl
+import gc
+import os
+import re
+import selectors
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from itertools import dropwhile
+from pathlib import Path
+from textwrap import indent
+from traceback import FrameSummary, StackSummary
+from typing import IO, Any
+
+import psutil
+
+from grpo_dist.runtime.concurrency import gather
+
+_SIGNAL = signal.SIGRTMIN + 8  # nobody's: schedulers and libraries have uses for SIGUSR1 and SIGUSR2
+_REACT_S = 3.0  # a process runs its signal handlers within microseconds, unless the kernel holds it
+_TURN_S = 2.0  # where somebody else looks at the same time
+_WHOLE_S = 3.5  # one that reacts and gets little of the processor is heard so long; all at most 5.5 s
+_POLL_S = 0.02
+_FRAMES, _STACKS = 25, 8  # shown: innermost frames of a stack, stacks of a process
+
+
+def listen() -> None:
+    """From now on others can find out where this process is. Once is enough, more does no harm."""
+    _listen(os.getpid())
+
+
+@cache
+def _listen(process: int) -> None:
+    # Memory and not a file, so that nothing can be left behind; it is there as long as the process.
+    faulthandler.register(_SIGNAL, file=os.memfd_create(_memory_name(process)), all_threads=True)
+
+
+def _memory_name(process: int) -> str:
+    """With its number: a forked process has its parent's handler and memory until it listens itself."""
+    return f"grpo-dist-stacks-{process}"
+
+
+async def look(processes: Sequence[int]) -> dict[int, str]:
+    """Where each of these processes of this machine is, and those that it started, if they `listen`."""
+    return dict(zip(processes, await gather(_with_children(p) for p in processes), strict=True))
+
+
+def calls_in_hand() -> str:
+    """In what the other tasks of the running event loop wait: the stack of its thread says only that it
+    does.
+    """
+    own = asyncio.current_task()
+    stacks = Counter(_text(_of_coroutine(t.get_coro())) for t in asyncio.all_tasks() if t is not own)
+    return "\n".join(f"{n} call(s) wait in\n{stack}" for stack, n in stacks.most_common(_STACKS) if stack)
+
+
+async def _with_children(process: int) -> str:
+    try:
+        children = [child.pid for child in psutil.Process(process).children(recursive=True)]
+        own = [child for child in children if _memory(child)]
+        texts = await gather(_look(p) for p in (process, *own))
+    except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
+        return "dead"
+    except OSError as error:
+        return f"its process cannot be looked at ({error})"
+    return texts[0] + "".join(f"\nits process {p}: {t}" for p, t in zip(own, texts[1:], strict=True))
+
+
+async def _look(process: int) -> str:
+    status = _status(process)
+    if status["State"][0] in "ZX":
+        return "dead"
+    if status["State"][0] in "Tt":
+        return f"stopped, as by SIGSTOP (state {status['State']}); SIGCONT would let it go on"
+    memory = _memory(process)
+    if memory is None or not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
+        return f"not begun: its process still loads the code of a worker (state {status['State']})"
+    with memory.open("rb") as file:
+        if not await _locked(file):
+            return f"others wait for its reaction to a signal, for {_TURN_S:g} s"
+        dump = await _dump(process, file)
+    if not dump:
+        state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()
+        return f"no reaction to a signal in {_REACT_S:g} s (state {state}, in the kernel at {kernel})"
+    # Each once: threads are at the same place.
+    stacks = list(dict.fromkeys(text for thread in _threads(dump) if (text := _text(thread))))
+    return "in\n" + "\nand in\n".join(stacks[:_STACKS]) if stacks else "in no call, it waits for work"
+
+
+def _status(process: int) -> dict[str, str]:
+    """Raises FileNotFoundError or ProcessLookupError where it is gone."""
+    return _status_of(Path(f"/proc/{process}"))
+
+
+def _status_of(task: Path) -> dict[str, str]:
+    """Of a process or thread in /proc."""
+    lines = (task / "status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _memory(process: int) -> Path | None:
+    """Into which the process writes its stacks, if it listens."""
+    for file in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            target = os.readlink(file)
+        except FileNotFoundError:  # closed meanwhile
+            continue
+        if target.startswith(f"/memfd:{_memory_name(process)} "):
+            return file
+    return None
+
+
+async def _locked(file: IO[bytes]) -> bool:
+    """Whether this file is ours in time, until it is closed. One looker after the other: of two signals a
+    process may see one, and a dump begun for somebody else is no whole one.
+    """
+    end = time.monotonic() + _TURN_S
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            await asyncio.sleep(_POLL_S)
+    return False
+
+
+async def _dump(process: int, file: IO[bytes]) -> str:
+    """What the handler of ``process`` writes into its memory ``file``; "" where it does not begin in time."""
+    others, before = _in_handler(process), os.fstat(file.fileno()).st_size
+    size, begin = before, time.monotonic()
+    os.kill(process, _SIGNAL)
+    while time.monotonic() - begin < (_REACT_S if size == before else _WHOLE_S):
+        await asyncio.sleep(_POLL_S)
+        size = os.fstat(file.fileno()).st_size
+        if size > before and _ended(process, others):
+            break
+    file.seek(before)
+    return file.read().decode(errors="replace")
+
+
+def _ended(process: int, others: set[str]) -> bool:
+    """Whether the handler has run. That nothing more comes does not tell: a process that gets no processor
+    stops in the middle of its dump.
+    """
+    pending = int(_status(process)["ShdPnd"], 16) >> (_SIGNAL - 1) & 1
+    return not pending and _in_handler(process) <= others
+
+
+def _in_handler(process: int) -> set[str]:
+    """Threads for which our signal is blocked, as it is in a thread that runs our handler."""
+    found = set()
+    for thread in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+            if int(_status_of(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
+                found.add(thread.name)
+    return found
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+@cache
+def _plumbing() -> tuple[str, ...]:
+    """Files where threads wait for work, and through which calls come into an actor."""
+    folders = [*_folders("ray"), *asyncio.__path__, *concurrent.futures.__path__]
+    files = [os.path.join(folder, "_monitor.py") for folder in _folders("tqdm")]
+    files += [str(threading.__file__), str(selectors.__file__)]
+    return (*(folder + os.sep for folder in folders), *files)
+
+
+def _folders(package: str) -> list[str]:
+    """Of a package that may be there, without importing it."""
+    spec = find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec else []
+
+
+def _threads(dump: str) -> list[list[FrameSummary]]:
+    """Of what `faulthandler` wrote: the frames of each thread, most recent call last."""
+    threads = [_FRAME.findall(text) for text in _THREAD.split(dump)]
+    return [[FrameSummary(f, int(n), name) for f, n, name in reversed(thread)] for thread in threads]
+
+
+def _of_coroutine(coroutine: Any) -> list[FrameSummary]:
+    """Frames of a coroutine that waits, most recent call last."""
+    frames = []
+    while coroutine is not None:
+        if (frame := getattr(coroutine, "cr_frame", None)) is not None:
+            frames.append(FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        coroutine = getattr(coroutine, "cr_await", None)
+        if type(coroutine).__name__ == "coroutine_wrapper":  # of one that C awaits, as Ray does
+            coroutine = next(iter(gc.get_referents(coroutine)), None)
+    return frames
+
+
+def _text(stack: list[FrameSummary]) -> str:
+    """As Python writes it, without the way into the actor and that of imports; "" where there is nothing
+    else.
+    """
+    own = list(dropwhile(lambda frame: frame.filename.startswith(_plumbing()), stack))
+    own = [frame for frame in own if not frame.filename.startswith("<frozen importlib")]
+    return indent("".join(StackSummary.from_list(own[-_FRAMES:]).format()), "  ").rstrip()

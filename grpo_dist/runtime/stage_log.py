@@ -1,0 +1,246 @@
+"""What a run does while no step ends: its start, evaluations, its last export.
+
+    20:14:03     6.1 s  engines: load the model, compile, and answer a first request
+    20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0, policy-1)
+    20:14:29    32.3 s  engines: done in 26.2 s
+
+Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
+command started. While stages last, there is a line at least every 20 s that says which, and what each waits
+for. A live view shows the same in place of the lines that say that something begins or lasts.
+
+One process has one terminal, so it has one log; where none is kept, `stage` does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from grpo_dist.config.secrets import masked
+
+_EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes a thread late
+
+
+@dataclass
+class Stage:
+    """``waits_for``: in words, asked while the stage lasts. ``quiet``: one of many of its kind, which has
+    lines only where it lasts.
+    """
+
+    name: str
+    begin: float
+    waits_for: Callable[[], str]
+    quiet: bool
+    shown: bool = False
+    note: str = ""
+
+    def lasts(self, now: float) -> str:
+        waits = self.note
+        with suppress(Exception):  # it looks at what another thread changes
+            waits = self.waits_for() or self.note
+        return f"{self.name} {seconds_text(now - self.begin)}" + (f" ({waits})" if waits else "")
+
+
+class StageLog:
+    """Safe to use from several threads. ``say`` prints a line. It is called without the lock: a live view
+    prints under a lock of its own, and asks for the open stages while it holds that.
+    """
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        every_s: float = _EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._every_s, self._clock = say, every_s, clock
+        self._start = self._last = clock()
+        self._open: list[Stage] = []
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self.has_view = False  # a live view shows the stages that are open
+
+    def begin(self, name: str, what: str, waits_for: Callable[[], str], quiet: bool) -> Stage:
+        stage = Stage(name, self._clock(), waits_for, quiet)
+        with self._lock:
+            self._open.append(stage)
+            shown = not quiet and not self.has_view
+            stage.shown = shown
+        if shown:
+            self._print(f"{name}: {masked(what) or 'begins'}")
+        return stage
+
+    def end(self, stage: Stage, *, failed: bool = False) -> None:
+        """Call it once for every stage."""
+        with self._lock:
+            self._open.remove(stage)
+        if not stage.quiet or stage.shown:
+            took = seconds_text(self._clock() - stage.begin)
+            self._print(f"{stage.name}: {'failed after' if failed else 'done in'} {took}")
+
+    def note(self, text: str) -> None:
+        """How far the newest stage is."""
+        with self._lock:
+            for stage in self._open[-1:]:
+                stage.note = text
+
+    def open_stages(self) -> list[str]:
+        """Those that last now, in words."""
+        with self._lock:
+            now = self._clock()
+            return [stage.lasts(now) for stage in self._open]
+
+    def beat(self) -> None:
+        """Say what lasts, where nothing was said for a while."""
+        with self._lock:
+            now = self._clock()
+            if not self._open or self.has_view:
+                return
+            since = max(self._last, min(stage.begin for stage in self._open))
+            if now - since < self._every_s:
+                return
+            for stage in self._open:
+                stage.shown = True
+            line = "; ".join(stage.lasts(now) for stage in self._open)
+        self._print(f"waiting: {line}")
+
+    def run(self) -> None:
+        """Until `close`."""
+        while not self._ended.wait(1.0):
+            self.beat()
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _print(self, text: str) -> None:
+        self._last = self._clock()
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            elapsed = seconds_text(self._last - self._start)
+            self._say(f"{time.strftime('%H:%M:%S')}  {elapsed:>8}  {text}")
+
+
+_current: StageLog | None = None
+
+
+@contextmanager
+def stages_logged(say: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Within, stages have lines. Within another such block it changes nothing."""
+    global _current
+    if _current is not None:
+        yield
+        return
+    _current = log = StageLog(say or print_line)
+    threading.Thread(target=log.run, name="stages", daemon=True).start()
+    try:
+        yield
+    finally:
+        log.close()
+        _current = None
+
+
+@contextmanager
+def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[None]:
+    """A stage for the length of the block. ``what``: its first line. See `Stage`."""
+    log = _current
+    if log is None:
+        yield
+        return
+    begun = log.begin(name, what, waits_for, quiet=False)
+    try:
+        yield
+    except BaseException:
+        log.end(begun, failed=True)
+        raise
+    log.end(begun)
+
+
+class LoopStages:
+    """The stages of a training loop by its phases: the first step, evaluations, checkpoints. Later steps have
+    a line each when they are done, and none before.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = False
+        self._phase = ""
+        self._stage: tuple[StageLog, Stage] | None = None
+        self._name = ""
+
+    def phase(self, name: str) -> None:
+        """What the loop begins now."""
+        self._phase = name
+        if name == "evaluate":
+            self._begin("evaluation", "held-out problems are sampled and scored", quiet=self._stepped)
+        elif name == "save":
+            self._begin("checkpoint", quiet=True)
+        elif self._stepped:
+            self.end()
+        else:
+            self._begin("first step", "samples, rewards and an update", lambda: self._phase)
+
+    def logged(self, *, step: bool) -> None:
+        """Numbers came of a step, or of an evaluation."""
+        self._stepped = self._stepped or step
+        self.end()
+
+    def end(self, *, failed: bool = False) -> None:
+        if self._stage is not None:
+            log, stage = self._stage
+            self._stage, self._name = None, ""
+            log.end(stage, failed=failed)
+
+    def _begin(
+        self, name: str, what: str = "", waits_for: Callable[[], str] = str, *, quiet: bool = False
+    ) -> None:
+        if name == self._name or _current is None:
+            return
+        self.end()
+        self._stage = _current, _current.begin(name, what, waits_for, quiet)
+        self._name = name
+
+
+def open_stages() -> list[str]:
+    """Those that last now, in words."""
+    return _current.open_stages() if _current is not None else []
+
+
+def note(text: str) -> None:
+    """How far the newest stage is, in words."""
+    if _current is not None:
+        _current.note(text)
+
+
+def shown_by_view(shown: bool) -> None:
+    """Whether a live view shows what lasts."""
+    if _current is not None:
+        _current.has_view = shown
+
+
+def print_line(text: str) -> None:
+    """In one piece, from any thread."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def names_of(waiting: list[str], most: int = 3) -> str:
+    """rollout-0, rollout-1, rollout-2 and 5 more"""
+    more = f" and {len(waiting) - most} more" if len(waiting) > most else ""
+    return ", ".join(waiting[:most]) + more
+
+
+def clock_text(seconds: float) -> str:
+    """2.1 s, 3:04, 1:02:03"""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def seconds_text(seconds: float) -> str:
+    """2.1 s, 3:04 min, 1:02:03 h"""
+    unit = "" if seconds < 60 else " min" if seconds < 3600 else " h"
+    return clock_text(seconds) + unit

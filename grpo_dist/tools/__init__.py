@@ -1,0 +1,1 @@
+"""Commands beside a run: check, plan, bench, evaluate, report, recipe, scoring, submit."""

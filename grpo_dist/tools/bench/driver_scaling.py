@@ -1,0 +1,188 @@
+"""What the driver costs per completion, and that it does not grow with samples or workers.
+
+    python -m grpo_dist.tools.bench.driver_scaling
+
+The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
+run on simulated workers that answer at once with made-up records, so that all that is left is the driver. The
+first table has workers in the driver's own process; the second has Ray actors behind the real handles, one
+process each, so that Ray's calls and the way of the records into the driver are in it.
+
+`total`: CPU time of the driver's process, all threads, Ray's own in it. `loop`: of the thread that everything
+else waits for. `wall`: the step; nothing is simulated to take time, but where the actors of the second table
+have no cores of their own it is theirs as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.workers.made_records import LONGEST, made_group, made_prompts, made_rollouts
+from grpo_dist import driver
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import Config
+from grpo_dist.loop.progress import Progress
+from grpo_dist.observe import Tracker
+from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
+from grpo_dist.workers import RolloutsRef, Workers
+
+SAMPLES_PER_PROMPT = 8
+RANKS = 2
+_WARM_UP = 2  # steps before the clocks count
+
+WorkersOf = Callable[[Config, list[Prompt]], AbstractAsyncContextManager[Workers]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Microseconds per completion: the median step."""
+
+    samples: int
+    workers: int
+    total_us: float
+    loop_us: float
+    wall_us: float
+
+
+def measure(samples: int, workers: int, workers_of: WorkersOf) -> Cost:
+    """A short run with ``samples`` a step on ``workers`` simulated rollout workers."""
+    config = scaling_config(samples, workers)
+    made = made_prompts(samples // SAMPLES_PER_PROMPT)
+    with tempfile.TemporaryDirectory() as directory:
+        recorder = Clocked(config, Path(directory))
+
+        async def session() -> None:
+            async with workers_of(config, made) as simulated:
+                await driver.run(config, simulated, made, [], recorder, NoCheckpoints())
+
+        with recorder:
+            asyncio.run(session())
+    steps = np.diff(np.array(recorder.clocks[_WARM_UP - 1 :]), axis=0)
+    total, loop, wall = (statistics.median(column) / samples * 1e6 for column in steps.T.tolist())
+    return Cost(samples, workers, total, loop, wall)
+
+
+def scaling_config(samples: int, workers: int) -> Config:
+    """Staging is on (`max_staleness` 1), and enough steps for a median."""
+    return Config.model_validate(
+        {
+            "model": {"path": "simulated"},
+            "data": {"train": [{"path": "simulated"}]},
+            "batch": {
+                "prompts_per_step": samples // SAMPLES_PER_PROMPT,
+                "samples_per_prompt": SAMPLES_PER_PROMPT,
+            },
+            "sampling": {"max_new_tokens": LONGEST},
+            "rollout": {"num_workers": workers},
+            "policy": {"num_workers": RANKS},
+            "rewards": {"num_workers": 4},
+            "evaluation": {"before": False, "after": False},
+            "checkpoint": {"export": False},
+            "tracking": {"console": False},
+            "max_staleness": 1,
+            "steps": _WARM_UP + (20 if samples < 4096 else 5),
+        }
+    )
+
+
+class Clocked(Tracker):
+    """The tracker of a run, which also notes the clocks at the end of each step."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        super().__init__(config, run_dir)
+        self.clocks: list[tuple[float, float, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        super().log(step, metrics)
+        self.clocks.append((time.process_time(), time.thread_time(), time.perf_counter()))
+
+
+_ROOM = 512  # sequences that a simulated worker has in hand
+
+
+class NoCheckpoints:
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
+        """Nothing here is worth keeping."""
+
+    async def settle(self) -> None:
+        """There is none to wait for."""
+
+
+class Instant:
+    """All workers at once, in this process. What they answer is made beforehand."""
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
+        rng = np.random.default_rng(0)
+        self._admission = Admission(config.rollout.num_workers, _ROOM)
+        self._groups = {p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng)) for p in prompts}
+
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
+        tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
+        index = await self._admission.admit(len(seeds), tokens)
+        await asyncio.sleep(0)
+        self._admission.release(index, len(seeds), tokens)
+        return self._groups[prompt.uid].rollouts
+
+    async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
+        return self._groups[prompt.uid]
+
+    def stage(self, batches: Sequence[TrainBatch]) -> Any:
+        return [shard(batch, RANKS) for batch in batches]
+
+    async def update(self, staged: Any, *, kl_coef: float, bounds: Any) -> dict[str, float]:
+        return {"loss/policy": 0.0}
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        return {}
+
+    async def push(self, version: int) -> dict[str, float]:
+        return {}
+
+
+@asynccontextmanager
+async def in_process(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
+    all_of_them: Any = Instant(config, prompts)
+    yield Workers(all_of_them, all_of_them, None, all_of_them, all_of_them)
+
+
+def print_table(title: str, costs: Iterable[Cost]) -> None:
+    """Row by row, as ``costs`` are measured."""
+    print(f"\n{title}: microseconds per completion")
+    print(f"{'samples a step':>15} {'workers':>8} {'total':>8} {'loop':>8} {'wall':>8}", flush=True)
+    for c in costs:
+        numbers = f"{c.total_us:>8.1f} {c.loop_us:>8.1f} {c.wall_us:>8.1f}"
+        print(f"{c.samples:>15,} {c.workers:>8} {numbers}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m grpo_dist.tools.bench.driver_scaling", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--samples", type=int, nargs="+", default=[128, 1024, 8192, 32768], help="a step")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 64], help="simulated rollout workers")
+    parser.add_argument("--tables", nargs="+", choices=["process", "ray"], default=["process", "ray"])
+    chosen = parser.parse_args(arguments)
+    cases = [(samples, workers) for samples in chosen.samples for workers in chosen.workers]
+    if "process" in chosen.tables:
+        print_table("driver alone", (measure(*case, in_process) for case in cases))
+    if "ray" in chosen.tables:
+        from actors.workers.simulated import private_ray, ray_workers
+
+        with private_ray():
+            print_table("driver and Ray", (measure(*case, ray_workers) for case in cases))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""From the timed steps and the limits to the figures of a benchmark. Arithmetic only.
+
+A stage's rate is what it did per second that it was busy; a share is of the loop's own time. Where several
+workers are busy at once, the seconds of a stage are the mean over them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from grpo_dist.runtime.metering import Span
+from grpo_dist.tools.bench.flops import Shape, training_flops
+from grpo_dist.tools.bench.record import StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine did at best, with nothing of this project in the way; ``settings`` says how."""
+
+    generation_tokens_per_s: float
+    training_tokens_per_s: float
+    sync_bytes_per_s: float
+    settings: dict[str, str]
+
+
+def figures(
+    steps: Sequence[StepRecord],
+    *,
+    shape: Shape,
+    peak_flops: float | None,
+    limits: Limits | None,
+    overlapped: bool,
+) -> dict[str, float]:
+    """Of the timed ``steps``, by name. ``peak_flops``: of all policy ranks together. ``overlapped``: whether
+    sampling runs ahead, so that the largest limit bounds a step and not their sum.
+    """
+    seconds = sum(step.seconds for step in steps)
+    completion = sum(r.length for s in steps for r in s.requests)
+    tokens = sum(r.tokens for s in steps for r in s.requests)
+    sampling = _total(steps, "time/rollout_sample_busy_s")
+    update, scoring = _total(steps, "time/policy_update_busy_s"), _total(steps, "time/reward_score_busy_s")
+    sync = _total(steps, "time/sync_s")
+    work = sum(training_flops(shape, [(r.tokens, r.length) for r in s.requests]) for s in steps)
+    trained = _total(steps, "train/tokens")
+    found = {
+        "loop/step_s": seconds / len(steps),
+        "loop/step_median_s": statistics.median(step.seconds for step in steps),
+        "loop/tokens_per_s": tokens / seconds,
+        "loop/completion_tokens_per_s": completion / seconds,
+        "loop/samples_per_s": sum(len(s.requests) for s in steps) / seconds,
+        "generation/tokens_per_s": _total(steps, "throughput/rollout_tokens") / sampling,
+        "generation/step_s": sampling / len(steps),
+        "training/tokens_per_s": trained / update,
+        "training/step_s": update / len(steps),
+        "scoring/samples_per_s": sum(len(s.requests) for s in steps) / scoring,
+        "scoring/step_s": scoring / len(steps),
+        "sync/bytes_per_s": _total(steps, "sync/bytes") / sync,
+        "sync/step_s": sync / len(steps),
+        "sync/bytes": _total(steps, "sync/bytes") / len(steps),
+        **shares(steps),
+        "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
+    }
+    if peak_flops:
+        # Work that is skipped because it teaches nothing is no work done.
+        found["training/mfu"] = work * (trained / tokens) / update / peak_flops
+        found["training/peak_flops"] = peak_flops
+    if limits:
+        found |= _of_limits(
+            found, limits, tokens_per_step=(completion, trained), steps=len(steps), overlapped=overlapped
+        )
+    return found
+
+
+def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Of the loop's time: where every moment went, counted once in this order, which adds up to 1; and how
+    long rollout and trainer were idle.
+
+        generation   an engine has a request
+        training     an update runs, and no engine has a request
+        sync, scoring, reference   likewise
+        overhead     nothing of these runs in any actor: driver, Ray, log
+    """
+    begin, end = steps[0].begin, steps[-1].end
+    of_stage: dict[str, list[Span]] = {
+        stage: [] for stage in ("sample", "update", "sync", "score", "logprobs")
+    }
+    for step in steps:
+        for usage in step.usage.values():
+            for span in usage.spans:
+                of_stage[span.stage].append(span)
+    seconds = end - begin
+    names = {
+        "sample": "generation",
+        "update": "training",
+        "sync": "sync",
+        "score": "scoring",
+        "logprobs": "reference",
+    }
+    found, before, covered = {}, [], 0.0
+    for stage, spans in of_stage.items():
+        before += spans
+        total = covered_s(before, begin, end)
+        found[f"share/{names[stage]}"] = (total - covered) / seconds
+        covered = total
+    found["share/overhead"] = 1.0 - covered / seconds
+    found["overhead/step_s"] = (seconds - covered) / len(steps)
+    found["idle/rollout"] = 1.0 - _total(steps, "time/rollout_sample_busy_s") / seconds
+    busy = _total(steps, "time/policy_update_busy_s") + _total(steps, "time/policy_sync_busy_s")
+    found["idle/trainer"] = 1.0 - busy / seconds
+    return found
+
+
+def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
+    """Seconds between ``begin`` and ``end`` in which at least one of ``spans`` lasts.
+
+    [0, 2], [1, 3], [5, 9] between 0 and 6 -> 4
+    """
+    total, reached = 0.0, begin
+    for span in sorted(spans, key=lambda s: s.begin):
+        start, stop = max(span.begin, reached), min(span.end, end)
+        if stop > start:
+            total += stop - start
+            reached = stop
+    return total
+
+
+def _of_limits(
+    found: dict[str, float],
+    limits: Limits,
+    *,
+    tokens_per_step: tuple[float, float],
+    steps: int,
+    overlapped: bool,
+) -> dict[str, float]:
+    completion, trained = tokens_per_step
+    at_best = {
+        "generation": completion / steps / limits.generation_tokens_per_s,
+        "training": trained / steps / limits.training_tokens_per_s,
+        "sync": found["sync/bytes"] / limits.sync_bytes_per_s,
+    }
+    bound = max(at_best.values()) if overlapped else sum(at_best.values())
+    return {
+        "limit/generation_tokens_per_s": limits.generation_tokens_per_s,
+        "limit/training_tokens_per_s": limits.training_tokens_per_s,
+        "limit/sync_bytes_per_s": limits.sync_bytes_per_s,
+        **{f"limit/{stage}_step_s": seconds for stage, seconds in at_best.items()},
+        "limit/step_s": bound,
+        "of_limit/generation": found["generation/tokens_per_s"] / limits.generation_tokens_per_s,
+        "of_limit/training": found["training/tokens_per_s"] / limits.training_tokens_per_s,
+        "of_limit/sync": found["sync/bytes_per_s"] / limits.sync_bytes_per_s,
+        "of_limit/loop": bound / found["loop/step_s"],
+        "loop/step_over_limit": found["loop/step_s"] / bound,
+    }
+
+
+def _total(steps: Sequence[StepRecord], metric: str) -> float:
+    return sum(step.metrics.get(metric, 0.0) for step in steps)

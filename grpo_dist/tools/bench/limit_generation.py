@@ -1,0 +1,110 @@
+"""Limit of generation: `vllm.LLM.generate`, told everything at once."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_dist.tools.bench.child import Meeting
+from grpo_dist.tools.bench.record import Request
+
+if TYPE_CHECKING:
+    from actors.workers.engine_settings import EngineSpec
+
+_STEP_SEQUENCES = (1, 4, 16, 64, 256)  # and as many as the engine decodes at once
+_STEP_TOKENS = 48
+
+
+def measure(
+    meeting: Meeting,
+    *,
+    spec: EngineSpec,
+    temperature: float,
+    batches: Sequence[Sequence[Request]],
+    repeats: int,
+) -> dict[str, Any]:
+    """`seconds` for each batch of requests, [batches][repeats]; `steps`: [sequences, tokens that each holds,
+    seconds] of single steps of the engine, from one sequence to as many as it decodes at once.
+    """
+    engine = _make_engine(spec)
+    _generate(engine, batches[0], temperature)
+    seconds: list[list[float]] = []
+    for batch in batches:
+        seconds.append([])
+        for _ in range(repeats):
+            meeting.wait()  # bounded: it ends with its parent
+            seconds[-1].append(_generate(engine, batch, temperature))
+    meeting.wait()  # bounded: it ends with its parent
+    return {"seconds": seconds, "steps": _steps(engine, spec, batches[0], temperature)}
+
+
+def _steps(
+    engine: Any, spec: EngineSpec, requests: Sequence[Request], temperature: float
+) -> list[tuple[int, float, float]]:
+    """Medians of the first and of the last third of the steps of some batches, all of whose requests are of
+    one length.
+    """
+    found = []
+    prompt = requests[0].prompt_ids
+    tokens = min(_STEP_TOKENS, spec.max_length - len(prompt))
+    third = max(1, tokens // 3)
+    counts = [n for n in _STEP_SEQUENCES if n < spec.max_num_seqs] + [spec.max_num_seqs]
+    for count in counts:
+        asked = [Request(prompt, seed, tokens) for seed in range(count)]
+        times = _step_times(engine, asked, temperature)[-tokens:]
+        for part, begin in ((times[:third], 0), (times[-third:], tokens - third)):
+            found.append((count, len(prompt) + begin + third / 2, statistics.median(part)))
+    return found
+
+
+def _step_times(engine: Any, requests: Sequence[Request], temperature: float) -> list[float]:
+    inner, times = engine.llm_engine, []
+    for i, request in enumerate(requests):
+        inner.add_request(
+            f"step-{i}", {"prompt_token_ids": list(request.prompt_ids)}, _asked(request, temperature)
+        )
+    while inner.has_unfinished_requests():
+        begin = time.perf_counter()
+        inner.step()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def _generate(engine: Any, requests: Sequence[Request], temperature: float) -> float:
+    prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests]
+    sampling = [_asked(r, temperature) for r in requests]
+    begin = time.perf_counter()
+    outputs = engine.generate(prompts, sampling, use_tqdm=False)
+    seconds = time.perf_counter() - begin
+    made = [len(output.outputs[0].token_ids) for output in outputs]
+    if made != [r.length for r in requests]:
+        raise RuntimeError(f"generation: {sum(made)} tokens, {sum(r.length for r in requests)} were asked")
+    return seconds
+
+
+def _asked(request: Request, temperature: float) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=temperature,
+        max_tokens=request.length,
+        ignore_eos=True,
+        seed=request.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _make_engine(spec: EngineSpec) -> Any:
+    """As a rollout worker's, but for the weight transfer, in the class that is made for a batch at once."""
+    from actors.workers.engine_settings import fitting_arguments, set_environment
+
+    set_environment()
+    from vllm import LLM
+
+    arguments = fitting_arguments(spec)
+    del arguments["weight_transfer_config"]
+    return LLM(**arguments)

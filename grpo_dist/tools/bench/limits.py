@@ -1,0 +1,170 @@
+"""What the machine can do at best, each in processes of its own, one after the other, after the loop's
+workers have ended. Processes and threads are as many as the loop's workers had.
+
+    generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
+    engine
+                 with few and many sequences
+    training     transformers and torch's AdamW on as many tokens without padding, in the best of several
+                 micro-batch sizes
+    sync         one broadcast of as many bytes, from and into buffers that are there already
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.config import Config
+from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
+from grpo_dist.tools.bench.record import StepRecord
+from grpo_dist.tools.bench.result import DecodeStep
+
+REPEATS = 3  # of every measurement; the fastest counts
+SYNC_REPEATS = 12  # it is short
+_STEPS = 2  # timed steps whose requests are generated again
+_DEADLINE_S = 1800.0
+
+
+def generation_limit(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+) -> tuple[float, list[DecodeStep]]:
+    """Completion tokens per second of as many engines as the loop has, each on its share of a step; and
+    single steps of the slowest engine.
+    """
+    from actors.workers.engine_settings import EngineSpec
+
+    workers = config.rollout.num_workers
+    batches = [step.requests for step in steps[-_STEPS:]]
+    jobs = [
+        {
+            "spec": EngineSpec.of(config, model_dir),
+            "temperature": config.sampling.temperature,
+            "batches": [batch[i::workers] for batch in batches],
+            "repeats": REPEATS,
+        }
+        for i in range(workers)
+    ]
+    gpus = config.rollout.tensor_parallel_size
+    found = run_jobs("grpo_dist.tools.bench.limit_generation", jobs, threads=threads, gpus=gpus)
+    made = sum(r.length for batch in batches for r in batch)
+    slowest = [max(same, key=itemgetter(2)) for same in zip(*(f["steps"] for f in found), strict=True)]
+    return made / fastest([f["seconds"] for f in found]), [DecodeStep(*step) for step in slowest]
+
+
+def training_limit(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+) -> tuple[float, float, str]:
+    """Tokens per second of all ranks together, the operations per second of a large matrix product on them,
+    and the micro-batch that was best.
+    """
+    ranks = config.policy.num_workers
+    requests = [r for step in steps for r in step.requests]
+    row = round(sum(r.tokens for r in requests) / len(requests))
+    rows = max(1, len(steps[-1].requests) // ranks)
+    job = {
+        "model_dir": str(model_dir),
+        "dtype": resolve_dtype(config.model.dtype),
+        "rows": rows,
+        "row_tokens": row,
+        "trained_share": sum(r.length for r in requests) / sum(r.tokens for r in requests),
+        "repeats": REPEATS,
+    }
+    found = run_jobs("grpo_dist.tools.bench.limit_training", [job] * ranks, threads=threads, gpus=1)
+    seconds = [f["seconds"] for f in found]
+    micro = sorted({f["micro_batch"] for f in found})
+    best = f"micro-batches of {', '.join(f'{m} x {row}' for m in micro)} tokens"
+    return rows * row * ranks / fastest([[s] for s in seconds]), sum(f["matmul"] for f in found), best
+
+
+def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
+    """Bytes per second from one process into as many others as the engines have; within a GPU where there
+    are too few for that.
+    """
+    from actors.transfer.handshake import new_secret
+
+    processes, backend = 1 + config.rollout.num_workers * config.rollout.tensor_parallel_size, "gloo"
+    if device_type() == "cuda":
+        backend = "nccl" if torch.cuda.device_count() >= processes else "copy"
+    processes = 1 if backend == "copy" else processes
+    common = {
+        "num_bytes": num_bytes,
+        "world_size": processes,
+        "port": port,
+        "backend": backend,
+        "secret": new_secret(),
+    }
+    jobs = [{"rank": rank, "repeats": SYNC_REPEATS, **common} for rank in range(processes)]
+    seconds = run_jobs("grpo_dist.tools.bench.limit_sync", jobs, threads=1, gpus=1)
+    return num_bytes / fastest([[s] for s in seconds])
+
+
+def fastest(seconds: list[list[list[float]]]) -> float:
+    """Seconds for all batches, given those of [process][batch][repeat]: of a repeat the slowest process
+    counts, of a batch the fastest repeat.
+    """
+    batches = zip(*seconds, strict=True)
+    return sum(min(max(repeat) for repeat in zip(*batch, strict=True)) for batch in batches)
+
+
+def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
+    """``module.measure(meeting, **job)`` of every job, each in a process of its own, all at once; the results
+    in order. Raises RuntimeError with what a process said last when it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:
+        directory = Path(name)
+        processes = []
+        for i, job in enumerate(jobs):
+            (directory / f"{i}.job").write_bytes(pickle.dumps((module, i, len(jobs), job)))
+            log = stack.enter_context((directory / f"{i}.log").open("wb"))
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "grpo_dist.tools.bench.child", name, str(i)],
+                    env=os.environ | thread_environment(threads) | devices_of(i, gpus),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,  # so that an engine's own processes end with it
+                )
+            )
+        try:
+            _wait(processes, module, directory)
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):  # it and all that it started have ended
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()  # bounded: it has been killed
+        return [pickle.loads((directory / f"{i}.result").read_bytes()) for i in range(len(jobs))]
+
+
+def devices_of(process: int, each: int) -> dict[str, str]:
+    """Environment in which ``process`` sees its own ``each`` of the GPUs that this one sees; {} without
+    GPUs.
+    """
+    if device_type() == "cpu":
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[process * each : (process + 1) * each])}
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: Path) -> None:
+    end = time.monotonic() + _DEADLINE_S
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        if any(process.returncode for process in processes):
+            break
+        time.sleep(0.05)
+    for i, process in enumerate(processes):
+        if process.poll() != 0:
+            tail = (directory / f"{i}.log").read_text(errors="replace")[-2000:]
+            state = "not finished" if process.returncode is None else f"exit code {process.returncode}"
+            raise RuntimeError(f"limit {module.rsplit('_', 1)[1]}: process {i}: {state}; it said: {tail}")

@@ -1,0 +1,107 @@
+"""What a benchmark keeps of every step that the loop logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_dist.batch.token_values import ValuesOfSamples
+from grpo_dist.config import Config
+from grpo_dist.loop.ledger import Account
+from grpo_dist.loop.progress import Progress
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.types import Group
+from grpo_dist.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample of a step: what was asked and how long the answer was."""
+
+    prompt_ids: tuple[int, ...]
+    seed: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt_ids) + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step from the end of the one before, its log included, to its own; seconds of `time.time`."""
+
+    step: int
+    begin: float
+    end: float
+    metrics: dict[str, float]
+    usage: dict[str, Usage]
+    requests: tuple[Request, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class BenchRecorder:
+    """A recorder of the driver's loop; begins to count when it is made."""
+
+    def __init__(self, config: Config, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
+        self._seed, self._say, self.directory = config.seed, say, directory
+        self._last, self._requests = time.time(), tuple[Request, ...]()
+        self._usage: dict[str, Usage] = {}
+        self.steps: list[StepRecord] = []
+
+    def flush(self) -> None:
+        """Nothing is written on the way."""
+
+    def phase(self, name: str) -> None:
+        """What it took is in the metrics."""
+
+    def account(self, step: int, found: Account) -> None:
+        """A benchmark keeps no books."""
+
+    def aside(self, step: int, groups: list[Group]) -> str:
+        """Kept nowhere."""
+        return "nowhere"
+
+    def warn(self, message: str) -> None:
+        print(message, file=sys.stderr, flush=True)
+
+    def note(self, message: str) -> None:
+        """A benchmark keeps no events."""
+
+    def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
+        self._usage = dict(workers)
+
+    def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
+        batch = len(self.steps)
+        self._requests = tuple(
+            Request(
+                tuple(group.prompt.token_ids.tolist()),
+                request_seed(self._seed, batch, group.prompt.uid, rollout.sample),
+                len(rollout.completion_ids),
+            )
+            for group in groups
+            for rollout in group.rollouts
+        )
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        now = time.time()
+        self.steps.append(StepRecord(step, self._last, now, metrics, self._usage, self._requests))
+        self._last = now
+        self._say(step, metrics)
+
+
+class NoCheckpoints:
+    """A checkpointer that keeps nothing."""
+
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
+        """A benchmark leaves no model."""
+
+    async def settle(self) -> None:
+        """There is none to wait for."""

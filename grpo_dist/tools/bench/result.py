@@ -1,0 +1,103 @@
+"""The record of one benchmark: `bench.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.json_files import read_json
+
+SCHEMA = 1  # raise it when a figure changes its meaning
+
+
+@dataclass(frozen=True, slots=True)
+class ActorMemory:
+    """Most bytes one actor's processes have held, over the whole run."""
+
+    name: str
+    peak_bytes: int
+    peak_gpu_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """``actor`` did ``stage``, seconds from the begin of the step drawn."""
+
+    actor: str
+    stage: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """One step of an engine: with so many sequences, each of which holds ``context`` tokens."""
+
+    sequences: int
+    context: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
+    step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
+    step. ``decode_steps``: of an engine alone; none where no limits were measured.
+    """
+
+    name: str
+    config: dict[str, Any]
+    machine: dict[str, Any]
+    workload: dict[str, float]
+    figures: dict[str, float]
+    limit_settings: dict[str, str]
+    actors: list[ActorMemory]
+    steps: list[dict[str, float]]
+    timeline: list[Bar]
+    timeline_s: float
+    lengths: list[int] = field(default_factory=list)
+    decode_steps: list[DecodeStep] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Result:
+        """Raises UserError for a file that is no benchmark's, or of another schema."""
+        try:
+            plain = read_json(path)
+        except OSError as error:
+            raise UserError(
+                f"{path}: cannot be read ({error.strerror}); expected the bench.json of a run"
+            ) from error
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON ({error}); expected the bench.json of a run") from error
+        found = plain.pop("schema", None) if isinstance(plain, dict) else None
+        if found != SCHEMA:
+            what = "no `schema`" if found is None else f"`schema` = {found}"
+            raise UserError(
+                f"{path}: {what}, but this version compares schema {SCHEMA}; measure again with one version"
+            )
+        try:
+            return cls(
+                actors=[ActorMemory(**actor) for actor in plain.pop("actors")],
+                timeline=[Bar(**bar) for bar in plain.pop("timeline")],
+                decode_steps=[DecodeStep(**step) for step in plain.pop("decode_steps", [])],
+                **plain,
+            )
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: not the bench.json of a run ({error}); measure again") from error
+
+
+def _plain(value: Any) -> Any:
+    """NaN and infinities as null: JSON has none."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,185 @@
+"""One benchmark from the configuration to its files: the real loop on the real actors, then the limits.
+
+start | warm-up steps | timed steps | end of the workers | limits: generation, training, sync | result
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist import driver
+from grpo_dist.config import Config
+from grpo_dist.config.secrets import masked
+from grpo_dist.errors import refusals
+from grpo_dist.observe.console import step_line
+from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
+from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runtime.hardware import device_type, resolve_dtype
+from grpo_dist.tools.bench.figures import Limits, figures
+from grpo_dist.tools.bench.flops import Shape, card_peak
+from grpo_dist.tools.bench.lengths import ForcedLengths
+from grpo_dist.tools.bench.limits import REPEATS, SYNC_REPEATS, generation_limit, sync_limit, training_limit
+from grpo_dist.tools.bench.machine import machine_facts
+from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
+from grpo_dist.tools.bench.result import ActorMemory, Bar, DecodeStep, Result
+from grpo_dist.tools.bench.table import print_result
+
+
+def bench(config: Config) -> Path:
+    """Measure ``config`` and return the directory of the result. Raises UserError for input that cannot be
+    used.
+    """
+    from actors.cluster import fit
+
+    config = as_benchmark(config)
+    with refusals():
+        directory = choose_run_dir(config)
+        check_writable(directory)
+        has = fit(config)
+        prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
+    steps = timed(config, asyncio.run(_loop(config, prepared, directory)))
+    result = measured(config, prepared.model_dir, steps)
+    directory.mkdir(parents=True)
+    result.write(directory / "bench.json")
+    from grpo_dist.tools.bench.picture import draw
+
+    draw(result, directory / "bench.png")
+    print_result(result)
+    _say(f"written: {directory}/bench.json, {directory}/bench.png")
+    return directory
+
+
+def as_benchmark(config: Config) -> Config:
+    """``config`` with as many steps as the benchmark takes, and nothing beside them: no evaluation, no
+    checkpoint. Where sampling runs ahead, the last steps have nothing more to sample and are not timed.
+    """
+    steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
+    evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
+    checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
+    health = config.health.model_copy(update={"min_signal_groups": 0})  # every step is the same work
+    tracking = config.tracking.model_copy(update={"samples": False})
+    parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health, "tracking": tracking}
+    return config.model_copy(update={"steps": steps} | parts)
+
+
+def timed(config: Config, steps: Sequence[StepRecord]) -> list[StepRecord]:
+    warmup = config.bench.warmup_steps
+    return list(steps[warmup : warmup + config.bench.steps])
+
+
+async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
+    from actors.cluster import Cluster
+
+    async with Cluster(config) as cluster:
+        async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
+            workers = await cluster.start_training(prepared.model_dir)
+        recorder = BenchRecorder(config, directory, lambda step, m: _say(step_line(step, m)))
+        forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
+        await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
+    return recorder.steps
+
+
+def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Result:
+    """The result of the timed ``steps``; measures the limits, if they are asked for."""
+    limits, peak, decode_steps = (
+        _limits(config, model_dir, steps) if config.bench.limits else (None, None, [])
+    )
+    settings = dict(limits.settings) if limits else {}
+    if card := _card():
+        peak, settings["peak"] = card * config.policy.num_workers, "data sheet"
+    found = figures(
+        steps,
+        shape=Shape.of(model_dir),
+        peak_flops=peak,
+        limits=limits,
+        overlapped=config.max_staleness > 0,
+    )
+    middle = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
+    return Result(
+        name=config.name,
+        config=masked(config.model_dump(mode="json")),
+        machine=machine_facts(),
+        workload=_workload(config, steps),
+        figures=found,
+        limit_settings=settings,
+        actors=[ActorMemory(name, u.peak_bytes, u.peak_gpu_bytes) for name, u in steps[-1].usage.items()],
+        steps=[_of_step(step) for step in steps],
+        timeline=_timeline(middle),
+        timeline_s=middle.seconds,
+        lengths=[request.length for step in steps for request in step.requests],
+        decode_steps=decode_steps,
+    )
+
+
+def _limits(
+    config: Config, model_dir: Path, steps: Sequence[StepRecord]
+) -> tuple[Limits, float, list[DecodeStep]]:
+    """The limits, the operations per second of a matrix product on the policy's threads, and single steps of
+    an engine.
+    """
+    from actors.cluster import local_demands
+    from actors.transfer.transport import free_port
+
+    demands = local_demands(config)
+    _say("limits: generation")
+    generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
+    _say("limits: training")
+    training, matmul, micro = training_limit(config, model_dir, steps, threads=demands["policy"].threads)
+    _say("limits: weight sync")
+    sent = int(steps[-1].metrics["sync/bytes"])
+    sync = sync_limit(config, sent, port=free_port("127.0.0.1"))
+    settings = {
+        "repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}",
+        "generation": "vllm.LLM.generate, all requests of a step at once",
+        "training": f"transformers and torch AdamW without padding, {micro}",
+        "sync": "one broadcast of all bytes",
+        "peak": "a matrix product measured on the same threads",
+        "step": "largest limit" if config.max_staleness else "sum of the limits",
+    }
+    return Limits(generation, training, sync, settings), matmul, decode_steps
+
+
+def _card() -> float | None:
+    if device_type() == "cpu" or resolve_dtype("auto") == torch.float32:
+        return None
+    return card_peak(torch.cuda.get_device_name(0))
+
+
+def _workload(config: Config, steps: Sequence[StepRecord]) -> dict[str, float]:
+    requests = [r for step in steps for r in step.requests]
+    return {
+        "steps": len(steps),
+        "prompts_per_step": config.batch.prompts_per_step,
+        "samples_per_prompt": config.batch.samples_per_prompt,
+        "prompt_tokens_mean": sum(len(r.prompt_ids) for r in requests) / len(requests),
+        "completion_tokens": sum(r.length for r in requests),
+        "completion_tokens_mean": sum(r.length for r in requests) / len(requests),
+        "completion_tokens_max": max(r.length for r in requests),
+        "max_staleness": config.max_staleness,
+    }
+
+
+def _of_step(step: StepRecord) -> dict[str, float]:
+    """Length in seconds and what the clock, the memory and the work were."""
+    kept = ("time/", "memory/", "throughput/", "sync/", "train/", "rollout/")
+    of_step: dict[str, Any] = {"step": float(step.step), "seconds": step.seconds}
+    return of_step | {key: value for key, value in step.metrics.items() if key.startswith(kept)}
+
+
+def _timeline(step: StepRecord) -> list[Bar]:
+    return [
+        Bar(actor, span.stage, max(span.begin, step.begin) - step.begin, span.end - step.begin)
+        for actor, usage in step.usage.items()
+        for span in usage.spans
+        if span.end > step.begin
+    ]
+
+
+def _say(message: str) -> None:
+    print(message, flush=True)

@@ -1,0 +1,160 @@
+"""Figures for people: what each is called, its unit, whether more is better; the table at the end, and the
+ratios of two results.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_dist.tools.bench.result import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """``unit``: how the value is written. ``better``: 1 for more, -1 for less, 0 for neither."""
+
+    label: str
+    unit: str
+    better: int
+
+
+FIGURES: dict[str, Figure] = {
+    "loop/tokens_per_s": Figure("loop, prompt and completion tokens", "tok/s", 1),
+    "loop/completion_tokens_per_s": Figure("loop, completion tokens", "tok/s", 1),
+    "loop/samples_per_s": Figure("loop, samples", "/s", 1),
+    "loop/step_s": Figure("step, mean", "s", -1),
+    "loop/step_median_s": Figure("step, median", "s", -1),
+    "generation/tokens_per_s": Figure("generation", "tok/s", 1),
+    "generation/step_s": Figure("generation in a step", "s", -1),
+    "training/tokens_per_s": Figure("training", "tok/s", 1),
+    "training/step_s": Figure("training in a step", "s", -1),
+    "training/mfu": Figure("model FLOPs utilisation of the trainer", "%", 1),
+    "training/peak_flops": Figure("peak it is a share of", "FLOP/s", 0),
+    "scoring/samples_per_s": Figure("scoring, samples", "/s", 1),
+    "scoring/step_s": Figure("scoring in a step", "s", -1),
+    "sync/bytes_per_s": Figure("weight sync", "B/s", 1),
+    "sync/step_s": Figure("weight sync in a step", "s", -1),
+    "sync/bytes": Figure("weight sync, bytes", "B", 0),
+    "share/generation": Figure("time: generation", "%", 0),
+    "share/training": Figure("time: training, not behind generation", "%", 0),
+    "share/sync": Figure("time: weight sync, not behind others", "%", 0),
+    "share/scoring": Figure("time: scoring, not behind others", "%", 0),
+    "share/reference": Figure("time: reference, not behind others", "%", 0),
+    "share/overhead": Figure("time: driver and Ray", "%", -1),
+    "overhead/step_s": Figure("driver and Ray in a step", "s", -1),
+    "overhead/driver_cpu_s": Figure("CPU time of the driver in a step", "s", -1),
+    "idle/rollout": Figure("rollout idle", "%", -1),
+    "idle/trainer": Figure("trainer idle", "%", -1),
+    "limit/generation_tokens_per_s": Figure("limit of generation", "tok/s", 0),
+    "limit/training_tokens_per_s": Figure("limit of training", "tok/s", 0),
+    "limit/sync_bytes_per_s": Figure("limit of the weight sync", "B/s", 0),
+    "limit/generation_step_s": Figure("generation of a step at its limit", "s", 0),
+    "limit/training_step_s": Figure("training of a step at its limit", "s", 0),
+    "limit/sync_step_s": Figure("weight sync of a step at its limit", "s", 0),
+    "limit/step_s": Figure("step at its limit", "s", 0),
+    "of_limit/generation": Figure("generation, of its limit", "%", 1),
+    "of_limit/training": Figure("training, of its limit", "%", 1),
+    "of_limit/sync": Figure("weight sync, of its limit", "%", 1),
+    "of_limit/loop": Figure("loop, of its limit", "%", 1),
+    "loop/step_over_limit": Figure("step over its limit", "x", -1),
+}
+_STAGES = ("generation", "training", "sync")
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def written(value: float, unit: str) -> str:
+    """``0.934, "%"`` -> ``93.4 %``; ``52136448, "B"`` -> ``52.1 MB``; ``2834.2, "/s"`` -> ``2,834 /s``."""
+    if unit == "%":
+        return f"{value:.1%}".replace("%", " %")
+    if unit in ("B", "B/s", "FLOP/s"):
+        factor, prefix = next(((f, p) for f, p in _PREFIXES if abs(value) >= f), (1.0, ""))
+        return f"{value / factor:,.1f} {prefix}{unit}"
+    if unit == "s" and abs(value) < 0.1:
+        return f"{value * 1e3:.1f} ms"
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
+    return f"{value:,.{digits}f} {unit}"
+
+
+def print_result(result: Result, console: Console | None = None) -> None:
+    """The whole result on the terminal: stages, where the time goes, memory, and the loop."""
+    console = console or Console(highlight=False)
+    console.print(_stages(result))
+    console.print(_time(result))
+    console.print(_memory(result))
+    for line in _summary(result):
+        console.print(line, soft_wrap=True)
+
+
+def _stages(result: Result) -> Table:
+    table = _table(f"{result.name}: stages, while busy", "stage", "rate", "in a step", "limit", "of limit")
+    found = result.figures
+    for stage in _STAGES:
+        key = f"{stage}/{'bytes' if stage == 'sync' else 'tokens'}_per_s"
+        table.add_row(
+            FIGURES[key].label,
+            show(found, key),
+            show(found, f"{stage}/step_s"),
+            show(found, f"limit/{key.replace('/', '_')}"),
+            show(found, f"of_limit/{stage}"),
+        )
+    table.add_row("scoring", show(found, "scoring/samples_per_s"), show(found, "scoring/step_s"), "", "")
+    limit = f"{show(found, 'limit/step_s')} a step" if "limit/step_s" in found else "–"
+    rate, seconds = show(found, "loop/tokens_per_s"), show(found, "loop/step_s")
+    table.add_row("[bold]loop", rate, seconds, limit, show(found, "of_limit/loop"))
+    return table
+
+
+def _time(result: Result) -> Table:
+    shown = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
+    table = _table("where a step's time goes, once each", "", "share", "in a step")
+    for key in shown:
+        seconds = result.figures[key] * result.figures["loop/step_s"]
+        table.add_row(
+            FIGURES[key].label.removeprefix("time: "), show(result.figures, key), written(seconds, "s")
+        )
+    return table
+
+
+def _memory(result: Result) -> Table:
+    on_gpu = any(actor.peak_gpu_bytes for actor in result.actors)
+    table = _table("peak memory", "actor", "resident", *(["GPU"] if on_gpu else []))
+    for actor in result.actors:
+        gpu = [written(actor.peak_gpu_bytes, "B")] if on_gpu else []
+        table.add_row(actor.name, written(actor.peak_bytes, "B"), *gpu)
+    return table
+
+
+def _summary(result: Result) -> list[str]:
+    found = result.figures
+    lines = [
+        f"loop: {show(found, 'loop/completion_tokens_per_s')} of completions, "
+        f"{show(found, 'loop/samples_per_s').replace(' /s', ' samples/s')}; idle: rollout "
+        f"{show(found, 'idle/rollout')}, trainer {show(found, 'idle/trainer')}; CPU time of the driver "
+        f"{show(found, 'overhead/driver_cpu_s')} a step"
+    ]
+    if "training/mfu" in found:
+        lines.append(
+            f"trainer: {show(found, 'training/mfu')} of {show(found, 'training/peak_flops')}"
+            f" ({result.limit_settings.get('peak', 'data sheet')})"
+        )
+    if "loop/step_over_limit" in found:
+        lines.append(f"step: {found['loop/step_over_limit']:.2f}x the {result.limit_settings['step']}")
+    return lines
+
+
+def show(found: dict[str, float], key: str) -> str:
+    """The figure ``key`` as text; a dash where it was not measured."""
+    value = found.get(key)
+    return "–" if value is None or math.isnan(value) else written(value, FIGURES[key].unit)
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column(first)
+    for heading in others:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,173 @@
+"""The page of every configuration key, made from the tree itself: ``configs/README.md``.
+
+``python -m grpo_dist.tools.config_reference`` rewrites its generated parts. With ``--check`` its exit code
+says whether they are out of date.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from grpo_dist.config import Config
+from grpo_dist.config.peers import table as peers_table
+from grpo_dist.config.presets import table as presets_table
+from grpo_dist.runtime.generated import refresh
+from grpo_dist.tools.recipe.config import PipelineFile
+
+PAGE = Path(__file__).resolve().parents[2] / "configs" / "README.md"
+_WORDS: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "`true`, `false`"}
+_SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row. ``section``: what stands there where that has keys of its own, which begin with ``inside``."""
+
+    path: str
+    value: str
+    default: str
+    meaning: str
+    section: type[BaseModel] | None
+    inside: str
+
+
+def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
+    """Of one section, without those of the sections in it. ``N`` in a path is a position in a list."""
+    return [_key(prefix + name, field) for name, field in section.model_fields.items()]
+
+
+def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+    """Every section with what its keys begin with, outer ones first: ("data.train.N.", DataSource)."""
+    yield prefix, root
+    for key in keys(root, prefix):
+        if key.section is not None:
+            yield from sections(key.section, key.inside)
+
+
+def page(root: type[BaseModel], title: str) -> str:
+    """Markdown: a table for each section of ``root``; one that stands in several places is shown once."""
+    places: dict[type[BaseModel], list[str]] = {}
+    for prefix, section in sections(root):
+        places.setdefault(section, []).append(prefix)
+    headings = {section: _heading(prefixes, title) for section, prefixes in places.items()}
+    parts = []
+    for section, prefixes in places.items():
+        rows = [_row(key, headings) for key in keys(section, prefixes[0])]
+        table = "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"### {headings[section]}\n\n{_prose(section)}\n\n{table}")
+    return "\n\n".join(parts)
+
+
+def meaning(key: Key) -> str:
+    """What it is for: its own description, or that of the section that stands there."""
+    return key.meaning or (_prose(key.section) if key.section else "")
+
+
+def _key(path: str, field: FieldInfo) -> Key:
+    section = _section(field.annotation)
+    inside = "" if section is None else f"{path}.N." if _has_list(field.annotation) else f"{path}."
+    value = _value(field.annotation, field.metadata)
+    return Key(path, value, _default(field), field.description or "", section, inside)
+
+
+def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
+    value = key.value
+    if key.section is not None:
+        value = value.replace("section", f"[section](#{_anchor(headings[key.section])})")
+    return f"| `{key.path}` | {value} | {key.default} | {_cell(meaning(key))} |"
+
+
+def _heading(prefixes: Sequence[str], title: str) -> str:
+    return ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
+
+
+def _anchor(heading: str) -> str:
+    """As renderers of markdown name it: "`data.train.N`, `data.eval.N`" -> datatrainn-dataevaln."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
+def _prose(section: type[BaseModel]) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _section(part))), None)
+
+
+def _has_list(annotation: Any) -> bool:
+    return get_origin(annotation) is tuple or any(_has_list(part) for part in get_args(annotation))
+
+
+def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """What may stand there, in words: (float, [Ge(0)]) -> "number ≥ 0"."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _value(parts[0], [*parts[1:], *metadata])
+    if origin in (Union, UnionType):
+        return ", ".join("`null`" if part is NoneType else _value(part, metadata) for part in parts)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in parts)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return f"list of {_value(parts[0])}{_limits(metadata)}"
+    if origin is tuple:
+        return f"list of {len(parts)}: {_value(parts[0])}"
+    if origin is dict:
+        return "mapping"
+    if _section(annotation):
+        return "section"
+    return f"{_WORDS[annotation]}{_limits(metadata)}"
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    words = []
+    for limit in _flat(metadata):
+        words += [f"{sign} {getattr(limit, name)}" for name, sign in _SIGNS.items() if hasattr(limit, name)]
+        words += ["not empty"] if hasattr(limit, "min_length") else []
+        words += [f"as `{limit.pattern}`"] if getattr(limit, "pattern", None) else []
+    return "".join(f" {word}" for word in words)
+
+
+def _flat(metadata: Sequence[Any]) -> Iterator[Any]:
+    for item in metadata:
+        yield from _flat(item.metadata) if isinstance(item, FieldInfo) else (item,)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    if isinstance(value, tuple):
+        value = [v.model_dump(exclude_unset=True) if isinstance(v, BaseModel) else v for v in value]
+    text = yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+    return f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 1: asked to check, and something is out of date."""
+    configuration = refresh(PAGE, "configuration", page(Config, "The run"), arguments=arguments)
+    pipelines = refresh(PAGE, "pipelines", page(PipelineFile, "The pipeline"), arguments=arguments)
+    presets = refresh(PAGE, "presets", presets_table(), arguments=arguments)
+    names = refresh(PAGE, "peers", peers_table(), arguments=arguments)
+    return configuration | pipelines | presets | names
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

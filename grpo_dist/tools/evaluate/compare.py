@@ -1,0 +1,216 @@
+"""Is one model better than another on the same problems? Differences are taken problem by problem, which
+leaves out what the two have in common: that some problems are hard (Miller 2024, arXiv:2411.00640, section
+4.2).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config.differences import changes
+from grpo_dist.data.readers import json_lines
+from grpo_dist.evaluation.estimates import Z95, student
+from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.json_files import read_json
+from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT
+
+MCNEMAR = "McNemar, exact"
+SIGN_FLIPS = "sign flips, exact"
+_ENUMERATED = 16  # differences whose signs are flipped in every way; more: at random
+_FLIPS, _BLOCK = 100_000, 2_000
+
+Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problems.jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean of second - first over problems, its 95 % interval, the two-sided p that there is none, and by
+    what test.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+    test: str
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One measure of two models on the same problems."""
+
+    set: str
+    measure: str
+    problems: int
+    first: float
+    second: float
+    difference: Difference
+
+
+@dataclass(frozen=True)
+class Comparison:
+    first: str
+    second: str
+    rows: list[Paired]
+    warnings: list[str]
+
+    def write(self, path: Path) -> None:
+        write_text(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Of two result directories, or of their result.json.
+
+    Raises ValueError where one is no result, or where they are of different problems.
+    """
+    (a, ours), (b, theirs) = _read(first), _read(second)
+    _check_same_problems(first, ours, second, theirs)
+    shared = {name for name, _ in ours} & {name for name, _ in theirs}
+    left_out = [*_only(first, ours, shared), *_only(second, theirs, shared)]
+    ours = {key: row for key, row in ours.items() if key[0] in shared}
+    rows = []
+    sets = list(dict.fromkeys(name for name, _ in ours))
+    for name in [*sets, *([ALL] if len(sets) > 1 else [])]:
+        keys = [key for key in ours if name in (key[0], ALL)]
+        rows += list(_of_set(name, [ours[k]["values"] for k in keys], [theirs[k]["values"] for k in keys]))
+    if not rows:
+        raise ValueError(
+            f"{first} and {second}: no measure in common; evaluate both with the same "
+            "evaluation.samples_per_prompt and evaluation.k"
+        )
+    warnings = [*left_out, *_warnings(a, b)]
+    return Comparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, warnings)
+
+
+def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
+    """Sets of ``path`` that are not compared, in words."""
+    if alone := [name for name in dict.fromkeys(name for name, _ in problems) if name not in shared]:
+        yield f"only {path} was measured on {', '.join(alone)}, which is left out"
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Of one measure on the same problems.
+
+    Values that are all 0 or 1 are put to McNemar's exact test. Others have the signs of their differences
+    flipped: in all ways where that is at most 2^16, else in 100,000 ways drawn from a fixed seed. For values
+    of 0 and 1 the two tests are the same.
+
+    The interval is Student's of the mean difference. For values of 0 and 1, and where all differences are
+    equal, it is Wald's after half a problem more has gone either way and one more neither way (Agresti and
+    Min 2005, Stat. Med. 24:729), which holds for few differences, too.
+    """
+    gains = np.asarray(second, float) - np.asarray(first, float)
+    yes_or_no = set(first) | set(second) <= {0.0, 1.0}
+    low, high = _wald(gains) if yes_or_no or np.ptp(gains) == 0.0 else _student(gains)
+    if yes_or_no:
+        p, test = mcnemar(int((gains > 0).sum()), int((gains < 0).sum())), MCNEMAR
+    else:
+        p, test = sign_flips(gains)
+    return Difference(float(gains.mean()), max(-1.0, low), min(1.0, high), p, test)
+
+
+def _student(gains: np.ndarray) -> tuple[float, float]:
+    half = student(len(gains) - 1) * float(gains.std(ddof=1)) / math.sqrt(len(gains))
+    return float(gains.mean()) - half, float(gains.mean()) + half
+
+
+def _wald(gains: np.ndarray) -> tuple[float, float]:
+    n = len(gains) + 2
+    centre = float(gains.sum()) / n
+    half = Z95 * math.sqrt(max((float((gains**2).sum()) + 1) / n - centre**2, 0.0) / n)
+    return centre - half, centre + half
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided exact p: how often a fair coin parts the problems on which two models differ so unevenly.
+
+    9 gained, 1 lost: 2 * (1 + 10) / 2^10 = 0.0215. None gained or lost: 1.
+    """
+    n = gained + lost
+    tail = sum(math.comb(n, i) for i in range(min(gained, lost) + 1))
+    return min(1.0, 2 * tail / 2**n)
+
+
+def sign_flips(gains: np.ndarray) -> tuple[float, str]:
+    """Two-sided p: how often the sum of ``gains`` would be as far from 0 were each sign a fair coin's; and
+    the name of the test. Drawn at random the p has 1 added to count and total, so that it is never 0 (Phipson
+    and Smyth 2010, arXiv:1603.05766).
+    """
+    sizes = np.abs(gains[gains != 0])
+    observed = abs(gains.sum()) - 1e-9 * sizes.sum()
+    if len(sizes) <= _ENUMERATED:
+        ways = np.arange(2 ** len(sizes))[:, None] >> np.arange(len(sizes)) & 1
+        return float(np.mean(np.abs((2 * ways - 1) @ sizes) >= observed)), SIGN_FLIPS
+    rng, beyond = np.random.default_rng(0), 0
+    for _ in range(_FLIPS // _BLOCK):
+        signs = 2.0 * rng.integers(0, 2, (_BLOCK, len(sizes)), dtype=np.int8) - 1.0
+        beyond += int((np.abs(signs @ sizes) >= observed).sum())
+    return (beyond + 1) / (_FLIPS + 1), f"sign flips, {_FLIPS:,} drawn"
+
+
+def _of_set(
+    name: str, ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]
+) -> Iterator[Paired]:
+    """Every measure that both have; a problem counts where both could be measured on it."""
+    known = {measure for values in theirs for measure in values}
+    for measure in dict.fromkeys(m for values in ours for m in values if m in known):
+        pairs = [
+            (a[measure], b[measure])
+            for a, b in zip(ours, theirs, strict=True)
+            if measure in a and measure in b
+        ]
+        if pairs:
+            first, second = ([pair[i] for pair in pairs] for i in (0, 1))
+            means = float(np.mean(first)), float(np.mean(second))
+            yield Paired(name, measure, len(pairs), *means, paired(first, second))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Problems]:
+    directory = path if path.is_dir() else path.parent
+    report, problems = directory / RESULT, directory / PROBLEMS
+    for file in (report, problems):
+        if not file.is_file():
+            raise ValueError(
+                f"{path}: no {file.name} there; expected a directory that `grpo-dist eval` has filled"
+            )
+    try:
+        rows = {(str(row["set"]), str(row["uid"])): dict(row) for _, row in json_lines(problems)}
+        found = read_json(report)
+        known = {name: found[name] for name in ("model", "settings", "fingerprint")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory}: holds no whole result ({error}); evaluate again") from error
+    return known, rows
+
+
+def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Problems) -> None:
+    shared = {name for name, _ in ours} & {name for name, _ in theirs}
+    for here, own, there, other in ((first, ours, second, theirs), (second, theirs, first, ours)):
+        missing = [key for key in own if key not in other]
+        if not any(key[0] in shared for key in missing) and shared:
+            continue  # whole sets: the others are compared
+        counts = {
+            name: sum(key[0] == name for key in missing) for name in dict.fromkeys(k[0] for k in missing)
+        }
+        lacking = ", ".join(f"{count} of {name}" for name, count in counts.items())
+        example = own[missing[0]]["problem"][:80]
+        raise ValueError(
+            f"measured on different problems: {here} has {len(missing)} that {there} lacks ({lacking}), e.g. "
+            f"{example!r}; evaluate both on the same data"
+        )
+
+
+def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    if found := changes(a["settings"], b["settings"]):
+        said = "; ".join(
+            item.replace(" was ", " is ", 1).replace(" and is ", " of A and ") + " of B" for item in found
+        )
+        yield f"A and B were not measured in the same way, which may be all the difference: {said}"
+    if a["fingerprint"] == b["fingerprint"]:
+        yield "A and B are the same model"

@@ -1,0 +1,210 @@
+"""From verdicts to what is reported: in total and by source, difficulty or any other column.
+
+`result.json` is a pure function of the samples: an evaluation that was interrupted ends with the same bytes
+as one that was not. README.md describes both files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.data.readers import json_lines
+from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, of_problem
+from grpo_dist.runtime.files import write_text
+from grpo_dist.tools.evaluate.store import Identity
+from grpo_dist.tools.evaluate.verdicts import Verdict
+from grpo_dist.types import Prompt
+
+SCHEMA = 1
+RESULT, PROBLEMS = "result.json", "problems.jsonl"
+ALL, MEAN = "all problems", "mean of sets"
+_METHOD = (
+    "estimates are means over problems; stderr: deviation over problems / sqrt(problems); low, high: 95 % "
+    "Wilson interval for the effective number of problems; of the mean of sets added up from theirs"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One problem of one set with its verdict, what its columns say, and what its samples say of it."""
+
+    set: str
+    prompt: Prompt
+    by: Mapping[str, str]
+    verdict: Verdict
+    values: Mapping[str, float]  # of each measure
+
+    @classmethod
+    def of(
+        cls, name: str, prompt: Prompt, by: Mapping[str, str], verdict: Verdict, ks: Sequence[int]
+    ) -> Judged:
+        return cls(name, prompt, by, verdict, of_problem(verdict.flags, ks, verdict.numbers))
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Judged:
+        """Of a row of problems.jsonl, but for the tokens of the prompt."""
+        prompt = Prompt(row["uid"], np.empty(0, np.int32), row["answer"], row["set"], row["problem"])
+        own = {field.name: row[field.name] for field in fields(Verdict)}
+        values = {name: math.nan if value is None else value for name, value in row["values"].items()}
+        return cls(row["set"], prompt, row["by"], Verdict.from_json(own), values)
+
+    def to_json(self) -> dict[str, Any]:
+        own = self.verdict.to_json()
+        named = {"set": self.set, "uid": own.pop("uid"), "problem": self.prompt.text}
+        return (
+            named | {"answer": self.prompt.answer, "by": dict(self.by)} | own | {"values": dict(self.values)}
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Problems that are reported together: a set, those of it with ``value`` in column ``by``, or all."""
+
+    set: str
+    by: str | None
+    value: str | None
+    problems: int
+    samples: int
+    unscored: int
+    truncated: float  # share of samples
+    length_tokens: float  # mean of a completion
+    estimates: dict[str, Estimate]
+
+
+@dataclass(frozen=True)
+class Result:
+    identity: Identity
+    judged: list[Judged]
+    measured: list[Measured]
+
+    @classmethod
+    def of(cls, identity: Identity, judged: list[Judged]) -> Result:
+        return cls(identity, judged, list(_measured(judged)))
+
+    def with_earlier(self, earlier: Sequence[Judged]) -> Result:
+        """Other sets of ``earlier``, and these after them."""
+        names = {judged.set for judged in self.judged}
+        others = [judged for judged in earlier if judged.set not in names]
+        return Result.of(self.identity, [*others, *self.judged]) if others else self
+
+    def metrics(self) -> dict[str, float]:
+        """As an evaluation in training reports it: ``eval/SET/pass@1``, ``_stderr`` ..."""
+        found: dict[str, float] = {}
+        for m in self.measured:
+            if m.by is not None or m.set in (ALL, MEAN):
+                continue
+            for name, known in m.estimates.items():
+                found |= {f"eval/{m.set}/{name}": known.value, f"eval/{m.set}/{name}_stderr": known.stderr}
+            found |= {f"eval/{m.set}/length_tokens": m.length_tokens, f"eval/{m.set}/unscored": m.unscored}
+        return found
+
+    def write(self, directory: Path) -> None:
+        lines = [json.dumps(_plain(j.to_json()), ensure_ascii=False) + "\n" for j in self.judged]
+        write_text(directory / PROBLEMS, "".join(lines))
+        report = {
+            "schema": SCHEMA,
+            **self.identity.to_json(),
+            "version": metadata.version("grpo-dist"),
+            "method": _METHOD,
+            "measured": [asdict(m) for m in self.measured],
+        }
+        write_text(directory / RESULT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
+
+
+def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[Judged]:
+    """Problems that ``directory`` has a result of. ``asked``: uids of the problems of each set that is to be
+    measured now.
+
+    Raises ValueError where a set of that name has a result already, on other problems alone.
+    """
+    path = directory / PROBLEMS
+    try:
+        earlier = [Judged.from_json(row) for _, row in json_lines(path)] if path.is_file() else []
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: not the problems of an evaluation ({error}); begin anew with --fresh, or choose "
+            "another --output"
+        ) from error
+    for name, uids in asked.items():
+        before = {judged.prompt.uid for judged in earlier if judged.set == name}
+        if before and before.isdisjoint(uids):
+            raise ValueError(
+                f"{path}: has the result of a set {name} with {len(before)} other problems, which this one "
+                "would replace; give the new set a name of its own (data.eval.0.name=...), or choose another "
+                "--output"
+            )
+    return earlier
+
+
+def _measured(judged: list[Judged]) -> Iterator[Measured]:
+    """Every set, each followed by its parts; then what all come to, where there are several."""
+    sets = list(dict.fromkeys(j.set for j in judged))
+    totals = []
+    for name in sets:
+        own = [j for j in judged if j.set == name]
+        totals.append(_of(own, name))
+        yield totals[-1]
+        yield from _parts(own, name)
+    if len(sets) > 1:
+        whole = _of(judged, ALL)
+        shared = [m for m in whole.estimates if all(m in total.estimates for total in totals)]
+        whole = replace(whole, estimates={name: whole.estimates[name] for name in shared})
+        means = {name: mean_of([total.estimates[name] for total in totals]) for name in shared}
+        yield whole
+        yield Measured(
+            MEAN, None, None, whole.problems, whole.samples, whole.unscored,
+            float(np.mean([t.truncated for t in totals])), float(np.mean([t.length_tokens for t in totals])),
+            means,
+        )  # fmt: skip
+
+
+def _parts(judged: list[Judged], name: str) -> Iterator[Measured]:
+    for column in judged[0].by:
+        values = {j.by[column] for j in judged}
+        if len(values) > 1:
+            for value in sorted(values, key=_in_order):
+                yield _of([j for j in judged if j.by[column] == value], name, column, value)
+
+
+def _of(judged: list[Judged], name: str, by: str | None = None, value: str | None = None) -> Measured:
+    verdicts = [j.verdict for j in judged]
+    samples = sum(len(v.correct) for v in verdicts)
+    names = dict.fromkeys(n for j in judged for n in j.values)
+    return Measured(
+        set=name,
+        by=by,
+        value=value,
+        problems=len(judged),
+        samples=samples,
+        unscored=sum(c is None for v in verdicts for c in v.correct),
+        truncated=sum(v.truncated for v in verdicts) / samples,
+        length_tokens=float(np.mean([n for v in verdicts for n in v.lengths])),
+        estimates={
+            n: estimate([j.values[n] for j in judged if n in j.values], samples=samples) for n in names
+        },
+    )
+
+
+def _in_order(value: str) -> tuple[float, str]:
+    """Numbers by size, then texts."""
+    try:
+        return float(value), ""
+    except ValueError:
+        return math.inf, value
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,232 @@
+"""An evaluation from its configuration to its result: what is there is read, only what is missing is sampled.
+
+problems --> done before? --> rollouts --> rewards --> verdicts --> a part on disk
+                  |                                                      |
+                  +-------------------------> result.json <--------------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from grpo_dist.config import Config, DataSource
+from grpo_dist.data.readers import common_columns, read_all
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
+from grpo_dist.runs.prepare import (
+    Say,
+    check_scoring,
+    check_writable,
+    load_tokenizer,
+    prepare_eval,
+    resolve_model,
+)
+from grpo_dist.runs.start_checks import check_length
+from grpo_dist.runtime.concurrency import deadline, in_thread
+from grpo_dist.runtime.stage_log import stage, stages_logged
+from grpo_dist.tools.evaluate.benchmarks import breakdown
+from grpo_dist.tools.evaluate.result import RESULT, Judged, Result, read_earlier
+from grpo_dist.tools.evaluate.store import Identity, Store, default_directory
+from grpo_dist.tools.evaluate.table import print_result
+from grpo_dist.tools.evaluate.verdicts import Judge, Verdict, key_of
+from grpo_dist.types import Group, Prompt
+
+_SAMPLES_PER_PART = 64  # what a kill may cost is this much sampling, or one problem
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A set of problems. ``by``: what their columns say, by uid, that results are also given by."""
+
+    name: str
+    prompts: list[Prompt]
+    by: Mapping[str, Mapping[str, str]]
+
+
+def evaluate_model(
+    config: Config,
+    say: Say,
+    *,
+    directory: Path | None = None,
+    by: Sequence[str] = (),
+    fresh: bool = False,
+) -> Result:
+    """Sample `model.path` on `data.eval`, as far as that was not done before, and print the estimates.
+
+    ``directory``: of the results; None: one that follows from model and settings. ``by``: columns that
+    results are also given by. ``fresh``: nothing of before counts, and what is there is moved aside.
+
+    Raises UserError for input that cannot be used, and for a directory with another evaluation.
+    """
+    with refusals():
+        if not config.data.eval:
+            raise ValueError("data.eval is empty; name at least one evaluation set")
+        model_dir = resolve_model(config, say)
+        check_length(config, model_dir)
+        identity = Identity.of(config, model_dir)
+        place = directory or default_directory(config, identity)
+        check_writable(place)
+        asked = _asked(config, model_dir, by, say)
+        store = Store(place, identity, fresh=fresh)
+        store.begin()
+        earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
+    if store.moved:
+        say(f"what was in {place} is now in {store.moved}")
+    with store.alone():
+        _sample_missing(config, model_dir, asked, store, say)
+        result = Result.of(identity, list(_judged(asked, store, config.evaluation.k)))
+        result.with_earlier(earlier).write(place)
+    print_result(result, str(place))
+    names = {own.name for own in asked}
+    if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
+        say(f"{RESULT} there has {', '.join(others)}, measured before, too")
+    return result
+
+
+def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list[Asked]:
+    """The sets with their prompts. Columns for the report are kept from the rewards, which see what they
+    see in training.
+    """
+    columns = [_columns(source, by) for source in config.data.eval]
+    for name in by:
+        if not any(name in own for own in columns):
+            raise ValueError(f"--by {name}: no data set has such a column")
+    sources = [
+        s.model_copy(update={"columns": tuple(dict.fromkeys([*s.columns, *own]))})
+        for s, own in zip(config.data.eval, columns, strict=True)
+    ]
+    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    sets = prepare_eval(config, read_all(sources, "data.eval"), tokenizer, [], say)
+    own_columns = [source.columns for source in config.data.eval]
+    return [_split(*found, config) for found in zip(sets, own_columns, columns, strict=True)]
+
+
+def _columns(source: DataSource, by: Sequence[str]) -> list[str]:
+    """Those of the wanted columns that all rows of ``source`` have."""
+    wanted = by or breakdown(source)
+    return [name for name in common_columns(source) if name in wanted]
+
+
+def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], config: Config) -> Asked:
+    prompts = found.prompts[: config.evaluation.max_prompts]
+    values = {p.uid: {name: str(p.columns[name]) for name in by} for p in prompts}
+    kept = [replace(p, columns={name: p.columns[name] for name in own}) for p in prompts]
+    return Asked(found.name, kept, values)
+
+
+def _sample_missing(config: Config, model_dir: Path, asked: list[Asked], store: Store, say: Say) -> None:
+    """Every problem that has no verdict yet. No engine is started when all have."""
+    missing = _missing(asked, store)
+    todo, total = sum(len(prompts) for _, prompts in missing), sum(len(a.prompts) for a in asked)
+    if not todo:
+        say(f"all {total} problems are done: {store.directory}")
+        return
+    if todo < total:
+        say(f"{total - todo} of {total} problems are done")
+    with refusals():
+        check_scoring(config)
+    with stages_logged(say):
+        asyncio.run(_sample(config, model_dir, missing, store, say))
+
+
+def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
+    """Set and prompts of each part to be made."""
+    parts = []
+    for own in asked:
+        known = store.verdicts(own.name)
+        prompts = [p for p in own.prompts if key_of(p) not in known]
+        parts += [(own.name, prompts)] if prompts else []
+    return parts
+
+
+async def _sample(
+    config: Config, model_dir: Path, missing: list[tuple[str, list[Prompt]]], store: Store, say: Say
+) -> None:
+    from actors.cluster import Cluster
+
+    size = max(1, _SAMPLES_PER_PART // config.evaluation.samples_per_prompt)
+    parts = [
+        (name, prompts[first : first + size])
+        for name, prompts in missing
+        for first in range(0, len(prompts), size)
+    ]
+    told = _Progress(sum(len(prompts) for _, prompts in parts), say)
+    with Judge(config.rewards) as judge:
+
+        async def finished(number: int, groups: list[Group]) -> None:
+            verdicts = await in_thread(partial(judge.verdicts, groups))
+            store.add(parts[number][0], groups, verdicts)
+            told.more(len(groups))
+
+        async with Cluster(config) as cluster:
+            async with deadline(
+                config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
+            ):
+                samplers = await cluster.start_evaluation(model_dir)
+            with stage("evaluation", f"{sum(len(prompts) for _, prompts in parts)} problems"):
+                await sample_chunks(
+                    config,
+                    config.evaluation,
+                    samplers,
+                    {number: prompts for number, (_, prompts) in enumerate(parts)},
+                    finished,
+                    stage=STAGE,
+                    what="evaluate",
+                )
+
+
+class _Progress:
+    """Says how far it is at every tenth of the way."""
+
+    def __init__(self, total: int, say: Say) -> None:
+        self._total, self._say, self._done = total, say, 0
+
+    def more(self, count: int) -> None:
+        before, self._done = self._done, self._done + count
+        if 10 * before // self._total < 10 * self._done // self._total:
+            self._say(f"evaluate: {self._done} of {self._total} problems")
+
+
+def _judged(asked: list[Asked], store: Store, ks: Sequence[int]) -> list[Judged]:
+    """Every problem, in the order of the data."""
+    judged = []
+    for own in asked:
+        known: dict[str, Verdict] = store.verdicts(own.name)
+        judged += [Judged.of(own.name, p, own.by[p.uid], known[key_of(p)], ks) for p in own.prompts]
+    return judged
+
+
+def evaluate_target(
+    target: str,
+    data: Sequence[str],
+    overrides: Sequence[str],
+    say: Say,
+    *,
+    data_dir: Path | None = None,
+    directory: Path | None = None,
+    by: Sequence[str] = (),
+    fresh: bool = False,
+) -> Result:
+    """`grpo-dist eval TARGET DATA ... key=value ...`; see `target.configuration` and `evaluate_model`."""
+    from grpo_dist.tools.evaluate.target import configuration
+
+    config = configuration(target, data, overrides, data_dir=data_dir)
+    return evaluate_model(config, say, directory=directory, by=by, fresh=fresh)
+
+
+def compare_results(first: Path, second: Path, output: Path | None) -> None:
+    """Print the table of two results; and write it to ``output``."""
+    from grpo_dist.tools.evaluate.compare import compare
+    from grpo_dist.tools.evaluate.table import print_comparison
+
+    with refusals():
+        found = compare(first, second)
+        print_comparison(found)
+        if output is not None:
+            if output.is_dir():
+                raise UserError(f"--output {output}: is a directory; with --compare it names a JSON file")
+            found.write(output)

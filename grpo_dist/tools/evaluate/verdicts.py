@@ -1,0 +1,114 @@
+"""What became of one problem of an evaluation: its samples graded, and which of them gave the same answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config import Rewards
+from grpo_dist.evaluation.votes import final_answers, numbered
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.text import boxes
+from grpo_dist.types import Group, Prompt, correctness
+
+_SHOWN = 200  # characters of an answer that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``correct``: of each sample 1, 0, or None where it could not be scored. ``numbers``: equal for equal
+    answers, -1 for none; None where no math grader ran, so that answers cannot be compared, and for a single
+    sample.
+    """
+
+    key: str
+    uid: str
+    correct: tuple[float | None, ...]
+    numbers: tuple[int, ...] | None
+    answers: tuple[str, ...]
+    lengths: tuple[int, ...]  # tokens of each completion
+    truncated: int  # samples that were cut off
+
+    @property
+    def flags(self) -> np.ndarray:
+        """float64 [samples], NaN where it could not be scored."""
+        return np.array([np.nan if c is None else c for c in self.correct])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Verdict:
+        lists = {name: tuple(value) for name, value in row.items() if isinstance(value, list)}
+        return cls(**row | lists)
+
+
+def key_of(prompt: Prompt) -> str:
+    """The same for the same problem asked in the same words: what rewards see of it and the tokens of it."""
+    seen = json.dumps([prompt.uid, prompt.answer, dict(prompt.columns)], default=str, sort_keys=True)
+    digest = hashlib.blake2b(seen.encode(), digest_size=12)
+    digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())
+    return digest.hexdigest()
+
+
+class Judge:
+    """Makes verdicts, in any thread. A context manager; its grader processes start when one is needed."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards, self._lock = rewards, Lock()
+        self._made: GraderPool | None = None
+
+    def __enter__(self) -> Judge:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._made is not None:
+            self._made.close()
+
+    def verdicts(self, groups: Sequence[Group]) -> list[Verdict]:
+        return [self._verdict(group) for group in groups]
+
+    def _verdict(self, group: Group) -> Verdict:
+        found = correctness(group)
+        correct = [None if np.isnan(c) else float(c) for c in found]
+        comparable = len(correct) > 1 and any(group.outcomes)
+        answers = self._answers(group) if comparable else []
+        numbers = numbered(answers, found.tolist(), self._pool) if comparable else None
+        return Verdict(
+            key=key_of(group.prompt),
+            uid=group.prompt.uid,
+            correct=tuple(correct),
+            numbers=None if numbers is None else tuple(numbers),
+            answers=tuple(answer[:_SHOWN] for answer in answers),
+            lengths=tuple(len(r.completion_ids) for r in group.rollouts),
+            truncated=sum(r.finish_reason == "length" for r in group.rollouts),
+        )
+
+    def _answers(self, group: Group) -> list[str]:
+        """Only wrong ones are looked for where they are not in a box: all right ones are equal."""
+        texts = [r.text for r in group.rollouts]
+        wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
+        found = dict(zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True))
+        known = {"correct": lambda text: (boxes(text) or [group.prompt.answer])[-1]}
+        return [
+            found[i] if i in found else known.get(outcome, lambda _: "")(texts[i])
+            for i, outcome in enumerate(group.outcomes)
+        ]
+
+    def _pool(self) -> GraderPool:
+        with self._lock:
+            if self._made is None:
+                own = self._rewards
+                self._made = GraderPool(
+                    own.processes_per_worker,
+                    timeout_s=own.timeout_s,
+                    memory_mb=own.memory_mb,
+                    accept_arithmetic=own.accept_arithmetic,
+                )
+            return self._made

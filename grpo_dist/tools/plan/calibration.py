@@ -1,0 +1,189 @@
+"""What a benchmark of this project says about the stages: `grpo-dist bench` writes it, `--bench FILE` reads
+it.
+
+Each stage is set so that the model of it gives the benchmark's own time for the benchmark's own work; what is
+planned is then another amount of work. Decoding is measured by the engine's single steps with few and many
+sequences (`Result.decode_steps`); what the loop's engine takes beyond these is the same for every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
+from grpo_dist.tools.plan.engines import Engine
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.roles import Roles, roles_of
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+
+_THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fast as one with one
+# Of a thread, float32, and bytes a second for a process: what is reached of them is calibrated, and only how
+# much of a decode step grows with its sequences follows from them, where single steps were not measured.
+_CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """``prompt_tokens``: mean; ``lengths``: of completions; ``cpus``: of the machine, None where there are
+    GPUs.
+    """
+
+    peaks: Peaks
+    reached: Reached
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    roles: Roles
+    cpus: int | None
+
+    def peaks_of(self, roles: Roles) -> Peaks:
+        """Those of other numbers of CPU threads, on which a GPU does not depend."""
+        if self.cpus is None:
+            return self.peaks
+        own = self.roles
+        policy, engine = (
+            (planned / measured) ** _THREADS
+            for planned, measured in (
+                (roles.policy_threads, own.policy_threads),
+                (roles.engine_threads, own.engine_threads),
+            )
+        )
+        return replace(
+            self.peaks,
+            flops=self.peaks.flops * policy,
+            engine_flops=self.peaks.engine_flops * engine,
+            thread_flops=self.peaks.flops / own.policy_threads**_THREADS,
+        )
+
+
+def calibrate(result: Result, cluster: ClusterShape) -> Calibration:
+    """Raises UserError for a benchmark of other hardware, or of too little of it."""
+    _check_hardware(result, cluster)
+    config = Config.model_validate(result.config)
+    model, gpu = model_of(config), cluster.card is not None
+    cpus = None if gpu else int(result.machine["cores"])
+    roles = roles_of(config, model, _own_cluster(result, cluster), cpus=cpus)
+    peaks = Peaks.of(cluster) if gpu else _cpu_peaks(result, config, roles)
+    rates = Rates(config, model, Sizes.of(config, gpu=gpu), peaks, Reached())
+    steps = _steps(result)
+    reached = _generation(rates, steps, result)
+    reached = _training(replace(rates, reached=reached), steps, result)
+    found, samples = result.figures, len(steps[0]) * config.batch.samples_per_prompt
+    processes = config.rewards.num_workers * config.rewards.processes_per_worker
+    reached = replace(
+        reached,
+        sync=found["sync/bytes_per_s"] / peaks.network,
+        sync_s=0.0,
+        score_s=found["scoring/step_s"] * processes / samples,
+        sample_s=min(Reached().sample_s, found["overhead/driver_cpu_s"] / samples),
+        overhead_s=found["overhead/step_s"],
+        source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
+    )
+    prompt = round(result.workload["prompt_tokens_mean"])
+    return Calibration(peaks, reached, prompt, tuple(result.lengths), roles, cpus)
+
+
+def generation_s(
+    rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, seats: int
+) -> tuple[float, float]:
+    """Seconds in which engines are busy with these groups of (prompt, completions), asked all at once, mean
+    over engines; and steps they make.
+    """
+
+    async def session() -> tuple[float, float]:
+        own = [Engine(rates, seats) for _ in range(engines)]
+        await asyncio.gather(
+            *(own[i % engines].generate(p, n, on_sample=lambda: None) for i, (p, n) in enumerate(groups))
+        )
+        busy = sum(span.end - span.begin for engine in own for span in engine.spans)
+        return busy / engines, sum(engine.steps for engine in own) / engines
+
+    return run_virtually(session)
+
+
+def _check_hardware(result: Result, cluster: ClusterShape) -> None:
+    measured, wanted = str(result.machine.get("gpu", "")), cluster.card
+    card = card_called(measured)
+    if (card and card.kind) != (wanted and wanted.kind) or bool(measured) != bool(wanted):
+        raise UserError(
+            f"--bench: measured on {result.machine.get('gpu', 'a machine without GPUs')}, and --cluster is "
+            f"{cluster}; expected a benchmark of the same hardware"
+        )
+    if not result.lengths:
+        raise UserError(
+            f"--bench: {result.name} does not say how long its completions were; measure again with this "
+            "version"
+        )
+
+
+def _own_cluster(result: Result, cluster: ClusterShape) -> ClusterShape:
+    """What the benchmark ran on: one node."""
+    return replace(cluster, nodes=1, gpus_per_node=int(result.machine.get("gpus", 0)))
+
+
+def _cpu_peaks(result: Result, config: Config, roles: Roles) -> Peaks:
+    measured = result.figures.get("training/peak_flops", 0.0) / config.policy.num_workers
+    rank = measured or roles.policy_threads * _CPU_FLOPS
+    engine = rank * roles.engine_threads / roles.policy_threads
+    return Peaks(rank, engine, _CPU_MEMORY, _CPU_MEMORY, _CPU_MEMORY, node=10**6)
+
+
+def _steps(result: Result) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """The groups of each timed step: (prompt tokens, lengths of the completions)."""
+    prompt, each = round(result.workload["prompt_tokens_mean"]), int(result.workload["samples_per_prompt"])
+    lengths, count = result.lengths, int(result.workload["prompts_per_step"])
+    groups = [(prompt, tuple(lengths[i : i + each])) for i in range(0, len(lengths), each)]
+    return [groups[i : i + count] for i in range(0, len(groups), count)]
+
+
+def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
+    """By the engine's own steps, and what the loop's engine takes beyond them."""
+    from actors.workers.engine_settings import EngineSpec
+
+    curve = _curve(rates, result)
+    reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
+    seats = EngineSpec.of(rates.config, Path()).max_num_seqs
+    engines = rates.config.rollout.num_workers
+    alone = [generation_s(replace(rates, reached=reached), s, engines=engines, seats=seats) for s in steps]
+    predicted, made = (sum(column) / len(steps) for column in zip(*alone, strict=True))
+    measured = result.figures["generation/step_s"]
+    if curve and measured > predicted:
+        return replace(reached, step_s=(measured - predicted) / made)
+    prefill = sum(rates.prefill_s(prompt) for step in steps for prompt, _ in step) / len(steps) / engines
+    factor = max(measured - prefill, 0.1 * measured) / (predicted - prefill)
+    return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
+
+
+def _curve(rates: Rates, result: Result) -> tuple[tuple[float, float], ...]:
+    by_count: dict[int, list[float]] = {}
+    for step in result.decode_steps:
+        at = step.seconds / rates.decode_roofline_s(step.sequences, step.sequences * step.context)
+        by_count.setdefault(step.sequences, []).append(at)
+    return tuple((float(n), float(np.mean(found))) for n, found in sorted(by_count.items()))
+
+
+def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
+    """Share of the peak at which the update's computation takes what it took."""
+    trained = sum(s["train/tokens"] for s in result.steps) / sum(
+        p * len(n) + sum(n) for s in steps for p, n in s
+    )
+    at_peak = replace(rates, reached=replace(rates.reached, training=1.0))
+    work = [_updates(rates.config, step) for step in steps]
+    compute = sum(at_peak.compute_s(own) for own in work) / len(steps)
+    others = sum(at_peak.update_s(own) for own in work) / len(steps) - compute
+    share = compute * trained / max(result.figures["training/step_s"] - others, 1e-9)
+    return replace(rates.reached, training=share)
+
+
+def _updates(config: Config, groups: Sequence[tuple[int, tuple[int, ...]]]) -> list[UpdateWork]:
+    size = len(groups) // config.batch.updates_per_step
+    return [UpdateWork(tuple(groups[i : i + size])) for i in range(0, len(groups), size)]

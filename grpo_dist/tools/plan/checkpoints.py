@@ -1,0 +1,89 @@
+"""Checkpoints of a planned run: what ranks write, and how long the loop waits for it.
+
+background      copy to host memory | next steps ......       the files are written beside them, which the
+                                    \\ write ..... published   next checkpoint and the end wait for
+in the loop     write .... published | next steps
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from grpo_dist.config import Config
+from grpo_dist.tools.plan.memory import Sizes, lora_parameters
+from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.options import Planned
+from grpo_dist.tools.plan.rates import Rates
+
+# A disk that all ranks write to at once, the pass for checksums included, and a rank's copy to memory that is
+# not pinned: assumed, and said so.
+DISK = 1e9  # bytes a second
+COPY = 5e9
+
+
+@dataclass(frozen=True)
+class PlannedCheckpoints:
+    """``size``: bytes of one. The loop waits ``held_s`` at each, ``late_s`` more where the one before is
+    still written, and ``last_s`` at its end.
+    """
+
+    count: int
+    size: int
+    background: bool
+    held_s: float
+    late_s: float
+    last_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.count * self.held_s + (self.count - 1) * self.late_s + self.last_s
+
+
+def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
+    """Without the groups that are sampled ahead, whose tokens are few bytes beside the weights."""
+    config, scenario = planned.option.config, planned.option.scenario
+    settings, rates, count = config.checkpoint, scenario.rates, checkpoints(config)
+    ranks, reference = rank_bytes(config, rates.model, rates.sizes), reference_bytes(config, rates)
+    write_s = sum(ranks) / DISK
+    held_s = reference / DISK  # which its worker writes while the loop waits
+    if scenario.colocated:  # the policy has to come back to its GPUs, and leave them again
+        held_s += 2 * rates.turn_s()
+    late_s = last_s = 0.0
+    if settings.background:
+        held_s += max(ranks) / COPY
+        late_s = max(0.0, write_s - settings.every * planned.simulated.step_s) if count > 1 else 0.0
+        last_s = write_s
+    else:
+        held_s += write_s
+    size = sum(ranks) + reference
+    return PlannedCheckpoints(count, size, settings.background, held_s, late_s, last_s)
+
+
+def checkpoints(config: Config) -> int:
+    """How many a run writes: those that are due, and one at its end."""
+    every, steps = config.checkpoint.every, config.steps
+    return math.ceil(steps / every) if every else 1
+
+
+def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
+    """What each policy rank writes, as DeepSpeed 0.19 shares it out: of what is trained weights of their own
+    type and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
+
+    weights of T parameters and b bytes, W ranks    rank 0                other ranks
+    ZeRO 0                                          b T + 8 T
+    ZeRO 1, 2                                       b T + 12 T / W        12 T / W
+    ZeRO 3                                          12 T / W              12 T / W
+    """
+    ranks, stage = config.policy.num_workers, config.policy.zero_stage
+    trained = lora_parameters(config, model)
+    own = [12 * trained // ranks] * ranks if stage else [8 * trained] + [0] * (ranks - 1)
+    if stage < 3:
+        own[0] += sizes.itemsize * trained
+    return own
+
+
+def reference_bytes(config: Config, rates: Rates) -> int:
+    """Of a reference that is renewed during the run."""
+    renewed = config.needs_reference and config.reference.refresh_every
+    return rates.model.parameters * rates.sizes.itemsize if renewed else 0

@@ -1,0 +1,153 @@
+"""`grpo-dist plan`: from a configuration and a cluster's name to what would happen there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.plan import timeline as timeline_file
+from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
+from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.options import Planned, Setting, option_of, planned
+from grpo_dist.tools.plan.report import print_plan
+from grpo_dist.tools.plan.result import Plan
+from grpo_dist.tools.plan.reward_models import reward_models_of
+from grpo_dist.tools.plan.stragglers import EVEN, Slow
+from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
+from grpo_dist.tools.plan.whole_run import whole_run
+from grpo_dist.tools.plan.workload import workload_of
+
+_HOUR_S = 3600.0
+
+
+def make_plan(
+    config: Config,
+    cluster: str,
+    *,
+    bench: Path | None = None,
+    price: float | None = None,
+    prompt_tokens: int | None = None,
+    failure_hours: float = 0.0,
+    slow: Slow = EVEN,
+    split: bool = True,
+    sweep: bool = False,
+) -> Plan:
+    """``failure_hours``: mean time between failures of a GPU, 0: none; ``slow``: who is slower than the
+    others; ``split``: look for the best split of GPUs; ``sweep``: with other batches and staleness, too.
+    Raises UserError.
+    """
+    shape = parse_cluster(cluster, price=price)
+    setting = _setting(config, shape, bench, prompt_tokens, failure_hours, slow)
+    option, refused = None, ""
+    try:
+        option = option_of(config, setting)
+        refused = "; ".join(option.problems)
+    except UserError as error:
+        refused = str(error)
+    simulated = planned(option) if option and not refused else None
+    found: list[Planned] = []
+    tried: list[Tried] = []
+    if split and setting.cluster.gpus > 1:
+        for cell in cells(config, wide=sweep):
+            result = search(config, setting, cell)
+            found += [result.best] if result.best else []
+            tried = result.tried if cell == own_cell(config) else tried
+    if simulated is None and not found:
+        raise UserError(f"{config.name} on {setting.cluster}: {refused}")
+    found = _own_first(config, found)
+    whole = whole_run(simulated or found[0])
+    return Plan(setting, option, simulated, refused, found, whole, tried)
+
+
+def plan(
+    config: Config,
+    *,
+    cluster: str,
+    bench: str | None,
+    price: float | None,
+    prompt_tokens: int | None,
+    failure_hours: float,
+    slow_engines: str | None,
+    slow_rank: float,
+    sweep: bool,
+    timeline: str | None,
+) -> None:
+    """Make a plan and print it; write its timeline."""
+    made = make_plan(
+        config,
+        cluster,
+        bench=Path(bench) if bench else None,
+        price=price,
+        prompt_tokens=prompt_tokens,
+        failure_hours=failure_hours,
+        slow=_slow(config, parse_cluster(cluster, price=price), slow_engines, slow_rank),
+        sweep=sweep,
+    )
+    print_plan(made)
+    if timeline:
+        shown = made.simulated or made.found[0]
+        timeline_file.write(shown.simulated, Path(timeline))
+        print(f"written: {timeline} (open it in https://ui.perfetto.dev)")
+
+
+def _setting(
+    config: Config,
+    cluster: ClusterShape,
+    bench: Path | None,
+    prompt_tokens: int | None,
+    failure_hours: float,
+    slow: Slow,
+) -> Setting:
+    for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
+        least = 1 if option == "--prompt-tokens" else 0
+        if value is not None and not least <= value < math.inf:  # NaN is in no range
+            raise UserError(f"{option} {value:g}: expected a number above 0")
+    if cluster.card is None and bench is None:
+        raise UserError(
+            f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
+            "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
+        )
+    calibration = calibrate(Result.read(bench), cluster) if bench else None
+    lengths: Sequence[int] = calibration.lengths if calibration else ()
+    if prompt_tokens is None and calibration:
+        prompt_tokens = calibration.prompt_tokens
+    workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
+    known, unplanned = reward_models_of(config)
+    return Setting(
+        cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow, known, unplanned
+    )
+
+
+def _slow(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Slow:
+    """``engines``: COUNTxFACTOR, of however many the option that is looked at has."""
+    most = cluster.gpus or config.rollout.num_workers
+    of = f"of {cluster}" if cluster.gpus else "of `rollout.num_workers`"
+    count, sign, factor = (engines or "0x1").partition("x")
+    try:
+        slow = Slow(int(count), float(factor), rank)
+    except ValueError:
+        sign = ""
+    if not sign or not 0 <= slow.engines <= most or not 1 <= slow.engine < math.inf:
+        raise UserError(
+            f"--slow-engines {engines}: expected COUNTxFACTOR, a number of engines up to {most} ({of}) and a "
+            "factor of 1 or more, e.g. 1x1.5"
+        )
+    if not 1 <= rank < math.inf:
+        raise UserError(f"--slow-rank {rank:g}: expected a factor of 1 or more, e.g. 1.5")
+    return slow
+
+
+def _own_first(config: Config, found: list[Planned]) -> list[Planned]:
+    def is_other(p: Planned) -> bool:
+        c = p.option.config
+        return (c.batch.prompts_per_step, c.max_staleness) != (
+            config.batch.prompts_per_step,
+            config.max_staleness,
+        )
+
+    return sorted(found, key=is_other)

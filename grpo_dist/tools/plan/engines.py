@@ -1,0 +1,182 @@
+"""A simulated rollout engine: continuous batching as a fluid.
+
+All running sequences grow by one token a step of the engine; how long a step lasts depends on how many they
+are and on what they hold in the cache. Between two events (a sequence begins, a sequence ends) nothing
+changes but the contexts, so a stretch of many steps is one timer, whatever its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import count
+from typing import Protocol
+
+from grpo_dist.runtime.metering import Span
+
+_ALMOST = 1e-6  # of a token
+
+
+class EngineTimes(Protocol):
+    def decode_step_s(self, sequences: float, context: float) -> float:
+        """Of one step with so many sequences, which hold ``context`` tokens together."""
+        ...
+
+    def prefill_s(self, tokens: float) -> float: ...
+
+
+class EngineLost(Exception):
+    """It failed with the request in hand."""
+
+
+class Engine:
+    """``seats``: sequences that run at once; the others wait in it. Its clock is that of the running loop."""
+
+    def __init__(
+        self,
+        times: EngineTimes,
+        seats: int,
+        *,
+        meter: Callable[[], AbstractContextManager[None]] = nullcontext,
+        spans: list[Span] | None = None,
+    ) -> None:
+        """``meter``: within it the engine's own code runs; ``spans``: gets the times when it has requests."""
+        self._times, self._seats, self._meter = times, max(1, seats), meter
+        self.spans = [] if spans is None else spans
+        self._loop = asyncio.get_running_loop()
+        self._numbers = count()
+        # (step at which it ends, number, tokens, prompt's share, group) of those that run.
+        self._running: list[tuple[float, int, int, float, _Group]] = []
+        self._waiting: deque[tuple[int, float, _Group]] = deque()  # (tokens, prompt's share, group)
+        self._context = 0.0  # tokens in the cache
+        self.steps = self.tokens = 0.0  # made so far
+        self._debt = 0.0  # seconds of prefill before the next step
+        self._since = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+        self._dirty = self._paused = False
+        self._begun: float | None = None  # since when it has had requests
+
+    async def generate(
+        self, prompt_tokens: int, lengths: Sequence[int], *, on_sample: Callable[[], None]
+    ) -> None:
+        """Returns when all samples of a group are finished. ``on_sample``: called at the end of each. The
+        prompt is prefilled once. Raises EngineLost.
+        """
+        with self._meter():
+            self._advance()
+            if self._begun is None:
+                self._begun = self._loop.time()
+            group = _Group(len(lengths), on_sample, self._loop.create_future())
+            self._debt += self._times.prefill_s(prompt_tokens)
+            share = prompt_tokens / len(lengths)
+            self._waiting.extend((length, share, group) for length in lengths)
+            self._change()
+        await group.finished
+
+    def pause(self) -> None:
+        """Stop where it is, as for new weights."""
+        self._advance()
+        self._paused = True
+        self._change()
+
+    def resume(self) -> None:
+        """Go on; the cache was dropped and is computed again."""
+        self._advance()
+        self._paused = False
+        if self._context:
+            self._debt += self._times.prefill_s(self._context)
+        self._change()
+
+    def fail(self) -> None:
+        """All that is in hand is lost."""
+        self._advance()
+        groups = {id(g): g for *_, g in self._running} | {id(g): g for *_, g in self._waiting}
+        self._running.clear()
+        self._waiting.clear()
+        self._context = self._debt = 0.0
+        self._end_span()
+        for group in groups.values():
+            if not group.finished.done():
+                group.finished.set_exception(EngineLost())
+        self._change()
+
+    def _advance(self) -> None:
+        """To the present: what was made since the last event."""
+        now = self._loop.time()
+        elapsed, self._since = now - self._since, now
+        if self._paused or not (self._running or self._waiting):
+            return
+        paid = min(elapsed, self._debt)
+        self._debt -= paid
+        if elapsed > paid and self._running:
+            planned = self._running[0][0] - self.steps
+            made = min(planned, (elapsed - paid) / self._step_s(planned))
+            self.steps += made
+            self.tokens += made * len(self._running)
+            self._context += made * len(self._running)
+
+    def _step_s(self, steps: float) -> float:
+        """Mean over so many steps from here."""
+        n = len(self._running)
+        return self._times.decode_step_s(n, self._context + n * steps / 2)
+
+    def _change(self) -> None:
+        """What comes next is another: found out once, after all that happens at this moment."""
+        if not self._dirty:
+            self._dirty = True
+            self._loop.call_soon(self._plan)
+
+    def _plan(self) -> None:
+        with self._meter():
+            self._dirty = False
+            if self._timer:
+                self._timer.cancel()
+                self._timer = None
+            while self._waiting and len(self._running) < self._seats:
+                length, share, group = self._waiting.popleft()
+                place = (self.steps + length, next(self._numbers), length, share, group)
+                heapq.heappush(self._running, place)
+                self._context += share
+            if self._running and not self._paused:
+                steps = self._running[0][0] - self.steps
+                seconds = self._debt + steps * self._step_s(steps)
+                self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
+
+    def _reached(self) -> None:
+        """The end of the sequence that ends first, and of those that end with it."""
+        ended = []
+        with self._meter():
+            self._timer = None
+            self._advance()
+            self.steps = max(self.steps, self._running[0][0])  # what rounding left
+            while self._running and self._running[0][0] <= self.steps + _ALMOST:
+                _, _, length, share, group = heapq.heappop(self._running)
+                self._context -= share + length
+                ended.append(group)
+            if not self._running and not self._waiting:
+                self._context = 0.0
+                self._end_span()
+            self._change()
+        for group in ended:
+            group.sample_done()
+
+    def _end_span(self) -> None:
+        if self._begun is not None:
+            self.spans.append(Span("sample", self._begun, self._loop.time()))
+            self._begun = None
+
+
+class _Group:
+    __slots__ = ("_left", "_on_sample", "finished")
+
+    def __init__(self, samples: int, on_sample: Callable[[], None], finished: asyncio.Future[None]) -> None:
+        self._left, self._on_sample, self.finished = samples, on_sample, finished
+
+    def sample_done(self) -> None:
+        self._left -= 1
+        self._on_sample()
+        if not self._left and not self.finished.done():
+            self.finished.set_result(None)

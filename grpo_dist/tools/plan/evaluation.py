@@ -1,0 +1,110 @@
+"""Evaluations of a planned run: how many there are, of how many prompts, and how long one takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.config import Config, DataSource
+from grpo_dist.data.readers import read, source_name
+from grpo_dist.driver import is_last_of_all
+from grpo_dist.evaluation.sampling import EvalSet, evaluate
+from grpo_dist.tools.plan import made_records as stand_ins
+from grpo_dist.tools.plan.failures import NO_LOSSES
+from grpo_dist.tools.plan.options import Option
+from grpo_dist.tools.plan.simulation import Scenario, as_planned, world_of
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+
+
+@dataclass(frozen=True)
+class PlannedEvaluation:
+    """``prompts``: of the sets whose sizes are known; ``seconds``: one evaluation of them, ``count``: how
+    many the run has. ``assumed``, ``left_out``: sets whose sizes are not at hand, with a bound and without.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    seconds: float
+    count: int
+    assumed: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+    @property
+    def total_s(self) -> float:
+        return self.count * self.seconds
+
+
+def planned_evaluation(option: Option) -> PlannedEvaluation | None:
+    """None where the run has none. Sizes of sets are those of local files and of `demo:`, before prompts that
+    are too long are dropped; nothing is fetched.
+    """
+    config = option.config
+    count = evaluations(config)
+    if not count:
+        return None
+    sizes, assumed, left_out = [], [], []
+    for source in config.data.eval:
+        known, size = _prompts(source, config.evaluation.max_prompts)
+        if size is None:
+            left_out.append(source_name(source))
+            continue
+        sizes.append(size)
+        if not known:
+            assumed.append(source_name(source))
+    each = config.evaluation.samples_per_prompt
+    seconds = evaluation_s(_scenario(option), sizes) if sizes else 0.0
+    return PlannedEvaluation(sum(sizes), each, seconds, count, tuple(assumed), tuple(left_out))
+
+
+def evaluations(config: Config) -> int:
+    """How often a run evaluates, by `driver.run` and the session around it."""
+    settings, steps = config.evaluation, config.steps
+    if not config.data.eval:
+        return 0
+    during = steps // settings.every if settings.every else 0
+    if is_due(steps, settings.every) and is_last_of_all(config, steps):
+        during -= 1
+    return settings.before + during + (settings.after and config.checkpoint.export)
+
+
+def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
+    """Of sets with so many prompts, one after the other: the real evaluation on simulated workers that have
+    nothing else to do.
+    """
+    config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
+    sets = [EvalSet(str(i), stand_ins.prompts(size, tokens)) for i, size in enumerate(sizes)]
+
+    async def session() -> float:
+        world = world_of(scenario, config)
+        await evaluate(config, world.workers(), sets, world, step=0)
+        return asyncio.get_running_loop().time()
+
+    return run_virtually(session)
+
+
+def _scenario(option: Option) -> Scenario:
+    """With completions as in training, but for the longest that is allowed; an engine's cache holds so many
+    of them.
+    """
+    config, scenario = option.config, option.scenario
+    settings, workload = config.evaluation, scenario.workload
+    workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
+    held = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
+    return replace(
+        scenario, workload=workload, seats=max(1, option.engine.sequences_of(held)), losses=NO_LOSSES
+    )
+
+
+def _prompts(source: DataSource, most: int | None) -> tuple[bool, int | None]:
+    """Whether the number of rows is known, and how many are evaluated; None: nothing bounds them."""
+    bounds = [bound for bound in (source.max_rows, most) if bound is not None]
+    bound = min(bounds, default=None)
+    if source.path.startswith("demo:") or Path(source.path).expanduser().exists():
+        try:
+            return True, len(read(source.model_copy(update={"max_rows": bound})))
+        except (OSError, ValueError):  # which the run itself refuses, and says why
+            pass
+    return False, bound

@@ -1,0 +1,48 @@
+"""Records that stand for others of any length, so that a thousand GPUs' samples fit a small machine: one
+token whose value is the number of tokens it stands for.
+
+    prompt of 200 tokens, completion of 3,812  ->  token_ids [200], completion_ids [3812]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from grpo_dist.tools.plan.rates import UpdateWork
+from grpo_dist.types import Group, Prompt, Rollout, TrainBatch
+
+_LOGPROB = np.zeros(1, np.float32)
+
+
+def prompts(count: int, tokens: int) -> list[Prompt]:
+    ids = np.array([tokens], np.int32)
+    return [Prompt(f"planned/{i}", ids, "", "planned") for i in range(count)]
+
+
+def rollouts(uid: str, lengths: Sequence[int], version: int) -> tuple[Rollout, ...]:
+    versions = np.array([version], np.int32)
+    return tuple(
+        Rollout(uid, i, np.array([length], np.int32), _LOGPROB, "stop", "", versions)
+        for i, length in enumerate(lengths)
+    )
+
+
+def group(prompt: Prompt, samples: tuple[Rollout, ...], *, signal: bool) -> Group:
+    """Every other sample is right, or all of them."""
+    rewards = ((np.arange(len(samples)) % 2) | (not signal)).astype(np.float32)
+    return Group(prompt, samples, rewards, {"planned": rewards}, ("correct",) * len(samples))
+
+
+def tokens_of(samples: Sequence[Rollout]) -> tuple[int, ...]:
+    return tuple(int(r.completion_ids[0]) for r in samples)
+
+
+def work_of(batch: TrainBatch) -> UpdateWork:
+    """What the rows of ``batch`` stand for."""
+    assert batch.group_ids is not None
+    by_group: dict[int, list[list[int]]] = {}
+    for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):
+        by_group.setdefault(number, []).append(row)
+    return UpdateWork(tuple((rows[0][0], tuple(row[1] for row in rows)) for rows in by_group.values()))

@@ -1,0 +1,295 @@
+"""Bytes that a worker takes of its GPU, and of the memory of its machine, by what they are for.
+
+    policy rank     weights | gradients | optimiser | activations | logits | buckets | runtime
+    rollout engine  weights | activations | logits | runtime | what is left: key-value cache
+    reference       weights | activations | logits | runtime
+
+Arithmetic only, of what the trainer keeps (`deepspeed_config`, `logprobs`, `attention`) and DeepSpeed 0.19
+allocates. N parameters, W ranks, b bytes of a weight (2 for bfloat16, 4 for float32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.batch.sharding import ATTENDED
+from grpo_dist.config import Config
+from grpo_dist.policy.offload import optimizer_device
+from grpo_dist.runtime.units import GIB
+from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.workload import Workload
+
+# A CUDA context with the kernels of torch, NCCL's channels, and what the allocator cannot use.
+GPU_RUNTIME = 2 * GIB
+# What is left on a GPU of a worker that has given its memory to the other one: its context, NCCL's channels,
+# an engine's CUDA graphs.
+_ASLEEP = 2 * GIB
+# Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
+CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
+_BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
+_SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one on the way
+USABLE = 0.95  # of a GPU's memory: what a plan may fill
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one worker: ``parts`` on its GPU (of the machine where there is none), ``host``: beside it."""
+
+    parts: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class EngineFootprint(Footprint):
+    """``cache``: bytes of the key-value cache on each GPU, negative where not even the weights fit;
+    ``token_bytes``: what a token takes of it; ``longest``, ``mean``: sequences that fit of full and of mean
+    length; ``most``: that are decoded at once, whatever they hold.
+    """
+
+    cache: int = 0
+    token_bytes: int = 1
+    longest: int = 0
+    mean: int = 0
+    most: int = 1
+
+    def sequences_of(self, tokens: float) -> int:
+        """How many that hold so many tokens each are decoded at once."""
+        return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What memory and times both depend on. ``gpu``: whether there are any; ``micro_batch``, ``chunk``:
+    tokens of a micro-batch, bytes of a block of logits.
+    """
+
+    gpu: bool
+    itemsize: int
+    micro_batch: int
+    reference_micro_batch: int
+    chunk: int
+
+    @classmethod
+    def of(cls, config: Config, *, gpu: bool) -> Sizes:
+        """As `hardware` decides them on a machine with or without GPUs."""
+        from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
+
+        device: Any = "cuda" if gpu else "cpu"
+        return cls(
+            gpu,
+            itemsize_of(config.model.dtype, gpu=gpu),
+            micro_batch_tokens(config.batch.micro_batch_tokens, device),
+            micro_batch_tokens(config.reference.micro_batch_tokens, device),
+            logprob_chunk_mib(config.policy.logprob_chunk_mib, device) * 2**20,
+        )
+
+
+def itemsize_of(dtype: str, *, gpu: bool) -> int:
+    """Bytes of a weight, as `hardware.resolve_dtype` decides it, which asks the GPU of this machine."""
+    return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
+
+
+def lora_parameters(config: Config, model: ModelShape) -> int:
+    """Of the adapters; of all weights where there are none. An adapter of a matrix [out, in] has
+    rank (in + out).
+    """
+    lora, s = config.policy.lora, model.shape
+    if lora is None:
+        return model.parameters
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    width = s.shared_width if s.experts else s.intermediate  # experts are no linear layers
+    sides = {
+        "q_proj": s.hidden + q, "k_proj": s.hidden + kv, "v_proj": s.hidden + kv, "o_proj": q + s.hidden,
+    }  # fmt: skip
+    if width:
+        sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), s.hidden + width)
+    if s.shared_width:
+        sides["shared_expert_gate"] = s.hidden + 1
+    names = sides if isinstance(lora.target_modules, str) else [n for n in sides if n in lora.target_modules]
+    return s.layers * lora.rank * sum(sides[name] for name in names)
+
+
+def policy_rank(
+    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, colocated: bool = False
+) -> Footprint:
+    """At its fullest: in the backward pass of a full micro-batch. ``colocated``: with an engine that sleeps
+    on its GPU, and in whose turns its own states wait in host memory.
+    """
+    policy, b = config.policy, sizes.itemsize
+    trained = lora_parameters(config, model)
+    held = model.parameters + (trained if policy.lora else 0)
+    parts, host = _states(config, trained=trained, held=held, itemsize=b)
+    if colocated and sizes.gpu:
+        host["states, in the engine's turns"] = sum(parts.values())
+        parts["sleeping engine"] = _ASLEEP
+    tokens = _stream(config, sizes.micro_batch)
+    parts["activations"] = activation_bytes(
+        model,
+        sizes,
+        tokens=tokens,
+        attended=attended(config, workload, tokens),
+        checkpointing=config.model.gradient_checkpointing,
+    )
+    blocks = 3 if config.algorithm.entropy_coef else 2
+    head = 0 if policy.lora else model.embedding * (8 + b if sizes.gpu and b == 2 else 4)
+    parts["logits"] = blocks * sizes.chunk + head
+    parts["buckets"] = _buckets(config, held, sizes)
+    parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])
+    return Footprint(parts, host)
+
+
+def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
+    """Whole weights, and forward passes without anything kept of them."""
+    tokens = max(sizes.reference_micro_batch, config.max_length)
+    s = model.shape
+    widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
+    runtime = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["reference"])
+    return Footprint(
+        {
+            "weights": model.parameters * sizes.itemsize,
+            "activations": tokens * widest * sizes.itemsize,
+            "logits": 2 * sizes.chunk,
+            "runtime": runtime,
+        }
+    )
+
+
+def rollout_engine(
+    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, colocated: bool
+) -> EngineFootprint:
+    """``memory``: bytes of each of its GPUs, or 0: an engine without one, whose cache is set by sequences."""
+    from actors.workers.engine_settings import EngineSpec
+
+    rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
+    s = model.shape
+    sequences = EngineSpec.of(config, Path(), colocated=colocated).max_num_seqs
+    heads = max(1, s.kv_heads // tensor_parallel)
+    token_bytes = 2 * s.layers * heads * s.head_dim * b
+    batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
+    parts = {
+        "weights": model.parameters * b // tensor_parallel,
+        "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
+        "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
+        "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
+    }
+    if sizes.gpu:
+        from actors.workers.engine_settings import GPU_MEMORY
+
+        share = rollout.gpu_memory_utilization or GPU_MEMORY[colocated]
+        most = memory - _ASLEEP if colocated else memory
+        cache = min(int(memory * share), most) - sum(parts.values())
+    elif rollout.kv_cache_gib:
+        cache = int(rollout.kv_cache_gib * GIB)
+    else:
+        cache = sequences * config.max_length * token_bytes
+    parts["key-value cache"] = max(0, cache)
+    room = max(0, cache) // token_bytes
+    mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
+    return EngineFootprint(
+        parts,
+        cache=cache,
+        token_bytes=token_bytes,
+        longest=room // config.max_length,
+        mean=min(sequences, int(room // max(1.0, mean))),
+        most=sequences,
+    )
+
+
+def activation_bytes(
+    model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, checkpointing: bool
+) -> int:
+    """What the forward pass of a micro-batch of ``tokens`` keeps for the backward pass, of whose rows
+    ``attended`` tokens go through attention.
+
+    A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
+    the attention's output; gate, its activation, up, and their product; and of each attended token queries,
+    keys, values, the output and a float32 of the softmax; and of each of a token's experts the input and two
+    copies of the output. With checkpointing only the input of each layer, and one whole layer at a time.
+    """
+    s, b = model.shape, sizes.itemsize
+    query = s.heads * s.head_dim
+    key = s.kv_heads * s.head_dim if sizes.gpu else query  # off GPUs heads of keys are repeated first
+    norm = (4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
+    experts = 3 * b * s.experts_per_token * s.hidden
+    layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query + experts)
+    layer += attended * (2 * b * (query + key) + 4 * s.heads)
+    last = tokens * (norm + b * s.hidden)
+    if checkpointing:
+        return round(s.layers * tokens * b * s.hidden + layer + last)
+    return round(s.layers * layer + last)
+
+
+def attended(config: Config, workload: Workload, tokens: float) -> float:
+    """Tokens of the rows behind ``tokens`` of a packed stream: each row has its own copy of the prompt."""
+    if not config.model.packing:
+        return tokens
+    each = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
+    return tokens * min(ATTENDED, (workload.prompt_tokens + workload.mean) / each)
+
+
+def states(config: Config, model: ModelShape, sizes: Sizes) -> dict[str, int]:
+    """Weights, gradients and optimiser states that a rank has on its GPU."""
+    trained = lora_parameters(config, model)
+    held = model.parameters + (trained if config.policy.lora else 0)
+    return _states(config, trained=trained, held=held, itemsize=sizes.itemsize)[0]
+
+
+def _stream(config: Config, budget: int) -> float:
+    """Tokens of the fullest micro-batch on a rank: a row above the budget goes alone."""
+    return max(budget, config.max_length) / config.policy.sequence_parallel
+
+
+def _states(
+    config: Config, *, trained: int, held: int, itemsize: int
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Weights, gradients and optimiser states of a rank, and those of them in host memory.
+
+    From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
+    gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
+    (DeepSpeed's BF16_Optimizer). Stages 2 and 3 keep a rank's share, in float32.
+    """
+    policy, offload = config.policy, config.policy.offload
+    stage, ranks, b = policy.zero_stage, policy.num_workers, itemsize
+    weights = held * b // (ranks if stage == 3 else 1)
+    whole, own = 4 * trained, 4 * trained // ranks
+    gradients = (whole, whole + (2 * trained if b == 2 else own), own, own)[stage]
+    optimizer = 12 * trained // ranks if stage else 8 * trained
+    parts = {"weights": weights, "gradients": gradients, "optimiser": optimizer}
+    host: dict[str, int] = {}
+    where = optimizer_device(policy)
+    if where != "none":
+        parts["optimiser"] = parts["gradients"] = 0
+        host = (
+            {"optimiser": optimizer, "gradients": gradients} if where == "cpu" else {"gradients": gradients}
+        )
+    if offload.parameters != "none":
+        parts["weights"] = 0
+        if offload.parameters == "cpu":
+            host["weights"] = weights
+    return parts, host
+
+
+def _buckets(config: Config, held: int, sizes: Sizes) -> int:
+    """DeepSpeed's buffers for reducing gradients, and under ZeRO-3 weights that are gathered at once; those
+    of the weight sync come when these are gone.
+    """
+    settings = config.policy.deepspeed.get("zero_optimization", {})
+    stage, b = config.policy.zero_stage, sizes.itemsize
+    bucket = int(float(settings.get("reduce_bucket_size", 5e8)))
+    if stage == 0:  # flattened to be sent
+        return min(bucket, held) * b if config.policy.num_workers > 1 else 0
+    if stage == 1 and b == 2:
+        return 0
+    # Off GPUs its pages are taken as they are written.
+    buckets = (bucket if sizes.gpu else min(bucket, held)) * b
+    if stage == 3:
+        live = int(float(settings.get("stage3_max_live_parameters", 1e9)))
+        ahead = int(float(settings.get("stage3_prefetch_bucket_size", 5e7)))
+        buckets += min(held, live + ahead) * b
+    return buckets

@@ -1,0 +1,203 @@
+"""One configuration on one cluster: whether it fits, how long its steps take, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from grpo_dist.config import Config, RewardModel
+from grpo_dist.config.files import changed
+from grpo_dist.policy.deepspeed_config import deepspeed_config
+from grpo_dist.runtime.hardware import resolve_dtype
+from grpo_dist.runtime.units import GIB
+from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.calibration import Calibration
+from grpo_dist.tools.plan.failures import LossRates
+from grpo_dist.tools.plan.memory import (
+    USABLE,
+    EngineFootprint,
+    Footprint,
+    Sizes,
+    policy_rank,
+    reference_worker,
+    rollout_engine,
+)
+from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
+from grpo_dist.tools.plan.roles import Roles, roles_of
+from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
+from grpo_dist.tools.plan.stragglers import EVEN, Slow
+from grpo_dist.tools.plan.workload import Workload
+
+_SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none
+    fails. ``reward_models``: whose sizes are known; ``unplanned``: why those of the others, by name, are not.
+    """
+
+    cluster: ClusterShape
+    model: ModelShape
+    workload: Workload
+    calibration: Calibration | None
+    lost_every_s: float = 0.0
+    slow: Slow = EVEN
+    reward_models: tuple[KnownRewardModel, ...] = ()
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Option:
+    """``problems``: why it does not fit in memory; empty where it does."""
+
+    config: Config
+    roles: Roles
+    memory: dict[str, Footprint]
+    problems: list[str]
+    scenario: Scenario
+
+    @property
+    def engine(self) -> EngineFootprint:
+        found = self.memory["rollout"]
+        assert isinstance(found, EngineFootprint)
+        return found
+
+
+@dataclass(frozen=True)
+class Planned:
+    option: Option
+    simulated: Simulated
+
+
+def option_of(config: Config, setting: Setting) -> Option:
+    """Raises UserError where the cluster has too few devices for ``config``."""
+    cluster, model, calibration = setting.cluster, setting.model, setting.calibration
+    roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
+    sizes = Sizes.of(config, gpu=cluster.card is not None)
+    memory = footprints(
+        config,
+        model,
+        sizes,
+        setting.workload,
+        memory=_card_memory(cluster),
+        colocated=roles.colocated,
+        reward_models=setting.reward_models,
+    )
+    engine = memory["rollout"]
+    assert isinstance(engine, EngineFootprint)
+    peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
+    reached = calibration.reached if calibration else Reached()
+    shares = roles.colocated and bool(cluster.gpus)
+    scenario = Scenario(
+        config,
+        Rates(config, model, sizes, peaks, reached),
+        setting.workload,
+        seats=max(1, engine.mean),
+        colocated=shares,
+        signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
+        # Whoever shares its GPUs with policy ranks is lost with them: `rank_losses` counts those.
+        losses=LossRates(0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size),
+        slow=setting.slow,
+        reward_models=setting.reward_models,
+    )
+    problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster)]
+    return Option(config, roles, memory, problems, scenario)
+
+
+def _refusals(config: Config, cluster: ClusterShape) -> list[str]:
+    """What every policy rank would refuse when it starts."""
+    dtype = resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
+    try:
+        deepspeed_config(config.policy, dtype=dtype)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def planned(option: Option, *, steps: int = 4) -> Planned:
+    return Planned(option, simulate(replace(option.scenario, steps=steps)))
+
+
+def footprints(
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    workload: Workload,
+    *,
+    memory: int,
+    colocated: bool,
+    reward_models: Sequence[KnownRewardModel] = (),
+) -> dict[str, Footprint]:
+    """Of one worker of every role. ``memory``: bytes of a GPU; 0: there are none."""
+    found: dict[str, Footprint] = {
+        "policy": policy_rank(config, model, sizes, workload, colocated=colocated),
+        "rollout": rollout_engine(config, model, sizes, workload, memory=memory, colocated=colocated),
+    }
+    if config.needs_reference:
+        found["reference"] = reference_worker(config, model, sizes, workload)
+    for judge in reward_models:
+        found[role_of(judge.settings)] = reward_model_worker(config, judge, sizes)
+    return found
+
+
+def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape) -> list[str]:
+    """What does not fit in a GPU of ``cluster``, each with what to do. Of a machine without GPUs nothing is
+    said: its memory is everybody's.
+    """
+    if cluster.card is None:
+        return []
+    limit, problems = int(cluster.card.memory * USABLE), []
+    remedies = {"policy": _policy_remedy(config), "reference": "lower `reference.micro_batch_tokens`"}
+    remedies |= {role_of(model): _reward_model_remedy(model) for model in config.rewards.models}
+    for role, remedy in remedies.items():
+        if role in memory and memory[role].total > limit:
+            problems.append(
+                f"{role}: a worker needs {memory[role].total / GIB:.1f} GiB and a {cluster.card.name} has "
+                f"{limit / GIB:.1f} GiB for it; {remedy}"
+            )
+    engine = memory["rollout"]
+    assert isinstance(engine, EngineFootprint)
+    if engine.longest < 1:
+        problems.append(
+            f"rollout: {max(0, engine.cache) / GIB:.1f} GiB are left for the key-value cache, and one "
+            f"sequence of {config.max_length:,} tokens takes "
+            f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
+            "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
+        )
+    return problems
+
+
+def _policy_remedy(config: Config) -> str:
+    steps = []
+    if not config.model.gradient_checkpointing:
+        steps.append("set `model.gradient_checkpointing`=true")
+    steps.append("lower `batch.micro_batch_tokens`")
+    if config.policy.zero_stage < 3:
+        steps.append("raise `policy.zero_stage`")
+    return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
+
+
+def _reward_model_remedy(model: RewardModel) -> str:
+    narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
+    return f"lower its `micro_batch_tokens`{narrower}, or use a smaller model"
+
+
+def _card_memory(cluster: ClusterShape) -> int:
+    return cluster.card.memory if cluster.card else 0
+
+
+def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:
+    """Of ``config`` with dotted keys set; why not where that is refused or does not fit."""
+    try:
+        option = option_of(changed(config, changes), setting)
+    except ValidationError as error:
+        return "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+    except ValueError as error:
+        return str(error)
+    return "; ".join(option.problems) if option.problems else option

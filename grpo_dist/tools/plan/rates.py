@@ -1,0 +1,250 @@
+"""How long each stage takes: rooflines of the data sheet times what of it is reached.
+
+    decode   max(bytes of weights and cache / memory bandwidth, operations / peak) + all-reduces + host
+    prefill  operations / peak
+    update   operations / peak of the busiest rank + ZeRO's collectives + the optimiser's own pass
+    sync     bytes / network
+    reference, reward models    operations / peak of one worker
+
+What is reached is an assumption (`Reached`), or comes from a benchmark of this project (`calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.memory import Sizes, lora_parameters
+from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.reward_models import KnownRewardModel
+
+_HOST = 25e9  # bytes a second between a GPU and host memory, each way: PCIe 4 or 5 with pinned memory
+_HOP_S = 12e-6  # an all-reduce of few bytes within a node
+_CPU_ADAM = 4e9  # parameters a second of one node's processors
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Shares of the data sheet, and times that it knows nothing of. The defaults are what well-tuned public
+    systems report, not measurements of this project.
+
+    ``decode_curve``: (sequences, factor on the roofline of a decode step), by measured engines; in between
+    linear in sequences, beyond the ends as at them.
+    """
+
+    training: float = 0.4  # of peak operations, those that are computed again included
+    prefill: float = 0.5
+    decode: float = 0.65  # of memory bandwidth
+    network: float = 0.7
+    sync: float = 0.3  # of the network
+    step_s: float = 0.004  # of a decode step: scheduler and sampler
+    sync_s: float = 0.2  # of a weight sync: stop, repack, serve again
+    sample_s: float = 100e-6  # of the driver's loop for a completion (`bench.driver_scaling`, with Ray)
+    score_s: float = 0.005  # of a grader process for a completion
+    overhead_s: float = 0.05  # of a training step: log, and messages on their way
+    decode_curve: tuple[tuple[float, float], ...] = ()
+    source: str = "data sheet with assumed efficiencies"
+
+    def decode_factor(self, sequences: float) -> float:
+        if not self.decode_curve:
+            return 1.0
+        at, factors = zip(*self.decode_curve, strict=True)
+        return float(np.interp(sequences, at, factors))
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Of one device of a policy rank, and of one of an engine: a GPU, or the CPU threads of an actor.
+    ``node``: devices that share a node. ``thread_flops``: of one CPU thread; None where there are GPUs.
+    """
+
+    flops: float
+    engine_flops: float
+    memory: float
+    link: float
+    network: float
+    node: int
+    thread_flops: float | None = None
+
+    @classmethod
+    def of(cls, cluster: ClusterShape) -> Peaks:
+        card = cluster.card
+        assert card is not None  # a machine without GPUs is known by its benchmark
+        return cls(card.flops, card.flops, card.hbm, card.link, card.network, cluster.gpus_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWork:
+    """Rows of one optimiser update: tokens of each prompt and its completions."""
+
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of every stage for one configuration."""
+
+    config: Config
+    model: ModelShape
+    sizes: Sizes
+    peaks: Peaks
+    reached: Reached
+
+    def decode_step_s(self, sequences: float, context: float) -> float:
+        """One step of an engine: one token for each of ``sequences``, which hold ``context`` tokens."""
+        return self.decode_roofline_s(sequences, context) * self.reached.decode_factor(sequences) + (
+            self.reached.step_s
+        )
+
+    def decode_roofline_s(self, sequences: float, context: float) -> float:
+        m, s, t, b = (
+            self.model,
+            self.model.shape,
+            self.config.rollout.tensor_parallel_size,
+            self.sizes.itemsize,
+        )
+        read = b * (m.read_for(sequences) + m.kv_values() * context) / t
+        operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
+        reading = read / (self.peaks.memory * self.reached.decode)
+        computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
+        # A GPU reads while it computes; a processor, as measured, does one after the other.
+        seconds = max(reading, computing) if self.sizes.gpu else reading + computing
+        if t > 1:
+            sent = 2 * (t - 1) / t * sequences * s.hidden * b
+            seconds += 2 * s.layers * (_HOP_S + sent / (self.peaks.link * self.reached.network))
+        return seconds
+
+    def prefill_s(self, tokens: float) -> float:
+        """``tokens`` of prompts, through an engine."""
+        t = self.config.rollout.tensor_parallel_size
+        operations = 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens
+        return operations / t / (self.peaks.engine_flops * self.reached.prefill)
+
+    def forward_flops(self, work: UpdateWork) -> float:
+        """Of one pass over ``work``: shared prompts once in packed rows, logits of completions alone."""
+        s = self.model.shape
+        shared = self.config.model.packing
+        stream = trained = pairs = 0.0
+        for prompt, lengths in work.groups:
+            n = np.asarray(lengths, dtype=np.float64)
+            stream += n.sum() + prompt * (1 if shared else len(lengths))
+            trained += n.sum()
+            pairs += ((n + prompt) * (n + prompt + 1) / 2).sum()
+        weights = s.layers * s.layer_weights * stream + self.model.embedding * trained
+        return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
+
+    def update_s(self, updates: Sequence[UpdateWork]) -> float:
+        """One step of the policy: every update of it, as often as `batch.epochs_per_batch` says."""
+        epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
+        return sum(
+            epochs * self._one_update_s(work) + self._compute_s(work, passes)
+            for work, passes in zip(updates, before, strict=True)
+        )
+
+    def compute_s(self, updates: Sequence[UpdateWork]) -> float:
+        """The part of `update_s` that is the model's forward and backward passes."""
+        epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
+        return sum(
+            self._compute_s(work, epochs * self._passes + passes)
+            for work, passes in zip(updates, before, strict=True)
+        )
+
+    @property
+    def _passes(self) -> float:
+        """Of an update, in forward passes: a backward pass is two, and computing again is one more."""
+        return 4.0 if self.config.model.gradient_checkpointing else 3.0
+
+    def _passes_before(self, updates: int) -> list[float]:
+        """What must be known of the weights before they move takes a pass of its own."""
+        algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
+        if algorithm.top_entropy_share < 1.0:
+            return [1.0] * updates
+        moves = updates * epochs > 1 and algorithm.old_logprobs == "trainer"
+        return [1.0 if moves and (i > 0 or epochs > 1) else 0.0 for i in range(updates)]
+
+    def reference_s(self, work: UpdateWork) -> float:
+        """Log-probs of a group on one reference worker."""
+        return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
+
+    def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
+        """Scores of a group by one worker of ``model``, which has a GPU, or one thread."""
+        flops = self.peaks.thread_flops or self.peaks.flops
+        return model.flops(prompt, lengths) / (flops * self.reached.training)
+
+    def sync_s(self) -> float:
+        """Weights, or the adapters, from the policy to the engines. ZeRO-3 gathers them first."""
+        adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
+        sent = (lora_parameters(self.config, self.model) if adapters else self.model.parameters) * (
+            self.sizes.itemsize
+        )
+        passes = 2 if self.config.policy.zero_stage == 3 else 1
+        return passes * sent / (self.peaks.network * self.reached.sync) + self.reached.sync_s
+
+    def turn_s(self) -> float:
+        """States of a colocated policy rank to host memory or back."""
+        from grpo_dist.tools.plan.memory import states
+
+        return sum(states(self.config, self.model, self.sizes).values()) / _HOST
+
+    def score_s(self, samples: int) -> float:
+        """A group, by the processes of one reward worker."""
+        processes = min(samples, self.config.rewards.processes_per_worker)
+        return samples / processes * self.reached.score_s
+
+    def _one_update_s(self, work: UpdateWork) -> float:
+        compute = self._compute_s(work, self._passes)
+        gathers, others = self._collectives_s(self._micro_batches(work))
+        # ZeRO-3 fetches the weights of the next layer beside the computation; other collectives come after
+        # it.
+        return max(compute, gathers) + others + self._optimizer_s()
+
+    def _compute_s(self, work: UpdateWork, passes: float) -> float:
+        """The busiest group of ranks: an equal share, or the longest row."""
+        replicas, shared = self.config.policy.replicas, self.config.policy.sequence_parallel
+        prompt, longest = max(((p, max(n)) for p, n in work.groups), key=sum)
+        row = self.forward_flops(UpdateWork(((prompt, (longest,)),)))
+        busiest = max(self.forward_flops(work) / replicas, row)
+        return passes * busiest / shared / (self.peaks.flops * self.reached.training)
+
+    def _micro_batches(self, work: UpdateWork) -> int:
+        tokens = sum(p + sum(n) for p, n in work.groups) / self.config.policy.replicas
+        longest = max(p + max(n) for p, n in work.groups)
+        return max(1, round(np.ceil(tokens / max(self.sizes.micro_batch, longest))))
+
+    def _collectives_s(self, micro_batches: int) -> tuple[float, float]:
+        """Seconds of gathering weights under ZeRO-3, and of everything else that ranks send each other in an
+        update.
+        """
+        ranks, stage, b = self.config.policy.num_workers, self.config.policy.zero_stage, self.sizes.itemsize
+        if ranks == 1:
+            return 0.0, 0.0
+        trained = lora_parameters(self.config, self.model)
+        one_way = (ranks - 1) / ranks / (self._between_ranks(ranks) * self.reached.network)
+        if stage == 0:
+            return 0.0, 2 * 4 * trained * one_way
+        if stage == 1:  # gradients once, in float32; new weights
+            return 0.0, (2 * 4 + b) * trained * one_way
+        reduced = micro_batches * b * trained * one_way
+        if stage == 2:
+            return 0.0, reduced + b * trained * one_way
+        return 2 * micro_batches * b * self.model.parameters * one_way, reduced
+
+    def _between_ranks(self, ranks: int) -> float:
+        """Bytes a second of a collective for each rank: all cards of a node send to the next at once."""
+        inside = min(ranks, self.peaks.node)
+        return (
+            self.peaks.link if ranks <= self.peaks.node else min(self.peaks.link, self.peaks.network * inside)
+        )
+
+    def _optimizer_s(self) -> float:
+        from grpo_dist.policy.offload import optimizer_device
+
+        own = lora_parameters(self.config, self.model) / max(1, self.config.policy.num_workers)
+        if optimizer_device(self.config.policy) == "none":
+            return 7 * 4 * own / (self.peaks.memory * self.reached.decode)
+        inside = min(self.config.policy.num_workers, self.peaks.node)
+        return own * inside / _CPU_ADAM + own * (4 + self.sizes.itemsize) / _HOST

@@ -1,0 +1,427 @@
+"""A plan for people: memory, times, cost, what bounds them, the best split, the timeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_dist.config import Config
+from grpo_dist.runtime.units import GIB
+from grpo_dist.tools.bench.table import written
+from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.memory import USABLE
+from grpo_dist.tools.plan.options import Option, Planned, Setting
+from grpo_dist.tools.plan.result import Plan
+from grpo_dist.tools.plan.reward_models import reward_model_workers
+from grpo_dist.tools.plan.simulation import Simulated, simulate
+from grpo_dist.tools.plan.stragglers import RankLosses, rank_losses
+from grpo_dist.tools.plan.sweep import longest_s, waits_for_longest
+from grpo_dist.tools.plan.timeline import LEGEND, as_text
+
+_STAGES = {
+    "sample": "generation",
+    "reward_model": "scoring by models",
+    "score": "scoring",
+    "logprobs": "reference",
+    "update": "training",
+    "sync": "weight sync",
+    "turn": "changes of turns",
+}
+# Stages between sampling and training, and what sets their workers.
+_HELPERS = {
+    "logprobs": "reference.num_workers",
+    "score": "rewards.num_workers",
+    "reward_model": "rewards.models.N.num_workers",
+}
+_NAMES = {"logprobs": "the reference", "score": "scoring", "reward_model": "scoring by models"}
+_HELPS = 0.25  # of a step: who is busy for less is not looked at
+_TAIL = 0.7  # of a step: a longest completion that takes more bounds it
+_NOWHERE = 0.9  # of the time of a run: where losses take more, hours say nothing
+_LIKELY = 0.01  # a chance that is worth a warning
+_FULL = 0.05  # idle share below which who is idle is said to bound the step
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    console = console or Console(highlight=False)
+
+    def say(text: str) -> None:
+        console.print(text, soft_wrap=True, markup=False)
+
+    for line in _head(plan):
+        say(line)
+    shown = plan.simulated
+    if plan.refused:
+        say(f"as configured: does not fit: {plan.refused}")
+    if plan.configured:
+        console.print(_memory(plan.configured, plan.setting.cluster))
+    for line in _cold_start(plan.setting, (plan.configured or plan.found[0].option).config):
+        say(line)
+    if shown is None:
+        shown = plan.found[0]
+        console.print(_memory(shown.option, plan.setting.cluster, "best split"))
+    say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
+    console.print(_times(shown))
+    price, losses = plan.setting.cluster.price, losses_of(shown, plan.setting) is not None
+    besides = plan.whole.lines(price=price, losses=losses)
+    for line in [*_slow(shown), *_summary(shown, plan.setting), *besides, *warnings(shown, plan.setting)]:
+        say(line)
+    if plan.found:
+        console.print(_found(plan))
+        say(_why(plan))
+        for line in _tried(plan):
+            say(line)
+    say(LEGEND)
+    for line in as_text(shown.simulated):
+        say(line)
+
+
+def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
+    """Dollars for a million tokens of prompts and completions, all GPUs of the cluster paid for."""
+    return cluster.price / 3600 / run.tokens_per_s * 1e6
+
+
+def reason(planned: Planned) -> str:
+    """What bounds the step."""
+    run, scenario = planned.simulated, planned.option.scenario
+    idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
+    longest = max(stages, key=stages.__getitem__)
+    if longest in ("reward_model", "score", "logprobs") and stages[longest] > 0.9 * run.step_s:
+        name = _NAMES[longest]
+        return f"{name} bounds the step: busy all the time; raise `{_HELPERS[longest]}`"
+    if held := _held_by_helper(planned):
+        return held
+    if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
+        return slow
+    if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
+        return (
+            f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
+            "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
+            "does not wait for it"
+        )
+    if idle["rollout"] < _FULL < idle["policy"]:
+        return "generation bounds the step: engines are always busy, the policy waits for them"
+    if idle["policy"] < _FULL < idle["rollout"]:
+        rank = scenario.slow.rank
+        why = f"; {written(1 - 1 / rank, '%')} of it wait for the slow rank" if rank > 1 else ""
+        return f"training bounds the step: the policy is always busy, engines wait for it{why}"
+    if max(idle.values()) < 2 * _FULL:
+        return "generation and training take about as long"
+    return "generation and training take turns, or wait for long completions: both are idle at times"
+
+
+def _held_by_helper(planned: Planned) -> str:
+    """The reference, reward models or graders, where twice as many would make a step shorter: they are then
+    behind what samples and before what trains, even if neither is busy all the time.
+    """
+    run, scenario = planned.simulated, planned.option.scenario
+    gains: dict[str, float] = {}
+    for stage, section in _HELPERS.items():
+        if run.stage_s.get(stage, 0.0) > _HELPS * run.step_s:
+            more = simulate(replace(scenario, config=_doubled(scenario.config, stage, section)))
+            gains[stage] = more.step_s
+    if not gains:
+        return ""
+    stage = min(gains, key=gains.__getitem__)
+    if gains[stage] > (1 - _FULL) * run.step_s:
+        return ""
+    seconds, share = written(run.stage_s[stage], "s"), written(run.stage_s[stage] / run.step_s, "%")
+    return (
+        f"{_NAMES[stage]} bounds the step: busy for {seconds} of it ({share}), between sampling and "
+        f"training; with twice as many workers (`{_HELPERS[stage]}`) a step takes "
+        f"{written(gains[stage], 's')}"
+    )
+
+
+def _doubled(config: Config, stage: str, key: str) -> Config:
+    """``config`` with twice the workers of ``stage``, whatever GPUs there are."""
+    if stage == "reward_model":
+        models = tuple(m.model_copy(update={"num_workers": 2 * m.num_workers}) for m in config.rewards.models)
+        return config.model_copy(update={"rewards": config.rewards.model_copy(update={"models": models})})
+    name = key.partition(".")[0]
+    section = getattr(config, name)
+    more = section.model_copy(update={"num_workers": 2 * section.num_workers})
+    return config.model_copy(update={name: more})
+
+
+def _waits_for_slow(planned: Planned) -> str:
+    """Nothing where engines are alike, or the slow ones are idle about as long as the others."""
+    scenario, each = planned.option.scenario, planned.simulated.engines_idle
+    count = scenario.slow.engines
+    if not 0 < count < len(each):
+        return ""
+    slow, others = fmean(each[:count]), fmean(each[count:])
+    if others - slow < 2 * _FULL:
+        return ""
+    remedy = (
+        "; `weight_sync.mode`=keep with more staleness does not wait for them"
+        if waits_for_longest(scenario.config)
+        else ""
+    )
+    return (
+        f"slow engines bound the step: they are idle for {written(slow, '%')} of the time, the others, which "
+        f"wait for them, for {written(others, '%')}{remedy}"
+    )
+
+
+def warnings(planned: Planned, setting: Setting) -> list[str]:
+    """What a real run would stumble over."""
+    config, run, lines = planned.option.config, planned.simulated, []
+    # A batch is sampled and scored within the first; which of its groups waited for a model is not known.
+    sampled_s = max(run.longest_batch_s, run.stage_s.get("reward_model", 0.0))
+    for key, seconds in (("sample_s", sampled_s), ("update_s", run.longest_update_s)):
+        allowed = getattr(config.cluster.timeouts, key)
+        if seconds > allowed:
+            lines.append(
+                f"warning: {seconds:,.0f} s is beyond `cluster.timeouts.{key}` = {allowed:g}; raise it"
+            )
+    return lines + _about_reward_models(config, setting)
+
+
+def _about_reward_models(config: Config, setting: Setting) -> list[str]:
+    """Which of them, or what of them, is not planned."""
+    lines = []
+    for model in config.rewards.models:
+        if why := setting.unplanned.get(model.name):
+            lines.append(
+                f"warning: reward model {model.name}: {why}; it is given {model.num_workers} worker(s), but "
+                "neither their memory nor their time is planned"
+            )
+        elif model.dtype == "float32" and setting.cluster.card:
+            lines.append(
+                f"warning: reward model {model.name}: float32 takes longer than planned, at the peak of half "
+                "precision"
+            )
+    return lines
+
+
+def _head(plan: Plan) -> list[str]:
+    setting = plan.setting
+    model, workload, calibration = setting.model, setting.workload, setting.calibration
+    lines = [
+        f"{model.name}: {model.parameters / 1e9:,.3f} billion parameters on {setting.cluster}",
+        f"lengths: prompts of {workload.prompt_tokens}, completions of {workload.mean:,.0f} tokens on "
+        f"average, at most {workload.cap:,}",
+        f"times: {calibration.reached.source if calibration else 'data sheet with assumed efficiencies'}",
+    ]
+    if workload.assumed:
+        lines.append(f"assumed: {workload.assumed}")
+    if setting.reward_models:
+        lines.append(
+            "assumed: reward models read as many tokens as the policy writes; what their templates and step "
+            "marks add is left out"
+        )
+    return lines
+
+
+def _slow(planned: Planned) -> list[str]:
+    config, slow, lines = planned.option.config, planned.option.scenario.slow, []
+    if slow.engines and slow.engine > 1:
+        count = min(slow.engines, config.rollout.num_workers)
+        lines.append(
+            f"slow: {count} of {config.rollout.num_workers} engine(s): sampling takes {slow.engine:g} times "
+            "as long there"
+        )
+    if slow.rank > 1:
+        lines.append(f"slow: a policy rank: updates take {slow.rank:g} times as long, as all wait for it")
+    return lines
+
+
+def _memory(option: Option, cluster: ClusterShape, title: str = "as configured") -> Table:
+    limit = f", {cluster.card.memory * USABLE / GIB:.0f} GiB usable" if cluster.card else ""
+    where = "a GPU" if cluster.card else "the machine"
+    table = _table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
+    for role, footprint in option.memory.items():
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.parts.items() if size)
+        if footprint.host:
+            own = sum(footprint.host.values()) / GIB
+            parts += f"; in host memory {own:.1f}"
+        table.add_row(f"{role} x {_count(option, role)}", parts, f"{footprint.total / GIB:.1f}")
+    engine = option.engine
+    table.caption = (
+        f"an engine's cache holds {engine.longest:,} sequences of {option.config.max_length:,} tokens; "
+        f"{option.scenario.seats:,} of mean length are decoded at once"
+    )
+    return table
+
+
+def _count(option: Option, role: str) -> str:
+    config = option.config
+    if role == "rollout":
+        return f"{config.rollout.num_workers} (TP {config.rollout.tensor_parallel_size})"
+    others = {"policy": config.policy.num_workers, "reference": config.reference.num_workers}
+    return str((others | reward_model_workers(config))[role])
+
+
+def _times(planned: Planned) -> Table:
+    run = planned.simulated
+    table = _table("times; stages may run beside each other", "stage", "in a step", "of the step")
+    for stage, seconds in run.stage_s.items():
+        table.add_row(_STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
+    table.add_row("[bold]step", written(run.step_s, "s"), "")
+    return table
+
+
+def _summary(planned: Planned, setting: Setting) -> list[str]:
+    run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
+    hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
+    losses = losses_of(planned, setting)
+    lines = [
+        f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
+        f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
+        f"idle: engines {engines}, policy {policy}: {reason(planned)}",
+        f"engines decode {run.sequences:,.0f} sequences at once on average, each could decode "
+        f"{planned.option.scenario.seats:,}",
+        f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
+        f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
+        + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
+    ]
+    if losses:
+        lines += _losses(planned.option.config, losses)
+    if cluster.card and cluster.price:
+        price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
+        lines.append(
+            f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
+            f"${price * hours * steps:,.0f} the run"
+            + (f" without losses{_with_losses(losses, price)}" if losses else "")
+            + f" (steps alone), at ${cluster.card.price:g} an hour for each GPU"
+            + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
+        )
+    return lines
+
+
+def losses_of(planned: Planned, setting: Setting) -> RankLosses | None:
+    """Of policy ranks, where a GPU is said to fail now and then. While an engine on the same GPU samples,
+    that is met at once.
+    """
+    run, scenario = planned.simulated, planned.option.scenario
+    return rank_losses(
+        planned.option.config,
+        step_s=run.step_s,
+        unseen_s=0.0 if scenario.colocated else run.idle["policy"] * run.step_s,
+        lost_every_s=setting.lost_every_s,
+        restart_s=scenario.losses.restart_s,
+    )
+
+
+def _losses(config: Config, found: RankLosses) -> list[str]:
+    every = config.checkpoint.every
+    since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
+    line = (
+        f"losses of policy ranks: one every {found.every_s / 3600:,.1f} h; to start anew (assumed: "
+        f"{found.restart_s / 60:,.1f} min each) and to repeat what came {since} takes "
+        f"{written(found.share, '%')} of the time"
+    )
+    if found.share > _NOWHERE:
+        remedy = "set `checkpoint.every`" if not every else "lower `checkpoint.every`" if every > 1 else ""
+        return [f"{line}: the run gets nowhere{remedy and f'; {remedy}'}"]
+    hours = found.expected_s / 3600
+    lines = [
+        f"{line}: {config.steps} steps take {hours:,.1f} h with them (without the back-off of "
+        "`cluster.restarts`)"
+    ]
+    if found.ends > _LIKELY:
+        most, window = config.cluster.restarts.max_per_worker, config.cluster.restarts.window_s
+        lines.append(
+            f"warning: with a chance of about {written(found.ends, '%')} more than "
+            f"`cluster.restarts.max_per_worker` = {most} of them come within `window_s` = {window:g} s, "
+            "which ends the run; raise it, or the same command goes on from the last checkpoint"
+        )
+    return lines
+
+
+def _with_losses(found: RankLosses, price: float) -> str:
+    return "" if found.share > _NOWHERE else f" and ${price * found.expected_s / 3600:,.0f} with them"
+
+
+def _found(plan: Plan) -> Table:
+    cluster = plan.setting.cluster
+    table = _table(
+        f"best splits on {cluster}",
+        "prompts",
+        "staleness",
+        "policy ranks",
+        "engines",
+        "step",
+        "tokens/s",
+        "$/M tokens",
+    )
+    for p in plan.found:
+        c, run = p.option.config, p.simulated
+        engines = f"{c.rollout.num_workers} x TP {c.rollout.tensor_parallel_size}"
+        table.add_row(
+            str(c.batch.prompts_per_step),
+            str(c.max_staleness),
+            f"{c.policy.num_workers} ZeRO-{c.policy.zero_stage}"
+            + (" colocated" if p.option.roles.colocated else ""),
+            engines,
+            written(run.step_s, "s"),
+            f"{run.tokens_per_s:,.0f}",
+            f"{cost_per_million(run, cluster):.3g}",
+        )
+    return table
+
+
+def _why(plan: Plan) -> str:
+    chosen = plan.found[0]
+    c = chosen.option.config
+    keys = (
+        f"rollout.num_workers={c.rollout.num_workers} "
+        f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
+        f"policy.num_workers={c.policy.num_workers} policy.zero_stage={c.policy.zero_stage} "
+        f"cluster.placement={c.cluster.placement}"
+    )
+    gain = ""
+    if plan.simulated:
+        times = chosen.simulated.tokens_per_s / plan.simulated.simulated.tokens_per_s
+        gain = f", {times:.2f} times the tokens a second of the configuration as it is"
+    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
+
+
+def _cold_start(setting: Setting, config: Config) -> list[str]:
+    """Of a run that begins with supervised training, its memory; before all workers, so apart from theirs."""
+    if not is_trained_first(config):
+        return []
+    need = cold_start(config, setting.model, gpu=setting.cluster.card is not None)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
+    assert config.sft is not None
+    lines = [
+        f"cold start, before all workers: {need.total / GIB:.1f} GiB of one process with "
+        f"{config.sft.batch_size} rows of `sft.max_length` = {config.sft.max_length} tokens ({parts})"
+    ]
+    problem = cold_start_problem(config, need, setting.cluster)
+    more = "; `check` counts the rows as they are"
+    return lines + ([f"warning: {problem}{more}"] if problem else [])
+
+
+def _tried(plan: Plan) -> list[str]:
+    """Of each placement and ZeRO stage how many splits, which was the fastest, and what holds it."""
+    lines = ["tried at this batch and staleness, with TP 1, 2, 4 and 8:"]
+    for tried in plan.tried:
+        head = f"  {tried.placement}, ZeRO-{tried.zero_stage}: "
+        if tried.best is None:
+            lines.append(f"{head}none of {tried.splits} splits of GPUs can run: {tried.why}")
+            continue
+        c, run = tried.best.option.config, tried.best.simulated
+        others = tried.splits - tried.fitting
+        lines.append(
+            f"{head}{c.policy.num_workers} rank(s) and {c.rollout.num_workers} x TP "
+            f"{c.rollout.tensor_parallel_size} are the fastest of {tried.fitting}, {run.tokens_per_s:,.0f} "
+            f"tokens/s; {reason(tried.best)}"
+            + (f"; {others} more cannot run, e.g. {tried.why.partition('; ')[0]}" if others else "")
+        )
+    fixed = ["other ZeRO stages", "`policy.offload`", "`policy.sequence_parallel`", "`weight_sync.mode`"]
+    fixed += ["`reference.num_workers`"] if plan.found[0].option.config.needs_reference else []
+    return [*lines, f"not tried: other batches and staleness (--sweep does); {', '.join(fixed)} (set them)"]
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    table.add_column(first)
+    for heading in others:
+        widest = max(map(len, heading.split()))
+        table.add_column(heading, justify="left" if heading == "parts" else "right", min_width=widest)
+    return table

@@ -1,0 +1,26 @@
+"""What a plan found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_dist.tools.plan.options import Option, Planned, Setting
+from grpo_dist.tools.plan.sweep import Tried
+from grpo_dist.tools.plan.whole_run import WholeRun
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``configured``: the configuration as it is, with ``simulated`` what it would do; None where ``refused``
+    says why it cannot run. ``found``: the best option of each cell of the sweep, the configuration's own cell
+    first. ``tried``: what was looked at in that cell. ``whole``: the run of ``simulated``, or of the first of
+    ``found``.
+    """
+
+    setting: Setting
+    configured: Option | None
+    simulated: Planned | None
+    refused: str
+    found: list[Planned]
+    whole: WholeRun
+    tried: list[Tried]

@@ -1,0 +1,80 @@
+"""Reward models of a plan: whose sizes are known here, what a worker takes of its GPU, what it computes.
+
+padded rows: problem | completion | padding     as many at once as `micro_batch_tokens` holds
+weights | activations | attention mask | runtime     of a worker
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_dist.batch.sharding import micro_batches
+from grpo_dist.config import Config, RewardModel
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.units import GIB
+from grpo_dist.tools.plan.memory import GPU_RUNTIME, Footprint, Sizes, itemsize_of
+from grpo_dist.tools.plan.models import ModelShape, classifier_of
+
+_CPU_RUNTIME = round(0.6 * GIB)  # of a process with torch and transformers: as a reference worker
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRewardModel:
+    """A reward model with the sizes of its decoder."""
+
+    settings: RewardModel
+    shape: ModelShape
+
+    def flops(self, prompt: int, lengths: Sequence[int]) -> float:
+        """Of one call: one prompt with completions of ``lengths`` tokens, as `Classifier` batches them.
+        Padding is computed, too; the head, one or two rows, is left out.
+        """
+        s, rows = self.shape.shape, [prompt + length for length in lengths]
+        total = 0.0
+        for batch in micro_batches(rows, self.settings.micro_batch_tokens):
+            longest = max(rows[i] for i in batch)
+            weights = s.layers * s.layer_weights * longest
+            pairs = longest * (longest + 1) / 2
+            total += len(batch) * (2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
+        return total
+
+
+def reward_models_of(config: Config) -> tuple[tuple[KnownRewardModel, ...], dict[str, str]]:
+    """Those of ``config`` whose sizes are known here, and by name why the others' are not."""
+    known, unknown = [], {}
+    for settings in config.rewards.models:
+        try:
+            known.append(KnownRewardModel(settings, classifier_of(settings)))
+        except UserError as error:
+            unknown[settings.name] = str(error)
+    return tuple(known), unknown
+
+
+def role_of(settings: RewardModel) -> str:
+    """Its row in a table of memory."""
+    return f"reward model {settings.name}"
+
+
+def reward_model_workers(config: Config) -> dict[str, int]:
+    """How many there are of each, by `role_of`."""
+    return {role_of(settings): settings.num_workers for settings in config.rewards.models}
+
+
+def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -> Footprint:
+    """At its fullest: with a full batch of the longest rows.
+
+    Nothing is kept from layer to layer. The mask of padded rows is [rows, 1, T, T], once of a byte and once
+    of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
+    """
+    s, b = model.shape.shape, itemsize_of(model.settings.dtype, gpu=sizes.gpu)
+    tokens = max(model.settings.micro_batch_tokens, config.max_length)
+    widest = max(3 * s.intermediate, 4 * s.heads * s.head_dim) + 3 * s.hidden
+    return Footprint(
+        {
+            "weights": model.shape.without_head * b,
+            "activations": tokens * widest * b,
+            "attention mask": tokens * config.max_length * (1 + b),
+            "runtime": GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME,
+        }
+    )

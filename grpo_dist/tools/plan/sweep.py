@@ -1,0 +1,234 @@
+"""The best of many: how GPUs are split between engines and policy, placement, ZeRO stage, tensor parallelism,
+staleness, batch.
+
+Every option has a bound that its throughput cannot pass, from the same stage times: each stage at full load
+all the time. Options are simulated best bound first, until the best that was simulated is above all bounds
+that are left; so the result is that of simulating all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
+from grpo_dist.tools.plan.rates import UpdateWork
+from grpo_dist.tools.plan.simulation import Scenario
+
+_SPLITS = 16  # numbers of policy ranks that are tried, at most
+_TENSOR_PARALLEL = (1, 2, 4, 8)
+_SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
+_STEPS = 2  # simulated of an option that is only compared
+_BATCHES = (0.5, 1, 2)
+_STALENESS = {"drain": (0, 1), "keep": (0, 1, 2, 4)}
+
+Changes = dict[str, int | str]  # of dotted keys
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Options among which the best is sought: they train alike."""
+
+    prompts_per_step: int
+    staleness: int
+
+
+def own_cell(config: Config) -> Cell:
+    return Cell(config.batch.prompts_per_step, config.max_staleness)
+
+
+def cells(config: Config, *, wide: bool) -> list[Cell]:
+    """The configuration's own; with ``wide`` other batches and staleness, too."""
+    own = own_cell(config)
+    if not wide:
+        return [own]
+    batches = {round(own.prompts_per_step * factor) for factor in _BATCHES} - {0}
+    ahead = {own.staleness, *_STALENESS[config.weight_sync.mode]}
+    return [Cell(batch, n) for batch in sorted(batches) for n in sorted(ahead)]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Options of one placement and ZeRO stage. ``splits``: of GPUs between engines and policy; ``fitting``:
+    of these, how many can run; ``why``: what most of the others are refused for. ``best``: the fastest that
+    was simulated.
+    """
+
+    placement: str
+    zero_stage: int
+    splits: int
+    fitting: int
+    best: Planned | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """``best``: the option with the most tokens a second; None where none fits."""
+
+    best: Planned | None
+    tried: list[Tried]
+
+
+def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
+    """The option of ``cell`` with the most tokens a second; None where none fits."""
+    return search(config, setting, cell).best
+
+
+def search(config: Config, setting: Setting, cell: Cell) -> Found:
+    """All options of ``cell``, and the best. Of each placement and ZeRO stage the option of the highest bound
+    is simulated in any case, so that the plan can say what holds it.
+    """
+    made = [(c, option_or_reason(config, c, setting)) for c in _changes(config, setting, cell)]
+    limits = {i: bound(option) for i, (_, option) in enumerate(made) if isinstance(option, Option)}
+    found: Planned | None = None
+    fastest: dict[tuple[str, int], Planned] = {}
+    for i, limit in sorted(limits.items(), key=lambda item: item[1], reverse=True):
+        changes, option = made[i]
+        assert isinstance(option, Option)
+        kind = _kind(changes)
+        is_beaten = found is not None and found.simulated.tokens_per_s >= _SLACK * limit
+        if is_beaten and kind in fastest:
+            continue
+        tried = planned(option, steps=_STEPS)
+        if kind not in fastest or _is_faster(tried, fastest[kind]):
+            fastest[kind] = tried
+        if found is None or _is_faster(tried, found):
+            found = tried
+    return Found(found and planned(found.option), list(_tried(made, fastest)))
+
+
+def _is_faster(one: Planned, other: Planned) -> bool:
+    return one.simulated.tokens_per_s > other.simulated.tokens_per_s
+
+
+def _tried(
+    made: Sequence[tuple[Changes, Option | str]], fastest: Mapping[tuple[str, int], Planned]
+) -> Iterator[Tried]:
+    for kind in dict.fromkeys(_kind(changes) for changes, _ in made):
+        own = [option for changes, option in made if _kind(changes) == kind]
+        reasons = [option for option in own if isinstance(option, str)]
+        causes = Counter(reason.partition("; ")[0] for reason in reasons)
+        most = causes.most_common(1)[0][0] if causes else ""
+        why = next((reason for reason in reasons if reason.startswith(most)), "")
+        yield Tried(*kind, len(own), len(own) - len(reasons), fastest.get(kind), why)
+
+
+def _kind(changes: Changes) -> tuple[str, int]:
+    return str(changes["cluster.placement"]), int(changes["policy.zero_stage"])
+
+
+def _options(config: Config, setting: Setting, cell: Cell) -> Iterator[Option]:
+    """Those that fit."""
+    for changes in _changes(config, setting, cell):
+        option = option_or_reason(config, changes, setting)
+        if isinstance(option, Option):
+            yield option
+
+
+def _changes(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
+    own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
+    for changes in _splits(config, setting):
+        for stage in stages(config):
+            yield own | changes | {"policy.zero_stage": stage}
+
+
+def stages(config: Config) -> list[int]:
+    """ZeRO stages that are tried: the configuration's, and 2, with which policy ranks can share GPUs with
+    engines. A step's gradient is the same in all.
+    """
+    return list(dict.fromkeys((config.policy.zero_stage, 2)))
+
+
+def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
+    cluster, reference = setting.cluster, config.reference.num_workers if config.needs_reference else 0
+    if cluster.card is None:
+        return
+    free = cluster.gpus - reference - sum(model.num_workers for model in config.rewards.models)
+    for size in (t for t in _TENSOR_PARALLEL if t <= cluster.gpus_per_node):
+        for ranks in _ranks(free, cluster.gpus_per_node):
+            if engines := (free - ranks) // size:
+                yield {
+                    "rollout.tensor_parallel_size": size,
+                    "rollout.num_workers": engines,
+                    "policy.num_workers": ranks,
+                    "cluster.placement": "separate",
+                }
+        for engines in _shared(free // size):
+            yield {
+                "rollout.tensor_parallel_size": size,
+                "rollout.num_workers": engines,
+                "policy.num_workers": engines * size,
+                "cluster.placement": "colocated",
+            }
+
+
+def _shared(most: int) -> list[int]:
+    """Numbers of colocated engines: all that there is room for, and the power of two below that, which more
+    batches divide by.
+    """
+    return sorted({most, 1 << most.bit_length() - 1}) if most else []
+
+
+def _ranks(free: int, node: int) -> list[int]:
+    """Numbers of policy ranks that leave an engine some GPU: all of few, powers of two and whole nodes of
+    many.
+    """
+    if free <= _SPLITS:
+        return list(range(1, free))
+    powers = {2**i for i in range(free.bit_length()) if 2**i < free}
+    nodes = {n * node for n in range(1, free // node + 1) if n * node < free}
+    spread = sorted(nodes)[:: max(1, len(nodes) // (_SPLITS // 2))]
+    return sorted(powers | set(spread))
+
+
+def waits_for_longest(config: Config) -> bool:
+    """Whether every step ends with all that is sampled."""
+    return config.max_staleness == 0 or config.weight_sync.mode == "drain"
+
+
+def longest_s(scenario: Scenario) -> float:
+    """Seconds of the longest completion of a step, were it alone: no engine takes less. Where only some are
+    slow it may be with another.
+    """
+    batch, workload, slow = scenario.config.batch, scenario.workload, scenario.slow
+    tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
+    factor = slow.engine if slow.engines >= scenario.config.rollout.num_workers else 1.0
+    return factor * tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
+
+
+def bound(option: Option) -> float:
+    """Tokens a second that the option cannot pass."""
+    scenario, config = option.scenario, option.config
+    rates, workload, batch = scenario.rates, scenario.workload, config.batch
+    mean, prompt, samples = (
+        workload.mean,
+        workload.prompt_tokens,
+        batch.prompts_per_step * batch.samples_per_prompt,
+    )
+    in_hand = samples * (1 + config.max_staleness) / config.rollout.num_workers
+    held = prompt / batch.samples_per_prompt + mean / 2  # by a sequence, half way
+    counts = np.unique(np.geomspace(1, max(1.0, min(scenario.seats, in_hand)), 16))
+    rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
+    sampling = samples * mean / config.rollout.num_workers / rate
+    each = (round(mean),) * batch.samples_per_prompt
+    size = batch.prompts_per_step // batch.updates_per_step
+    work = [UpdateWork(((prompt, each),) * size)] * batch.updates_per_step
+    training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.colocated else 0.0)
+    # Means of lengths: rows that are longer only add to attention.
+    stages = [sampling, training]
+    if waits_for_longest(config):
+        sampling = max(sampling, longest_s(scenario))
+        stages.append(sampling + rates.sync_s())
+    if config.needs_reference:
+        group = UpdateWork(((prompt, each),))
+        stages.append(rates.reference_s(group) * batch.prompts_per_step / config.reference.num_workers)
+    for model in scenario.reward_models:
+        group_s = rates.reward_model_s(model, prompt, each)
+        stages.append(group_s * batch.prompts_per_step / model.settings.num_workers)
+    seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
+    return samples * (prompt + mean) / seconds

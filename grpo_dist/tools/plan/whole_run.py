@@ -1,0 +1,94 @@
+"""A whole run: its steps, and what it does besides them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from grpo_dist.config import Config
+from grpo_dist.tools.bench.table import written
+from grpo_dist.tools.plan.checkpoints import COPY, DISK, PlannedCheckpoints, planned_checkpoints
+from grpo_dist.tools.plan.evaluation import PlannedEvaluation, planned_evaluation
+from grpo_dist.tools.plan.options import Planned
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """``steps_s``: of all steps; ``evaluation`` None: there is none."""
+
+    config: Config
+    steps_s: float
+    evaluation: PlannedEvaluation | None
+    checkpoints: PlannedCheckpoints
+
+    @property
+    def beside_s(self) -> float:
+        """What is known of the time that is not that of steps."""
+        return self.checkpoints.total_s + (self.evaluation.total_s if self.evaluation else 0.0)
+
+    @property
+    def seconds(self) -> float:
+        return self.steps_s + self.beside_s
+
+    def lines(self, *, price: float, losses: bool) -> list[str]:
+        """Of evaluations, of checkpoints, and of all together. ``price``: dollars an hour, 0: nobody knows;
+        ``losses``: there are some, which are not in it.
+        """
+        return [*self._evaluations(), self._checkpoints(), self._all(price, losses)]
+
+    def _evaluations(self) -> list[str]:
+        found, lines = self.evaluation, []
+        if found is None:
+            return []
+        if found.prompts:
+            names = ", ".join(found.assumed)
+            guessed = f", as many prompts in {names} as `evaluation.max_prompts` or `max_rows` allows"
+            lines.append(
+                f"evaluation: {found.prompts:,} prompt(s) with {found.samples_per_prompt} sample(s) each "
+                f"take {written(found.seconds, 's')}, {found.count} time(s): {self._share(found.total_s)}; "
+                f"assumed: completions as long as in training{guessed if names else ''}"
+            )
+        if found.left_out:
+            lines.append(
+                f"warning: evaluation of {', '.join(found.left_out)}, {found.count} time(s), is left out: "
+                "how many prompts that is cannot be seen here; plan with evaluation.max_prompts"
+            )
+        return lines
+
+    def _checkpoints(self) -> str:
+        found, disk = self.checkpoints, f"{DISK / 1e9:g} GB/s from all ranks to disk"
+        holds = f"hold the loop up for {written(found.held_s, 's')} each"
+        if found.background:
+            late = f", {written(found.late_s, 's')} more for the one before" if found.late_s else ""
+            holds += f"{late}, and its end for {written(found.last_s, 's')}"
+            disk = f"{COPY / 1e9:g} GB/s from a rank to memory, {disk}"
+        return (
+            f"checkpoints: {found.count} of {written(found.size, 'B')} {holds}: "
+            f"{self._share(found.total_s)}; assumed: {disk}"
+        )
+
+    def _all(self, price: float, losses: bool) -> str:
+        """What it does not count is little for long runs, or was warned of."""
+        left_out, found = ["its start"], self.evaluation
+        if losses:
+            left_out.append("losses")
+        if found and found.left_out:
+            left_out.append("evaluations (see the warning)")
+        if self.config.checkpoint.export:
+            fresh = ", fresh engines for `evaluation.after`" if found and self.config.evaluation.after else ""
+            left_out.append(f"the export at its end{fresh}")
+        hours = self.seconds / 3600
+        cost = f", ${price * hours:,.2f}" if price else ""
+        return f"the whole run, with these: {hours:,.2f} h{cost}; left out: {', '.join(left_out)}"
+
+    def _share(self, seconds: float) -> str:
+        return f"{written(seconds / self.seconds, '%')} of the run's time"
+
+
+def whole_run(planned: Planned) -> WholeRun:
+    option = planned.option
+    return WholeRun(
+        option.config,
+        option.config.steps * planned.simulated.step_s,
+        planned_evaluation(option),
+        planned_checkpoints(planned),
+    )

@@ -1,0 +1,74 @@
+"""What is sampled in a plan: lengths of prompts and completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from grpo_dist.config import Config, Lengths
+from grpo_dist.tools.bench.lengths import length_of
+
+# Where nobody says how long completions get: the shape of what instructed models write on mathematics.
+_SHARE_OF_CAP = 1 / 3  # mean before the cap
+_SIGMA = 0.7
+_PROMPT_SHARE = 1 / 4  # of `data.max_prompt_tokens`
+_DRAWN = 4096  # for the means
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``prompt_tokens``: of every prompt. Completions are drawn from ``measured`` lengths, or else from
+    ``lengths``; none is above ``cap``. ``assumed``: what of it is a guess, in words.
+    """
+
+    prompt_tokens: int
+    lengths: Lengths
+    cap: int
+    measured: tuple[int, ...] = ()
+    assumed: str = ""
+
+    def length(self, seed: int) -> int:
+        """Of the completion with this seed; the same for the same seed."""
+        if self.measured:
+            return min(self.measured[seed % len(self.measured)], self.cap)
+        drawn = length_of(seed, self.lengths, cap=self.cap)
+        assert drawn is not None  # natural lengths are measured or assumed
+        return min(drawn, self.cap)  # which may be below fixed lengths, as of an evaluation
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a completion."""
+        return float(np.mean(_drawn(self)))
+
+    def longest_of(self, count: int) -> float:
+        """Tokens of the longest of so many completions, nearly always at least."""
+        return float(np.quantile(_drawn(self), max(0.0, 1 - 2 / count)))
+
+
+@lru_cache
+def _drawn(workload: Workload) -> list[int]:
+    if workload.lengths.kind == "fixed":
+        return [workload.length(0)]
+    return [workload.length(seed) for seed in range(len(workload.measured) or _DRAWN)]
+
+
+def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:
+    """By `bench.lengths`; where these are natural by ``measured`` lengths, else by an assumption."""
+    cap, lengths = config.sampling.max_new_tokens, config.bench.lengths
+    assumed = []
+    if prompt_tokens is None:
+        prompt_tokens = max(1, round(config.data.max_prompt_tokens * _PROMPT_SHARE))
+        assumed.append(
+            f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)"
+        )
+    if lengths.kind == "natural" and not measured:
+        lengths = Lengths(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
+        assumed.append(
+            f"completions log-normal with a mean of {lengths.mean:.0f} tokens, a third of "
+            "sampling.max_new_tokens (bench.lengths)"
+        )
+    used = tuple(measured) if config.bench.lengths.kind == "natural" else ()
+    return Workload(prompt_tokens, lengths, cap, used, "; ".join(assumed))

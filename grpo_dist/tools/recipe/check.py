@@ -1,0 +1,164 @@
+"""What can be refused of every stage before the first one starts.
+
+A model that an earlier stage will make is stood in for by the one it descends from: tokenizer, chat template
+and longest sequence are the same. Data that an earlier stage will write are the only thing left unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config, DataSource, Demonstrations
+from grpo_dist.config.engine_arguments import engine_problems
+from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.readers import read_all
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.runs.cold_start import base_model
+from grpo_dist.runs.prepare import (
+    check_scoring,
+    check_writable,
+    load_tokenizer,
+    prepare,
+    prepare_eval,
+    refuse,
+    resolve_model,
+    train_prompts,
+)
+from grpo_dist.runs.start_checks import check_backend, check_length, position_limit, setting_problems
+from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.recipe.config import Pipeline, Stage
+
+
+def check_stages(pipeline: Pipeline, todo: Collection[str]) -> None:
+    """Raises UserError, naming the stage, for the first thing that one of the stages ``todo`` cannot use."""
+    from actors.cluster import check_fits
+
+    with refusals():
+        check_writable(pipeline.directory)
+    ancestors: dict[str, Path] = {}
+    for stage in pipeline.stages:
+        with _naming(stage):
+            ancestors[stage.name] = _ancestor(stage, ancestors)
+            if stage.name not in todo:
+                continue
+            config = stage.config.model_copy(update={"model": _model(stage, ancestors[stage.name])})
+            if stage.kind == "sft":
+                _check_sft_length(stage, config, pipeline)
+            _CHECKS[stage.kind](stage, config)
+            if stage.kind != "sft" or evaluates(config):
+                check_fits(config, training=stage.kind == "grpo")
+
+
+@contextmanager
+def _naming(stage: Stage) -> Iterator[None]:
+    """Refusals begin with the stage's name."""
+    try:
+        with refusals():
+            yield
+    except UserError as error:
+        raise UserError(f"stage `{stage.name}`: {error}") from error
+
+
+def _quiet(message: str) -> None:
+    """What is said of data is said when the stage runs."""
+
+
+def evaluates(config: Config) -> bool:
+    """Whether the stage's result is measured on held-out problems."""
+    return bool(config.evaluation.after and config.data.eval)
+
+
+def _ancestor(stage: Stage, ancestors: dict[str, Path]) -> Path:
+    """The model that exists now and that the stage's descends from."""
+    symbolic = stage.symbolic
+    start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
+    if start.startswith("stage:"):
+        return ancestors[start.removeprefix("stage:")]
+    if stage.kind == "sft" and stage.config.sft:
+        return base_model(stage.config.sft)
+    return resolve_model(stage.config, _quiet, train_first=False)
+
+
+def _model(stage: Stage, ancestor: Path) -> Any:
+    return stage.config.model.model_copy(update={"path": str(ancestor)})
+
+
+def _check_sft(stage: Stage, config: Config) -> None:
+    assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
+    tokenizer = load_tokenizer(Path(config.model.path), False)
+    for source, symbolic in zip(config.sft.data, stage.symbolic.sft.data, strict=True):
+        if not _to_come(symbolic.path):
+            source_pairs(_a_few(source), config.sft, tokenizer)
+    if evaluates(config):
+        _check_sampling(config)
+        prepare_eval(config, read_all(config.data.eval), tokenizer, [], _quiet)
+
+
+def _check_sft_length(stage: Stage, config: Config, pipeline: Pipeline) -> None:
+    """That the model takes rows of `sft.max_length`, and that no earlier stage can make longer ones."""
+    assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
+    longest = config.sft.max_length
+    limit = position_limit(config, Path(config.model.path))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"sft.max_length = {longest}, but the model in {config.model.path} has max_position_embeddings = "
+            f"{limit}; lower it"
+        )
+    for source in stage.symbolic.sft.data:
+        if not _to_come(source.path):
+            continue
+        maker = pipeline[source.path.removeprefix("stage:").partition("/")[0]]
+        completion = maker.config.rejection.max_new_tokens or maker.config.sampling.max_new_tokens
+        made = maker.config.data.max_prompt_tokens + completion
+        if made > longest:
+            raise ValueError(
+                f"sft.max_length = {longest}, but stage `{maker.name}` may make rows of {made} tokens "
+                f"(data.max_prompt_tokens + the longest completion); raise sft.max_length to {made}, or "
+                f"lower one of the two there"
+            )
+
+
+def _a_few(source: Demonstrations) -> Demonstrations:
+    """Demonstrations made here are right by construction: one is enough to know that they can be made."""
+    return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
+
+
+def _check_grpo(stage: Stage, config: Config) -> None:
+    refuse(setting_problems(config, device_type()))
+    if len(there := _there(stage)) == len(config.data.train):
+        prepare(config, _quiet)
+    else:
+        _check_sampling(config)
+        _check_prompts(config, there)
+
+
+def _check_sample(stage: Stage, config: Config) -> None:
+    _check_sampling(config)
+    _check_prompts(config, _there(stage))
+
+
+def _check_sampling(config: Config) -> None:
+    check_scoring(config)
+    check_backend(config)
+    refuse(engine_problems(config, device_type()))
+    check_length(config, Path(config.model.path))
+
+
+def _check_prompts(config: Config, sources: list[DataSource]) -> None:
+    tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    train_prompts(config, read_all(sources), tokenizer, _quiet)
+
+
+def _there(stage: Stage) -> list[DataSource]:
+    pairs = zip(stage.config.data.train, stage.symbolic.data.train, strict=True)
+    return [source for source, symbolic in pairs if not _to_come(symbolic.path)]
+
+
+def _to_come(path: str) -> bool:
+    return path.startswith("stage:")
+
+
+_CHECKS = {"sft": _check_sft, "grpo": _check_grpo, "sample": _check_sample}

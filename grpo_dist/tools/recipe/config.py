@@ -1,0 +1,325 @@
+"""Pipeline files: stages in order, each an ordinary configuration that may name the results of earlier ones.
+
+    name: r1
+    stages:
+      - {name: cold_start, kind: sft, config: ../demo.yaml}
+      - name: reasoning
+        kind: grpo
+        config: ../demo.yaml
+        overrides: {model.path: "${stage:cold_start}", steps: 40}
+      - name: rejection
+        kind: sample
+        config: ../demo.yaml
+        overrides: {model.path: "${stage:reasoning}", rejection.samples_per_prompt: 4}
+      - name: second_sft
+        kind: sft
+        config: ../demo.yaml
+        overrides: {sft.data: ["${stage:rejection}/sft.jsonl", {path: "demo:add3", examples: 500}]}
+
+``${stage:NAME}`` is the model of an sft or grpo stage and the directory of a sample stage. A stage's settings
+are those of its file, then the pipeline's `seed` (as `sft.seed`, too), then `settings` (nested) and
+`overrides` (dotted keys), then ``STAGE.key=value`` of the command line. Other interpolations are those of the
+stage's configuration.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, model_validator
+
+from grpo_dist.config import Config, Section
+from grpo_dist.config.files import (
+    ConfigError,
+    checked,
+    overridden,
+    parser_reason,
+    read_tree,
+    set_from_text,
+    set_key,
+    validated,
+)
+from grpo_dist.config.secrets import masked_setting
+
+Kind = Literal["sft", "grpo", "sample"]
+REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
+_SCORING = "rewards.models"
+_OWN = ("name", "output_dir", "seed")  # of a pipeline, settable on the command line
+_PLACES = {  # settings that the pipeline decides, and why
+    "name": "the pipeline names a stage's directory",
+    "output_dir": "the stages of a pipeline share its `output_dir`",
+    "checkpoint.resume": "a pipeline always goes on from where it was; use --from to do a stage again",
+}
+
+
+class StageFile(Section):
+    """One stage as written."""
+
+    name: str = Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", description="letters, digits, _ and -")
+    kind: Kind = Field(
+        description="sft: supervised training; grpo: reinforcement; sample: rejection sampling"
+    )
+    config: str | None = Field(None, description="configuration file, relative to the pipeline's")
+    settings: dict[str, Any] = Field({}, description="merged over the file: a configuration of its own")
+    overrides: dict[str, Any] = Field({}, description="dotted keys, e.g. {policy.optimizer.lr: 1.0e-5}")
+
+
+class PipelineFile(Section):
+    """A pipeline as written."""
+
+    name: str = Field(
+        "pipeline",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="of the pipeline and of its directory in `output_dir`",
+    )
+    output_dir: str = Field("runs", description="where the pipeline's directory is made")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="of every stage and its `sft` section; null: what each stage's configuration says"
+    )
+    stages: tuple[StageFile, ...] = Field(min_length=1, description="in the order they are done")
+
+    @model_validator(mode="after")
+    def _names(self) -> PipelineFile:
+        names = [stage.name for stage in self.stages]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise ValueError(f"two stages are called `{name}`; give each its own name")
+            if name in (*_OWN, "stages"):
+                raise ValueError(f"a stage cannot be called `{name}`, a key of the pipeline; rename it")
+        return self
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage, resolved. ``symbolic`` is ``config`` with ``stage:NAME`` where a path of another stage
+    stands: what stays the same wherever the pipeline's directory is.
+    """
+
+    name: str
+    kind: Kind
+    directory: Path
+    config: Config
+    symbolic: Config
+    inputs: tuple[str, ...]  # names of the stages it refers to
+
+    @property
+    def result(self) -> Path:
+        """What ``${stage:NAME}`` stands for."""
+        return self.directory if self.kind == "sample" else self.directory / "model"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    name: str
+    directory: Path
+    stages: tuple[Stage, ...]
+
+    def __getitem__(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+
+def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """Read a pipeline file and every configuration it names.
+
+    Raises ConfigError for what `load_config` refuses, in any stage, for a reference to a stage that does not
+    come earlier, and for a result used as what it is not.
+    """
+    path = Path(path)
+    tree = read_tree(path)
+    own = [text for text in overrides if text.partition("=")[0] in _OWN]
+    for text in own:
+        set_from_text(tree, text)
+    return resolve(_read_file(tree, path), path, [text for text in overrides if text not in own])
+
+
+def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
+    """Interpolations of the pipeline's own keys are resolved; those of the stages wait for their
+    configurations.
+    """
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    for key in (key for key in _OWN if key in plain):
+        try:
+            plain[key] = tree[key]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{path}: `{key}`: {parser_reason(error)}") from error
+    return checked(plain, path, PipelineFile)
+
+
+def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Pipeline:
+    """As `load_pipeline`, of a file's contents. ``path``: what stages' files are relative to."""
+    directory = Path(file.output_dir) / file.name
+    by_stage = _by_stage(overrides, file)
+    stages: list[Stage] = []
+    for number, written in enumerate(file.stages, 1):
+        where = f"{path}: stage `{written.name}`"
+        tree = _tree(written, file.seed, path, by_stage[written.name], where)
+        place = directory / f"{number:02d}_{written.name}"
+        stages.append(_stage(written, tree, place, tuple(stages), file, where))
+    return Pipeline(file.name, directory, tuple(stages))
+
+
+def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
+    """``rejection.model.path=x`` -> model.path=x for the stage `rejection`."""
+    found: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
+    for text in overrides:
+        name, dot, rest = text.partition(".")
+        if not dot or name not in found:
+            raise ConfigError(
+                f"override {masked_setting(text)!r}: expected {', '.join(f'{k}=...' for k in _OWN)}, or "
+                f"STAGE.key=value with one of the stages {', '.join(found)}"
+            )
+        found[name].append(rest)
+    return found
+
+
+def _tree(
+    written: StageFile, seed: int | None, path: Path, overrides: Sequence[str], where: str
+) -> DictConfig:
+    """The stage's configuration before references to stages are replaced."""
+    tree = read_tree(path.parent / written.config) if written.config else OmegaConf.create({})
+    for key in _PLACES:
+        OmegaConf.update(tree, key, None)
+    if seed is not None:
+        tree["seed"] = seed
+        changed = [*written.settings, *written.overrides, *overrides]
+        if tree.get("sft") is not None or any(re.match(r"sft\b", key) for key in changed):
+            OmegaConf.update(tree, "sft.seed", seed)
+    if written.kind == "sft":
+        set_key(tree, "model", {"path": "sft"}, where)
+    merged = OmegaConf.merge(tree, written.settings)
+    assert isinstance(merged, DictConfig)
+    for key, value in written.overrides.items():
+        set_key(merged, key, value, f"{where}: overrides `{key}`")
+    for text in overrides:
+        merged = overridden(merged, text, path)
+    for key, reason in _PLACES.items():
+        if (value := OmegaConf.select(merged, key)) is not None:
+            raise ConfigError(f"{where}: `{key}` = {value!r}: {reason}; remove the key")
+    return merged
+
+
+def _stage(
+    written: StageFile,
+    tree: DictConfig,
+    directory: Path,
+    earlier: tuple[Stage, ...],
+    file: PipelineFile,
+    where: str,
+) -> Stage:
+    plain = OmegaConf.to_container(tree, resolve=False)
+    for text in _strings(plain):
+        if text.startswith("stage:"):
+            meant, slash, rest = text.removeprefix("stage:").partition("/")
+            raise ConfigError(
+                f"{where}: {text!r} is no reference to a stage; write ${{stage:{meant}}}{slash}{rest}"
+            )
+    inputs = tuple(dict.fromkeys(name for text in _strings(plain) for name in REFERENCE.findall(text)))
+    results = {stage.name: stage for stage in earlier}
+    for name in inputs:
+        _check_reference(name, written.name, list(results), [s.name for s in file.stages], where)
+
+    def build(stands_for: Callable[[str], str]) -> Config:
+        replaced = _map_strings(plain, lambda text: REFERENCE.sub(lambda m: stands_for(m[1]), text))
+        replaced |= {"name": directory.name, "output_dir": str(directory.parent)}
+        replaced["checkpoint"] = {**(replaced.get("checkpoint") or {}), "resume": "auto"}
+        return validated(OmegaConf.create(replaced), where, Config)
+
+    config = build(lambda name: str(results[name].result))
+    symbolic = build(lambda name: f"stage:{name}")
+    _check_kind(written.kind, config, where)
+    for key, value, model in paths(symbolic):
+        _check_use(key, value, model, results, where)
+    return Stage(written.name, written.kind, directory, config, symbolic, inputs)
+
+
+def _check_reference(name: str, of: str, earlier: list[str], known: list[str], where: str) -> None:
+    if name in earlier:
+        return
+    if name == of:
+        raise ConfigError(f"{where} refers to itself: ${{stage:{name}}}; name an earlier stage")
+    if name in known:
+        raise ConfigError(
+            f"{where} refers to ${{stage:{name}}}, which comes after it; move `{name}` before `{of}`"
+        )
+    raise ConfigError(
+        f"{where} refers to ${{stage:{name}}}, but there is no such stage; earlier ones: "
+        f"{', '.join(earlier) or 'none'}"
+    )
+
+
+def _check_kind(kind: Kind, config: Config, where: str) -> None:
+    if kind == "sft" and config.sft is None:
+        raise ConfigError(f"{where}: an sft stage needs an `sft` section; add one, as in configs/demo.yaml")
+    if kind == "sft" and config.model.path != "sft":
+        raise ConfigError(
+            f"{where}: `model.path` = {config.model.path}: an sft stage starts from `sft.model`; set that"
+        )
+    if kind == "sample" and config.rewards.shuffle:
+        raise ConfigError(
+            f"{where}: `rewards.shuffle` = true: a control of training, and a sample stage does not train; "
+            "remove it"
+        )
+    if kind == "grpo" and not config.checkpoint.export:
+        raise ConfigError(
+            f"{where}: `checkpoint.export` = false: the result of a grpo stage is its exported model; "
+            "set it to true"
+        )
+
+
+def _check_use(key: str, value: str, model: bool, earlier: dict[str, Stage], where: str) -> None:
+    """A model is wanted where a model is made, and a file where one is written."""
+    if not value.startswith("stage:"):
+        return
+    name, slash, file = value.removeprefix("stage:").partition("/")
+    makes_model = earlier[name].kind != "sample"
+    if key.startswith(_SCORING):
+        raise ConfigError(
+            f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: a reward model is a classifier, which no "
+            "stage makes; expected a directory or a hub id"
+        )
+    if model and (slash or not makes_model):
+        raise ConfigError(
+            f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: `{name}` is a {earlier[name].kind} stage; "
+            "expected the model of an sft or grpo stage: ${stage:NAME} alone"
+        )
+    if not model and (makes_model or file != "sft.jsonl"):
+        raise ConfigError(
+            f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: expected ${{stage:NAME}}/sft.jsonl of a "
+            f"sample stage; `{name}` is a {earlier[name].kind} stage"
+        )
+
+
+def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
+    """Every key that names a model (True) or data (False), with its value."""
+    yield "model.path", config.model.path, True
+    yield from ((f"{_SCORING}.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
+    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        yield from ((f"data.{name}.{i}.path", source.path, False) for i, source in enumerate(sources))
+    if config.sft is not None:
+        yield "sft.model", config.sft.model, True
+        yield from ((f"sft.data.{i}.path", source.path, False) for i, source in enumerate(config.sft.data))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _map_strings(inner, change) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_map_strings(inner, change) for inner in value]
+    return value

@@ -1,0 +1,152 @@
+"""Rejection sampling: which samples of a policy become demonstrations, and why the others do not.
+
+4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | cut off
+keep_per_prompt 1, prefer shortest  ->  the third
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config import Data, Rejection
+from grpo_dist.data.prompts import user_content
+from grpo_dist.runtime.seeds import derived_seed
+from grpo_dist.types import Group, Prompt, Rollout
+
+# Why a sample is not kept, in the order in which it is asked.
+REASONS = (
+    "unscored", "below_min_reward", "truncated", "hidden_tokens", "no_text", "duplicate", "too_easy",
+    "enough",
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    """Counts of a rejection sampling; `prompts` x samples per prompt = `samples` = `kept` + all `dropped`."""
+
+    prompts: int = 0
+    samples: int = 0
+    kept: int = 0
+    prompts_kept: int = 0
+    passed: int = 0  # samples of at least the reward asked for
+    scored: int = 0
+    tokens_kept: int = 0
+    respelled: int = 0  # kept, but the tokenizer spells the text with other tokens than the policy did
+    dropped: Counter[str] = field(default_factory=Counter)
+
+    def summary(self) -> dict[str, Any]:
+        """The counts with what follows from them: shares, and tokens of a kept completion. None for 0 / 0."""
+        return {
+            "prompts": self.prompts,
+            "prompts_kept": self.prompts_kept,
+            "samples": self.samples,
+            "kept": self.kept,
+            "pass_rate": self.passed / self.scored if self.scored else None,
+            "respelled": self.respelled,
+            "length_tokens": self.tokens_kept / self.kept if self.kept else None,
+            "dropped": {reason: self.dropped[reason] for reason in REASONS},
+        }
+
+
+class Selection:
+    """Takes scored groups one after the other; gives the records of `sft.jsonl` and keeps the counts."""
+
+    def __init__(self, settings: Rejection, data: Data, tokenizer: Any, *, seed: int) -> None:
+        self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
+        added = tokenizer.added_tokens_decoder
+        self._special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+        self._seen: set[tuple[str, str]] = set()
+        self.report = Report()
+
+    def take(self, groups: Iterable[Group]) -> list[dict[str, Any]]:
+        """Records of what is kept, groups in order, the samples of each in the order preferred."""
+        return [record for group in groups for record in self._of_group(group)]
+
+    def _of_group(self, group: Group) -> list[dict[str, Any]]:
+        report, settings = self.report, self._settings
+        passed, scored = group.rewards >= settings.min_reward, ~np.isnan(group.rewards)
+        report.prompts += 1
+        report.samples += len(group.rollouts)
+        report.passed += int(passed.sum())
+        report.scored += int(scored.sum())
+        good = []
+        for i, rollout in enumerate(group.rollouts):
+            reason = self._objection(group.prompt, rollout, scored=scored[i], passed=passed[i])
+            if reason:
+                report.dropped[reason] += 1
+            else:
+                good.append(i)
+        pass_rate = float(passed.sum() / scored.sum()) if scored.any() else 0.0
+        if pass_rate > settings.max_pass_rate:
+            report.dropped["too_easy"] += len(good)
+            return []
+        kept = self._preferred(group, good)[: settings.keep_per_prompt]
+        report.dropped["enough"] += len(good) - len(kept)
+        report.kept += len(kept)
+        report.prompts_kept += bool(kept)
+        report.tokens_kept += sum(len(group.rollouts[i].completion_ids) for i in kept)
+        report.respelled += sum(self._is_respelled(group.rollouts[i]) for i in kept)
+        return [self._record(group, i, pass_rate) for i in kept]
+
+    def _objection(self, prompt: Prompt, rollout: Rollout, *, scored: bool, passed: bool) -> str:
+        """Why this sample cannot be a demonstration; "" when it can."""
+        if not scored:
+            return "unscored"
+        if not passed:
+            return "below_min_reward"
+        if rollout.finish_reason != "stop":
+            return "truncated"  # the end of the answer would be taught where the model had none
+        if self._hides_tokens(rollout):
+            return "hidden_tokens"
+        if not rollout.text or "\N{REPLACEMENT CHARACTER}" in rollout.text:
+            return "no_text"  # nothing but the end, or tokens that are no whole characters
+        if (prompt.text, rollout.text) in self._seen:
+            return "duplicate"
+        self._seen.add((prompt.text, rollout.text))
+        return ""
+
+    def _hides_tokens(self, rollout: Rollout) -> bool:
+        """Whether the text leaves tokens out: special ones, and ids that the model has (its vocabulary is
+        often padded) but the tokenizer has not.
+        """
+        ids = rollout.completion_ids[:-1].tolist()
+        return bool(self._special.intersection(ids)) or max(ids, default=0) >= len(self._tokenizer)
+
+    def _is_respelled(self, rollout: Rollout) -> bool:
+        ids = self._tokenizer(rollout.text, add_special_tokens=False)["input_ids"]
+        return ids != rollout.completion_ids[:-1].tolist()
+
+    def _preferred(self, group: Group, indices: Sequence[int]) -> list[int]:
+        if self._settings.prefer == "shortest":
+            return sorted(indices, key=lambda i: len(group.rollouts[i].completion_ids))
+        if self._settings.prefer == "random":
+            rng = random.Random(derived_seed(self._seed, f"rejection {group.prompt.uid}"))
+            return rng.sample(indices, len(indices))
+        return list(indices)
+
+    def _record(self, group: Group, index: int, pass_rate: float) -> dict[str, Any]:
+        """A row as `data.demonstrations` reads it, and where it comes from."""
+        data, prompt, rollout = self._data, group.prompt, group.rollouts[index]
+        asked: dict[str, Any] = {"prompt": user_content(prompt.text, data.instruction)}
+        if data.system_prompt:
+            asked["system"] = data.system_prompt
+        if data.chat_template == "none":
+            asked["chat_template"] = "none"
+        if data.template_kwargs:
+            asked["template_kwargs"] = dict(data.template_kwargs)
+        return asked | {
+            "completion": rollout.text,
+            "problem": prompt.text,
+            "answer": prompt.answer,
+            "source": prompt.source,
+            "uid": prompt.uid,
+            "sample": rollout.sample,
+            "reward": float(group.rewards[index]),
+            "pass_rate": pass_rate,
+        }

@@ -1,0 +1,181 @@
+"""A pipeline from its file to its table: what is done is skipped, what was interrupted goes on.
+
+refuse everything that can be refused  ->  for each stage: skip | go on | begin  ->  table
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_dist.config.differences import listed
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.runs.prepare import Say, check_writable
+from grpo_dist.runtime.aside import move_aside
+from grpo_dist.runtime.files import alone
+from grpo_dist.tools.recipe.check import check_stages
+from grpo_dist.tools.recipe.config import Pipeline, Stage
+from grpo_dist.tools.recipe.record import (
+    FILE,
+    Record,
+    begin,
+    differences,
+    read_record,
+    sampled_with,
+    write_record,
+)
+from grpo_dist.tools.recipe.sampling import SFT_FILE
+from grpo_dist.tools.recipe.stages import RUNS, known_measures
+from grpo_dist.tools.recipe.table import print_table
+
+Done = dict[str, Record]  # complete stages by name
+
+
+def run_pipeline(
+    pipeline: Pipeline, say: Say, *, again_from: str | None = None, check_only: bool = False
+) -> Done:
+    """Every stage, in order; the records of all. ``again_from``: that stage and all later ones are done anew.
+
+    Raises UserError, before anything is started, for a complete stage whose settings or inputs have changed,
+    and for whatever a stage still to do cannot use. Nothing of an earlier start is deleted: what is done anew
+    is moved aside.
+    """
+    anew = _anew(pipeline, again_from)
+    if check_only:
+        done = _checked(pipeline, anew)
+        _say_plan(pipeline, done, anew, say)
+        return done
+    with refusals():
+        check_writable(pipeline.directory)
+    if fresh := not pipeline.directory.exists():
+        _checked(pipeline, anew)  # so that a refusal leaves nothing behind
+        with refusals():
+            pipeline.directory.mkdir(parents=True, exist_ok=True)
+    with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
+        with refusals():  # what another process has done meanwhile counts
+            done = complete_stages(pipeline, anew)
+        if not fresh:
+            check_stages(pipeline, _to_do(pipeline, done))
+        for stage in anew:
+            if stage.directory.exists():
+                say(f"stage {stage.name}: what was there is now {move_aside(stage.directory)}")
+        for number, stage in enumerate(pipeline.stages, 1):
+            heading = f"stage {number} of {len(pipeline.stages)}: {stage.name} ({stage.kind})"
+            if stage.name in done:
+                say(f"{heading}: done before")
+                continue
+            say(heading)
+            done[stage.name] = _run(stage, done, say)
+    print_table(pipeline, done)
+    return done
+
+
+def _checked(pipeline: Pipeline, anew: Sequence[Stage]) -> Done:
+    """Complete stages, after a look at what the others can use."""
+    with refusals():
+        done = complete_stages(pipeline, anew)
+    check_stages(pipeline, _to_do(pipeline, done))
+    return done
+
+
+def _to_do(pipeline: Pipeline, done: Done) -> list[str]:
+    return [stage.name for stage in pipeline.stages if stage.name not in done]
+
+
+def complete_stages(pipeline: Pipeline, anew: Sequence[Stage] = ()) -> Done:
+    """Records of the stages that need no work. Raises ValueError for one that has changed since it was
+    made.
+    """
+    done: Done = {}
+    for stage in pipeline.stages:
+        if stage in anew:
+            continue
+        record = read_record(stage.directory)
+        if record is None:
+            _check_free(stage)
+            continue
+        _check_same(stage, record, begin(stage, done))
+        if record.state == "complete":
+            _check_there(stage)
+            done[stage.name] = record
+    return done
+
+
+def _run(stage: Stage, done: Done, say: Say) -> Record:
+    """One stage, begun or gone on with. Its time counts whether it ends well or not."""
+    record = begin(stage, done)
+    earlier = read_record(stage.directory)
+    spent = earlier.seconds if earlier else 0.0
+    record = replace(record, seconds=spent)
+    write_record(stage.directory, record)
+    start = time.perf_counter()
+    try:
+        result = RUNS[stage.kind](stage, known_measures(stage, done), say)
+    except BaseException:
+        write_record(stage.directory, replace(record, seconds=spent + time.perf_counter() - start))
+        raise
+    seconds = spent + time.perf_counter() - start
+    record = record.completed(seconds=seconds, before=result.before, after=result.after, counts=result.counts)
+    write_record(stage.directory, record)
+    return record
+
+
+def _anew(pipeline: Pipeline, name: str | None) -> tuple[Stage, ...]:
+    if name is None:
+        return ()
+    names = [stage.name for stage in pipeline.stages]
+    if name not in names:
+        raise UserError(f"--from {name}: no such stage; expected one of {', '.join(names)}")
+    return pipeline.stages[names.index(name) :]
+
+
+def _check_free(stage: Stage) -> None:
+    if stage.directory.exists() and (not stage.directory.is_dir() or any(stage.directory.iterdir())):
+        raise ValueError(
+            f"stage `{stage.name}`: {stage.directory} is there, but not of this pipeline (no {FILE}); choose "
+            f"another `name` or `output_dir`, or move it aside with --from {stage.name}"
+        )
+
+
+def _check_same(stage: Stage, record: Record, now: Record) -> None:
+    """A stage that has begun and left nothing yet may still change; of one that has begun to sample, what
+    chooses among its samples may.
+    """
+    if record.state == "started":
+        if not _has_work(stage.directory):
+            return
+        record, now = sampled_with(record), sampled_with(now)
+    changed = differences(record, now)
+    if changed:
+        state = "complete" if record.state == "complete" else "begun"
+        raise ValueError(
+            f"stage `{stage.name}` is {state} ({stage.directory}) with other settings or inputs: "
+            f"{listed(changed)}. Restore them, or do it and all later stages again with --from {stage.name}"
+        )
+
+
+def _check_there(stage: Stage) -> None:
+    wanted = [SFT_FILE] if stage.kind == "sample" else ["config.json", "*.safetensors"]
+    gone = next((name for name in wanted if not any(stage.result.glob(name))), None)
+    if gone:
+        raise ValueError(
+            f"stage `{stage.name}` is complete, but {stage.result / gone} is gone; put it back, or do the "
+            f"stage and all later ones again with --from {stage.name}"
+        )
+
+
+def _has_work(directory: Path) -> bool:
+    return any(path.name != FILE and not path.name.startswith(".") for path in directory.iterdir())
+
+
+def _say_plan(pipeline: Pipeline, done: Done, anew: Sequence[Stage], say: Say) -> None:
+    for stage in pipeline.stages:
+        if stage.name in done:
+            state = "done"
+        elif stage in anew and stage.directory.exists():
+            state = "to be done again"
+        else:
+            state = "begun, to go on" if (stage.directory / FILE).exists() else "to do"
+        say(f"{stage.directory}  {stage.kind}  {state}")

@@ -1,0 +1,128 @@
+"""The work of each kind of stage: in its directory, from where the start before it ended.
+
+sft      model/, and evaluation.json and evaluations/ where `evaluation.after` asks for one
+grpo     a run directory as `grpo-dist train` makes it; resumes from its newest checkpoint
+sample   samples/, sft.jsonl, report.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.errors import refusals
+from grpo_dist.runs.identity import without_layout
+from grpo_dist.runs.prepare import Say
+from grpo_dist.runtime.files import clear, publish, write_text
+from grpo_dist.runtime.stage_log import stage as logged_stage
+from grpo_dist.tools.recipe.check import evaluates
+from grpo_dist.tools.recipe.config import Kind, Stage
+from grpo_dist.tools.recipe.record import Record
+
+Measures = dict[str, float | None]  # eval/SET/pass@1 and the like; None: could not be estimated
+
+
+@dataclass(frozen=True)
+class Result:
+    before: Measures = field(default_factory=dict)
+    after: Measures = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+
+
+Run = Callable[[Stage, Measures, Say], Result]
+
+
+def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
+    """``before``: measures of the model it starts from where an earlier stage took the same; else they are
+    taken here, if the configuration asks for it.
+    """
+    from grpo_dist.runs.cold_start import base_model, write_sft
+
+    settings = stage.config.sft
+    assert settings is not None  # an sft stage has the section
+    if not stage.result.exists():
+        partial = stage.directory / ".partial_model"
+        clear(partial)  # left by a start that was killed
+        partial.mkdir()
+        with refusals(), logged_stage("supervised", f"{settings.steps} steps"):
+            write_sft(settings, base_model(settings), partial, say)
+        publish(partial, stage.result)
+    if not evaluates(stage.config):
+        return Result(before)
+    if not before and stage.config.evaluation.before:
+        with refusals():
+            before = _evaluate(stage.config, base_model(settings), stage.directory, say)
+    after = _evaluate(stage.config, stage.result, stage.directory, say)
+    write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
+    return Result(before, after)
+
+
+def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
+    """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
+    from grpo_dist.runs.session import finished_steps, train
+
+    if finished_steps(stage.directory) != stage.config.steps:
+        train(stage.config, identity=stage.symbolic)
+    lines = [json.loads(text) for text in (stage.directory / "metrics.jsonl").read_text().splitlines()]
+    measured = [(line["step"], _measures(line)) for line in lines]
+    first = next((found for step, found in measured if step == 0 and found), before)
+    last: Measures = next((found for step, found in measured if step == stage.config.steps), {})
+    return Result(first, last)
+
+
+def run_sample_stage(stage: Stage, before: Measures, say: Say) -> Result:
+    from grpo_dist.tools.recipe.sampling import run_sampling
+
+    return Result(counts=run_sampling(stage.config, stage.directory, say))
+
+
+RUNS: dict[Kind, Run] = {"sft": run_sft_stage, "grpo": run_grpo_stage, "sample": run_sample_stage}
+
+
+def known_measures(stage: Stage, earlier: dict[str, Record]) -> Measures:
+    """Measures of the model that ``stage`` starts from, taken by the stage that made it, where they were
+    taken on the same problems in the same way.
+    """
+    symbolic = stage.symbolic
+    start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
+    made_by = earlier.get(start.removeprefix("stage:")) if start.startswith("stage:") else None
+    if made_by is None or _protocol(made_by.settings) != _protocol(symbolic.model_dump(mode="json")):
+        return {}
+    return made_by.after
+
+
+def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
+    """What decides the measures of a model, besides the model."""
+    settings = without_layout(settings)
+    data = {key: value for key, value in settings["data"].items() if key not in ("train", "overlap")}
+    when = ("every", "before", "after")
+    evaluation = {key: value for key, value in settings["evaluation"].items() if key not in when}
+    return {
+        "seed": settings["seed"],
+        "data": data,
+        "evaluation": evaluation,
+        "sampling": settings["sampling"]["max_new_tokens"],
+        "rewards": settings["rewards"],
+    }
+
+
+def _evaluate(config: Config, model_dir: Path, directory: Path, say: Say) -> Measures:
+    """Kept below ``directory``: a stage that is killed goes on with it."""
+    from grpo_dist.tools.evaluate.run import evaluate_model
+
+    model = config.model.model_copy(update={"path": str(model_dir)})
+    own = config.model_copy(update={"model": model, "output_dir": str(directory)})
+    return _measures(evaluate_model(own, say).metrics())
+
+
+def _measures(metrics: dict[str, Any]) -> Measures:
+    """Those of an evaluation; JSON has no NaN."""
+    found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
+    return {
+        key: value if value is not None and math.isfinite(value) else None for key, value in found.items()
+    }

@@ -1,0 +1,63 @@
+"""The closing table of a pipeline: accuracy on held-out problems before and after each stage, and its
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_dist.tools.recipe.config import Pipeline
+from grpo_dist.tools.recipe.record import Record
+
+_HEADINGS = ("stage", "kind", "measure", "before", "after", "seconds", "path")
+_NUMBERS = ("before", "after", "seconds")
+
+
+def print_table(pipeline: Pipeline, records: Mapping[str, Record]) -> None:
+    table = Table(title=f"pipeline {pipeline.name}", title_justify="left")
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
+    for row in rows(pipeline, records):
+        table.add_row(*row)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200  # a file has no edge, and a path cut short is no path
+    console.print(table)
+
+
+def rows(pipeline: Pipeline, records: Mapping[str, Record]) -> Iterator[tuple[str, ...]]:
+    """One row for each measure of a stage, pass@1 or whatever comes first of every held-out set; seconds and
+    path stand in the first.
+    """
+    for stage in pipeline.stages:
+        record = records[stage.name]
+        seconds, path = f"{record.seconds:,.0f}", str(stage.result)
+        name, kind = stage.name, str(stage.kind)
+        for measure, before, after in _measured(record) or [("–", "–", "–")]:
+            yield name, kind, measure, before, after, seconds, path
+            name = kind = seconds = path = ""
+
+
+def _measured(record: Record) -> list[tuple[str, str, str]]:
+    if record.kind == "sample":
+        kept = f"{record.counts['kept']} of {record.counts['samples']} samples kept"
+        return [(kept, "–", "–")]
+    found: dict[str, str] = {}  # set -> its first measure that has a standard error
+    for key in [*record.after, *record.before]:
+        if f"{key}_stderr" in record.after or f"{key}_stderr" in record.before:
+            found.setdefault(key.split("/")[1], key)
+    return [
+        (key.removeprefix("eval/").replace("/", " "), _share(record.before, key), _share(record.after, key))
+        for key in found.values()
+    ]
+
+
+def _share(measures: Mapping[str, float | None], key: str) -> str:
+    """0.5, 0.02 -> "50.0% ± 2.0"; what was not measured is "–"."""
+    value, error = measures.get(key), measures.get(f"{key}_stderr")
+    if value is None:
+        return "–"
+    return f"{value:.1%}" if error is None else f"{value:.1%} ± {error:.1%}"

@@ -1,0 +1,120 @@
+"""Which metrics stand together in which chart. What no line names has a chart of its own at the end."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_dist.observe.catalogue import patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """``metrics``: regular expressions of whole names, in what Python and browsers have in common. ``kind``:
+    lines, stack, or accuracy: one chart for each metric, with error bars from NAME_stderr. Units are those of
+    the metric catalogue.
+    """
+
+    title: str
+    metrics: tuple[str, ...]
+    kind: str = "lines"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    charts: tuple[Chart, ...]
+
+
+SECTIONS = (
+    Section(
+        "Accuracy",
+        (
+            Chart(
+                "accuracy",
+                (r"eval/(?:[^/]+)/(?:pass|avg|maj|cons)@\d+",),
+                "accuracy",
+            ),
+            Chart("length in evaluation", (r"eval/[^/]+/length_tokens",)),
+            Chart("not scored in evaluation", (r"eval/[^/]+/unscored",)),
+        ),
+    ),
+    Section(
+        "Reward",
+        (
+            Chart("reward", (r"reward/mean",)),
+            Chart("reward, parts", (r"reward/(?!mean$|std$|unscored$)(?!.*_unscored$).+",)),
+            Chart("reward, deviation", (r"reward/std",)),
+            Chart("not scored", (r"reward/(?:.*_)?unscored",)),
+            Chart("outcomes", (r"outcome/.+",)),
+            Chart("groups without signal", (r"group/no_signal_share",)),
+            Chart("further prompts drawn", (r"group/extra_prompts",)),
+        ),
+    ),
+    Section(
+        "Completions",
+        (
+            Chart("length", (r"rollout/length_tokens", r"rollout/length_max_tokens")),
+            Chart("cut off, garbage", (r"rollout/truncated_share", r"rollout/garbage_share")),
+            Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
+            Chart("tokens sampled", (r"rollout/tokens",)),
+            Chart("tokens in the loss", (r"train/loss_tokens",)),
+        ),
+    ),
+    Section(
+        "Policy",
+        (
+            Chart("KL to the reference", (r"ref/kl",)),
+            Chart("KL to the policy before", (r"policy/approx_kl",)),
+            Chart("entropy", (r"policy/entropy",)),
+            Chart("clipped", (r"policy/(?:clip_low|clip_high|dual_clip)_share",)),
+            Chart("ratio", (r"policy/ratio_mean", r"policy/ratio_max")),
+            Chart("loss", (r"loss/.+",)),
+            Chart("gradient norm", (r"policy/grad_norm",)),
+            Chart("learning rate", (r"policy/lr",)),
+            Chart("weight of the KL term", (r"ref/kl_coef",)),
+        ),
+    ),
+    Section(
+        "Engine against trainer",
+        (
+            Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
+            Chart("sync probe", (r"probe/logprob_diff_mean", r"probe/logprob_diff_max")),
+            Chart("mismatch, KL", (r"mismatch/kl",)),
+            Chart("effective samples", (r"(?:mismatch|correction)/ess_share",)),
+            Chart("correction weights", (r"correction/weight_.+",)),
+            Chart("corrected", (r"correction/(?:outside|dropped)_share",)),
+        ),
+    ),
+    Section(
+        "Time and room",
+        (
+            Chart(
+                "stages of a step",
+                (r"time/(?:sample|stage|probe|update|drain|sync|reference)_s",),
+                "stack",
+            ),
+            Chart("step", (r"time/step_s",)),
+            Chart("workers busy", (r"time/.+_busy_s",)),
+            Chart("throughput, tokens", (r"throughput/(?:completion_)?tokens_per_s",)),
+            Chart("throughput, samples", (r"throughput/samples_per_s",)),
+            Chart("memory of a worker", (r"memory/.+",)),
+        ),
+    ),
+    Section("Health", (Chart("health", (r"health/.+",)), Chart("restarts", (r"restarts/.+",)))),
+)
+
+
+def layout() -> list[dict[str, Any]]:
+    """`SECTIONS` for the page."""
+    return [asdict(section) for section in SECTIONS]
+
+
+def catalogue() -> list[tuple[str, str, str, str]]:
+    """What is known of metrics, for the page: (regular expression, unit, what it is, what to look for), the
+    more exact ones first. Its words are markdown; only backticks are used.
+    """
+    return [
+        (pattern.pattern, own.unit, own.meaning.replace("`", ""), own.look_for.replace("`", ""))
+        for pattern, own in patterns()
+    ]

@@ -1,0 +1,120 @@
+"""The page: HTML, styles, scripts and, unless it is served, all data in one file.
+
+Data stand in it as base64 of compressed JSON, whose letters mean nothing to HTML. So no text of a model
+can end a script or begin a tag, whatever it is; scripts put it on the page as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from typing import Any
+
+from grpo_dist.tools.report.layout import catalogue, layout
+from grpo_dist.tools.report.source import Limits, Source
+from grpo_dist.version import __version__
+
+_STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
+_SCRIPTS = (
+    "vendor/uPlot.min.js",
+    "vendor/tabulator.min.js",
+    "data.js",
+    "widgets.js",
+    "series.js",
+    "curves.js",
+    "timeline.js",
+    "index.js",
+    "rollouts.js",
+    "tokens.js",
+    "group.js",
+    "about.js",
+    "main.js",
+)
+
+
+def whole_page(sources: Sequence[Source], limits: Limits) -> Iterator[str]:
+    """Bit by bit, with the data: never more of them in memory than a part of a table."""
+    manifests = [source.manifest() for source in sources]
+    yield _head(sources)
+    for number, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
+        for kind in ("metrics", "clock", "spans", "events"):
+            for i, version in enumerate(manifest[kind]):
+                if version is not None:
+                    yield _embedded(f"{number}/{kind}/{i}", source.piece(f"{kind}/{i}"))
+        yield from _samples(number, source, manifest)
+        yield from _token_values(number, source, manifest, limits.tokens // len(sources))
+    yield _tail({"live": False, "runs": manifests})
+
+
+def live_page(sources: Sequence[Source]) -> str:
+    """Without data, which it asks for."""
+    return _head(sources) + _tail({"live": True, "runs": []})
+
+
+def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[str]:
+    readable = []
+    for entry in manifest["samples"]:
+        part = source.parts[entry["key"]]
+        try:
+            pieces = source.pieces_of(part)
+        except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors and OSErrors
+            manifest["about"]["notices"].append(f"{part.key}: cannot be read ({error})")
+            continue
+        readable.append(entry)
+        for kind, piece in pieces.items():
+            yield _embedded(f"{number}/{kind}/{part.key}", piece)
+    manifest["samples"] = readable
+    manifest["about"]["notices"] += source.unread()
+
+
+def _token_values(number: int, source: Source, manifest: dict[str, Any], most: int) -> Iterator[str]:
+    """Marks in ``manifest`` what it gives, and says what it leaves out."""
+    entries = {entry["key"]: entry for entry in manifest["samples"]}
+    manifest["about"]["token_limit"] = left = most
+    for part in source.with_values(most):
+        if part.key not in entries or left <= 0:
+            continue
+        try:
+            piece, left = source.values(part, left)
+        except (OSError, ValueError) as error:
+            manifest["about"]["notices"].append(f"no token values: {error}")
+            continue
+        entries[part.key]["tokens"] = True
+        yield _embedded(f"{number}/tokens/{part.key}", piece)
+
+
+def _embedded(name: str, piece: bytes) -> str:
+    text = base64.b64encode(piece).decode()
+    return f'<script type="application/octet-stream" data-piece="{html.escape(name)}">{text}</script>\n'
+
+
+def _head(sources: Sequence[Source]) -> str:
+    title = "grpo-dist: " + ", ".join(source.run.label for source in sources)
+    styles = "\n".join(_static(name) for name in _STYLES)
+    body = _static("page.html").replace("VERSION", html.escape(__version__))
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<link rel="icon" href="data:,">\n<title>{_plain(title)}</title>\n'
+        f"<style>\n{styles}\n</style>\n</head>\n<body>\n{body}\n"
+    )
+
+
+def _tail(manifest: dict[str, Any]) -> str:
+    begin = {"manifest": manifest, "layout": layout(), "catalogue": catalogue()}
+    # Only "<" could end the script; JSON may write it as an escape.
+    data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
+    scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)
+    return f'<script type="application/json" id="begin">{data}</script>\n{scripts}\n</body>\n</html>\n'
+
+
+def _static(name: str) -> str:
+    return files("grpo_dist.tools.report").joinpath("static", name).read_text(encoding="utf-8")
+
+
+def _plain(text: str) -> str:
+    """For HTML: escaped, and without what UTF-8 cannot write (file names may have it)."""
+    return html.escape(text.encode("utf-8", "replace").decode())

@@ -1,0 +1,183 @@
+"""Tables of samples as the page takes them: a part of a file at a time, as columns.
+
+A part has whole groups. Its ``rows`` are what the table of rollouts shows and filters, all of which the page
+holds at once; its ``texts`` and its token values are taken out when a group is opened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from grpo_dist.tools.report.answers import Answers
+
+_ROWS = 2000  # of a part, and what is missing of its last group
+_LONGEST = 32_000  # characters of a completion that are shown
+_PREVIEW = 90  # characters of a problem, and of an answer, in the table
+_PART = "reward/"
+_OWN = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows ``begin`` to ``end`` of a file."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A file in parts. ``recorded``: with what training made of each token."""
+
+    stretches: tuple[Stretch, ...]
+    recorded: bool
+
+
+def cut(path: Path) -> Cut:
+    """Raises what pyarrow does for a file that is no table of samples."""
+    starts = group_starts(pq.read_table(path, columns=["uid", "sample"]))
+    cuts = [0]
+    for start in starts:
+        if start - cuts[-1] >= _ROWS:
+            cuts.append(start)
+    footer = pq.read_metadata(path)
+    ends = [*cuts[1:], footer.num_rows]
+    found = tuple(Stretch(a, b) for a, b in zip(cuts, ends, strict=True) if b > a)
+    return Cut(found, "trainer_logprobs" in footer.schema.to_arrow_schema().names)
+
+
+def group_starts(table: pa.Table) -> list[int]:
+    """Rows at which another group begins: another prompt, or a sample number that does not rise."""
+    uid = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
+    sample = table["sample"].to_numpy()
+    new = np.ones(len(uid), dtype=bool)
+    new[1:] = (uid[1:] != uid[:-1]) | (sample[1:] <= sample[:-1])
+    return np.flatnonzero(new).tolist()
+
+
+def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = None) -> pa.Table:
+    """Its rows; ``columns``: those of them that the file has, None for what a report shows of each sample."""
+    with pq.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        wanted = columns or [
+            *_OWN,
+            "completion_ids",
+            "advantage",
+            "advantages",
+            *(n for n in names if n.startswith(_PART)),
+        ]
+        present = [name for name in wanted if name in names]
+        # Batches before the stretch are read and let go: rows of one group of a file have no index.
+        size = 500
+        first = stretch.begin // size
+        batches = islice(file.iter_batches(size, columns=present), first, -(-stretch.end // size))
+        table = pa.Table.from_batches(list(batches))
+    return table.slice(stretch.begin - first * size, stretch.end - stretch.begin)
+
+
+def rows(table: pa.Table, answers: Answers) -> dict[str, Any]:
+    """Columns of one value for each sample; of text, {"values": [...], "index": [...]}."""
+    starts = group_starts(table)
+    group = np.zeros(len(table), dtype=int)
+    group[starts] = 1
+    outcomes = [value or "" for value in texts_of(table, "outcome")]
+    found = answers.found([text or "" for text in texts_of(table, "completion")], outcomes)
+    columns = {
+        "group": (np.cumsum(group) - 1).tolist(),
+        "sample": table["sample"].to_pylist(),
+        "reward": numbers_of(table, "reward"),
+        "length": lengths_of(table),
+        "advantage": _advantages(table),
+        "uid": _shared(texts_of(table, "uid")),
+        "source": _shared(texts_of(table, "source")),
+        "outcome": _shared(outcomes),
+        "finish": _shared(texts_of(table, "finish_reason")),
+        "problem": _shared([_preview(text) for text in texts_of(table, "problem")]),
+        "expected": _shared([_preview(text) for text in texts_of(table, "answer")]),
+        "found": _shared([_preview(text) for text in found]),
+    }
+    parts = [name for name in table.schema.names if name.startswith(_PART)]
+    return columns | {"parts": {name.removeprefix(_PART): numbers_of(table, name) for name in parts}}
+
+
+def texts(table: pa.Table) -> dict[str, Any]:
+    """{"problem": [...], "answer": [...]} of each group, {"completion": [...]} of each sample."""
+    first = table.take(group_starts(table))
+    return {
+        "problem": [_shortened(text) for text in texts_of(first, "problem")],
+        "answer": [_shortened(text) for text in texts_of(first, "answer")],
+        "completion": [_shortened(text) for text in texts_of(table, "completion")],
+    }
+
+
+def texts_of(table: pa.Table, name: str) -> list[str | None]:
+    """What is not UTF-8 becomes a replacement mark; None where there is none, or no such column."""
+    if name not in table.schema.names:
+        return [None] * len(table)
+    raw = table[name].cast(pa.binary()).to_pylist()
+    return [None if value is None else value.decode("utf-8", "replace") for value in raw]
+
+
+def numbers_of(table: pa.Table, name: str) -> list[float | None]:
+    if name not in table.schema.names:
+        return [None] * len(table)
+    return [_rounded(value) for value in table[name].to_pylist()]
+
+
+def lengths_of(table: pa.Table) -> list[int | None]:
+    """Tokens of each completion."""
+    if "completion_ids" not in table.schema.names:
+        return [None] * len(table)
+    return pc.list_value_length(table["completion_ids"]).to_pylist()
+
+
+def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
+    """A list column, one array for each row."""
+    if name not in table.schema.names:
+        return [None] * len(table)
+    column = table[name].combine_chunks()
+    values, ends = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    known = column.is_valid().to_pylist()
+    return [values[a:b] if ok else None for a, b, ok in zip(ends[:-1], ends[1:], known, strict=True)]
+
+
+def _advantages(table: pa.Table) -> list[float | None]:
+    """Mean over the tokens of each sample; most estimators give every token the same. Older tables have it
+    only by token.
+    """
+    if "advantage" in table.schema.names:
+        return [_rounded(value) for value in table["advantage"].to_pylist()]
+    found = lists_of(table, "advantages")
+    return [None if own is None or not len(own) else _rounded(float(np.mean(own))) for own in found]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _shared(values: Sequence[Hashable]) -> dict[str, Any]:
+    places = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return {"values": list(places), "index": [places[value] for value in values]}
+
+
+def _preview(text: str | None) -> str | None:
+    return None if text is None else text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
+
+
+def _shortened(text: str | None) -> str:
+    """The beginning and the end of what is too long to be shown."""
+    text = text or ""
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n[… {len(text) - _LONGEST:,} characters are left out here …]\n{text[-half:]}"

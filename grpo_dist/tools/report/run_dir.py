@@ -1,0 +1,157 @@
+"""What lies in a run directory, found without reading more of it than names and small files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_dist.config.secrets import masked
+from grpo_dist.config.text import check_nesting
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.json_files import parse_json
+
+TRAINING, ASIDE = "training", "aside"
+_SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """``label``: as short as it can be and still tell the runs of a report apart."""
+
+    label: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFile:
+    """A table of groups. ``kind``: training, aside, or the name of an evaluation set."""
+
+    path: Path
+    kind: str
+    step: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.path.parent.name}/{self.path.stem}"
+
+    @property
+    def version(self) -> str:
+        """Another one once the file is. Raises OSError where it is gone."""
+        found = self.path.stat()
+        return f"{found.st_mtime_ns:x}-{found.st_size:x}"
+
+
+def open_runs(paths: Sequence[str]) -> list[RunDir]:
+    """Raises UserError for a path that is no run directory, or that is given twice."""
+    found = [Path(path).expanduser() for path in paths]
+    for path in found:
+        if not path.is_dir():
+            raise UserError(
+                f"{path}: no such directory; expected one that grpo-dist train made, e.g. runs/demo"
+            )
+        if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
+            raise UserError(
+                f"{path}: not a run directory, it has neither metrics.jsonl nor config.yaml; expected one "
+                "that grpo-dist train made, e.g. runs/demo"
+            )
+    resolved = [path.resolve() for path in found]
+    if len(set(resolved)) < len(resolved):
+        twice = next(path for path in resolved if resolved.count(path) > 1)
+        raise UserError(f"{twice}: given twice; give each run once")
+    return [RunDir(label, path) for label, path in zip(_labels(resolved), resolved, strict=True)]
+
+
+def _labels(paths: list[Path]) -> list[str]:
+    """The last so many parts of each path: /a/x/runs/demo, /a/y/runs/demo -> x/runs/demo, y/runs/demo"""
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        labels = ["/".join(path.parts[-count:]).removeprefix("//") for path in paths]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def sample_files(run: Path) -> list[SampleFile]:
+    """In the order of steps, of each step the training batch first."""
+    found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
+    return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
+
+
+def _tables(directory: Path) -> Iterator[SampleFile]:
+    for path in directory.glob("*.parquet"):
+        if match := _SAMPLES.fullmatch(path.name):
+            kind = ASIDE if directory.name == ASIDE else match["name"] or TRAINING
+            yield SampleFile(path, kind, int(match["step"]))
+
+
+def about(run: Path, notices: list[str]) -> dict[str, Any]:
+    """Settings, environment and state. ``notices`` gets what could not be read."""
+    return {
+        "config": dict(_flat(_settings(run / "config.yaml", notices))),
+        "environment": dict(_flat(_object(run / "environment.json", notices))),
+        "done": (run / "DONE").is_file(),
+        "rows_dropped": _count_lines(run / "dropped.jsonl"),
+    }
+
+
+def settings(run: Path) -> dict[str, Any]:
+    """The resolved configuration as it stands in the directory, {} where there is none to be read. It is not
+    checked: a run of an older version may have other keys.
+    """
+    return _settings(run / "config.yaml", [])
+
+
+def _settings(path: Path, notices: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        notices.append("config.yaml: missing, so there are no settings to show")
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        check_nesting(text)
+        found = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notices.append(f"config.yaml: cannot be read ({_first_line(error)})")
+        return {}
+    return masked(found) if isinstance(found, dict) else {}
+
+
+def _object(path: Path, notices: list[str]) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError) as error:
+        notices.append(f"{path.name}: cannot be read ({_first_line(error)})")
+        return {}
+    return masked(found) if isinstance(found, dict) else {}
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """{"a": {"b": [1, 2]}} -> a.b.0: 1, a.b.1: 2. Short lists of numbers and words stay in one line."""
+    if isinstance(value, list) and all(not isinstance(inner, dict | list) for inner in value):
+        value = ", ".join(map(_word, value)) if value else "[]"
+    if isinstance(value, dict | list) and value:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(inner, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, _word(value)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _count_lines(path: Path) -> int:
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,238 @@
+"""A run as named pieces of data, each with a version: what a page is filled from.
+
+    about  metrics/N  clock/N  spans/N  events/N        N: a part of the file
+    rows/KEY/N  texts/KEY/N  tokens/KEY/N               KEY: a table of samples, e.g. samples/step_000012
+
+The manifest lists them. A page in a file holds all of them; a page that is served asks for those whose
+version has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import pyarrow as pa
+
+from grpo_dist.tools.report import rollouts, series, tokens
+from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.line_files import LineFile, packed
+from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
+from grpo_dist.tools.report.run_dir import TRAINING, RunDir, SampleFile, about, sample_files, settings
+
+_SPANS = 300_000  # of a run's timeline, the newest
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``rollouts``: of each run, the newest. ``tokens``: whose values are kept in a file; ``token_steps``: of
+    these steps, () for the newest.
+    """
+
+    rollouts: int = 100_000
+    tokens: int = 400_000
+    token_steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """A stretch of a table of samples. ``recorded``: see `rollouts.Cut`."""
+
+    file: SampleFile
+    number: int
+    stretch: Stretch
+    version: str
+    recorded: bool
+
+    @property
+    def key(self) -> str:
+        return f"{self.file.key}/{self.number}"
+
+    @property
+    def rows(self) -> int:
+        return self.stretch.end - self.stretch.begin
+
+    def entry(self) -> dict[str, Any]:
+        """As it stands in the manifest."""
+        return {"key": self.key, "step": self.file.step, "kind": self.file.kind, "rows": self.rows,
+                "recorded": self.recorded, "version": self.version}  # fmt: skip
+
+
+class Source:
+    """One run. Several threads may ask at once; they are served one after the other."""
+
+    def __init__(self, run: RunDir, limits: Limits, answers: Answers) -> None:
+        self.run, self._limits, self._answers = run, limits, answers
+        self.lock = Lock()
+        path = run.path
+        self._metrics = LineFile(path / "metrics.jsonl", series.metrics)
+        self._timeline = LineFile(path / "timeline.jsonl", series.timeline, most=_SPANS, per_part=50)
+        self._events = LineFile(path / "events.jsonl", series.events)
+        self._ledger = LineFile(path / "ledger.jsonl", series.ledger)
+        self._cuts: dict[str, tuple[str, Cut | str]] = {}  # of a file -> version, what was found
+        self._rows: dict[str, tuple[str, bytes]] = {}  # of a part -> version, piece
+        self._texts, self.tokenizer = tokens.find_tokenizer(path, settings(path))
+        self.parts: dict[str, SamplePart] = {}
+        self._about: dict[str, Any] = {}
+
+    def manifest(self) -> dict[str, Any]:
+        """Looks at the directory as it is now."""
+        if self._texts is None:  # a run that has only begun may still fetch its model
+            self._texts, self.tokenizer = tokens.find_tokenizer(self.run.path, settings(self.run.path))
+        notices: list[str] = []
+        own = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
+               "ledger": self._ledger}  # fmt: skip
+        for name, file in own.items():
+            file.look()
+            if file.torn:
+                notices.append(f"{name}.jsonl: {file.torn} line(s) cannot be read and are left out")
+        missing = [f"{name}.jsonl" for name, file in own.items() if not file.parts and name != "events"]
+        if missing:
+            notices.append(f"missing or empty: {', '.join(missing)}")
+        if self._timeline.left_out:
+            notices.append(f"timeline.jsonl: the newest {_SPANS:,} spans are shown")
+        left_out = self._find_parts(notices)
+        notices += self.unread()
+        self._about = about(self.run.path, notices) | {
+            "ledger": series.totals(part.payload for part in self._ledger.parts),
+            "tokenizer": self.tokenizer,
+            "left_out": left_out,
+            "notices": notices,
+        }
+        spans = self._timeline.parts
+        return {
+            "label": self.run.label,
+            "path": str(self.run.path),
+            "about": self._about,
+            "metrics": [part.version for part in self._metrics.parts],
+            "clock": [part.version for part in spans],
+            "spans": [part.version if part.payload else None for part in spans],
+            "events": [part.version for part in self._events.parts],
+            "samples": [part.entry() for part in self.parts.values()],
+            "has_tokens": self._texts is not None,
+        }
+
+    def unread(self) -> list[str]:
+        """What there is to say of answers that were not looked for."""
+        count = self._answers.not_searched
+        return (
+            [f"found: {count:,} completions without a box were not searched for an answer"] if count else []
+        )
+
+    def piece(self, name: str) -> bytes:
+        """Compressed JSON. Raises KeyError for a piece that there is not, or not any more."""
+        kind, _, key = name.partition("/")
+        if kind in ("rows", "texts", "tokens"):
+            return self._of_samples(kind, self.parts[key])
+        own = {"metrics": self._metrics, "clock": self._timeline, "spans": self._timeline,
+               "events": self._events}  # fmt: skip
+        if kind not in own or not key.isdecimal() or int(key) >= len(own[kind].parts):
+            raise KeyError(name)
+        payload = own[kind].parts[int(key)].payload
+        found = (
+            payload[("clock", "spans").index(kind)] if payload and own[kind] is self._timeline else payload
+        )
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def pieces_of(self, part: SamplePart) -> dict[str, bytes]:
+        """Its rows and texts, in one reading."""
+        table = read_stretch(part.file.path, part.stretch)
+        return {"rows": packed(rollouts.rows(table, self._answers)), "texts": packed(rollouts.texts(table))}
+
+    def with_values(self, most: int) -> list[SamplePart]:
+        """Parts whose token values a page of ``most`` tokens holds, of the steps asked for: training
+        batches first, of these such with everything recorded, and the newest.
+        """
+        steps = self._limits.token_steps
+        chosen = [part for part in self.parts.values() if not steps or part.file.step in steps]
+        chosen.sort(
+            key=lambda part: (part.file.kind == TRAINING, part.recorded, part.file.step, -part.number),
+            reverse=True,
+        )
+        return chosen if self._texts is not None and most > 0 else []
+
+    def values(self, part: SamplePart, most: int) -> tuple[bytes, int]:
+        """Token values of the part's first whole groups of together at most ``most`` tokens; and how many
+        more there may be: none where not all groups fit. Raises ValueError where its text is not the
+        tokenizer's.
+        """
+        assert self._texts is not None
+        table = self._token_table(part)
+        lengths = rollouts.lengths_of(table)
+        starts = [*rollouts.group_starts(table), len(table)]
+        sums = [sum(length or 0 for length in lengths[:start]) for start in starts]
+        fitting = max(i for i, total in enumerate(sums) if total <= most)
+        table = table.slice(0, starts[fitting])
+        left = most - sums[fitting] if fitting == len(starts) - 1 else 0
+        return packed(tokens.values(table, self._texts)), left
+
+    def _token_table(self, part: SamplePart) -> pa.Table:
+        assert self._texts is not None
+        table = read_stretch(part.file.path, part.stretch, tokens.COLUMNS)
+        if not tokens.fits(table, self._texts):
+            raise ValueError(f"the tokens of {part.key} are not those of {self.tokenizer}")
+        return table
+
+    def _of_samples(self, kind: str, part: SamplePart) -> bytes:
+        if kind == "tokens":
+            if self._texts is None:
+                raise KeyError(kind)
+            return packed(tokens.values(self._token_table(part), self._texts))
+        if kind == "texts":
+            return packed(rollouts.texts(read_stretch(part.file.path, part.stretch)))
+        known = self._rows.get(part.key)
+        if known is None or known[0] != part.version:
+            table = read_stretch(part.file.path, part.stretch)
+            known = self._rows[part.key] = part.version, packed(rollouts.rows(table, self._answers))
+        return known[1]
+
+    def _find_parts(self, notices: list[str]) -> dict[str, int]:
+        """The newest parts of all tables of samples; how many rollouts and tables that leaves out."""
+        found: list[SamplePart] = []
+        kept, left_out, tables = 0, 0, 0
+        for file in reversed(sample_files(self.run.path)):
+            if kept >= self._limits.rollouts:
+                tables += 1
+                continue
+            own = self._parts_of(file, notices)
+            for part in reversed(own):
+                if kept < self._limits.rollouts:
+                    found.append(part)
+                    kept += part.rows
+                else:
+                    left_out += part.rows
+        self.parts = {part.key: part for part in reversed(found)}
+        self._rows = {key: known for key, known in self._rows.items() if key in self.parts}
+        return {"rollouts": left_out, "tables": tables}
+
+    def _parts_of(self, file: SampleFile, notices: list[str]) -> list[SamplePart]:
+        try:
+            version = file.version
+            known = self._cuts.get(file.key)
+            if known is None or known[0] != version:
+                known = self._cuts[file.key] = version, _cut_or_why_not(file)
+        except FileNotFoundError:  # taken away meanwhile
+            return []
+        if isinstance(known[1], str):
+            notices.append(known[1])
+            return []
+        recorded = known[1].recorded
+        return [SamplePart(file, i, own, version, recorded) for i, own in enumerate(known[1].stretches)]
+
+
+def sources(runs: Sequence[RunDir], limits: Limits, answers: Answers) -> list[Source]:
+    return [Source(run, limits, answers) for run in runs]
+
+
+def _cut_or_why_not(file: SampleFile) -> Cut | str:
+    try:
+        return cut(file.path)
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"{file.key}.parquet: cannot be read ({reason})"

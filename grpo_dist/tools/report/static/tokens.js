@@ -1,0 +1,114 @@
+// Tokens in colour: by log-prob, ratio, advantage or KL. See grpo_dist/tools/report/tokens.py for what the numbers are.
+"use strict";
+
+(() => {
+  const { make } = report;
+  const AT_ONCE = 700; // tokens of a completion that are drawn before one scrolls to them
+  const RED = [214, 84, 60];
+  const BLUE = [66, 128, 200];
+  const GREEN = [72, 160, 98];
+  const PURPLE = [140, 92, 190];
+
+  // least: the smallest range a scale has, so that noise stays white.
+  const MEASURES = {
+    logprob: { title: "log-prob (engine)", columns: ["logprob"], low: [RED], least: 1, signed: false, text: (v) => `log-prob ${report.number(v)} nats, p = ${report.number(Math.exp(v), 3)}` },
+    log_ratio: { title: "ratio (trainer / engine)", columns: ["log_ratio"], low: [BLUE], high: RED, least: 0.02, signed: true, text: (v) => `ratio ${Math.exp(v).toFixed(4)}` },
+    advantage: { title: "advantage", columns: ["advantage"], low: [RED], high: GREEN, least: 0.5, signed: true, text: (v) => `advantage ${report.number(v)}` },
+    kl: { title: "KL to the reference", columns: ["kl"], high: PURPLE, least: 0.05, signed: false, text: (v) => `KL ${report.number(v)} nats` },
+  };
+
+  // A number of one token of one sample; null where there is none.
+  function value(data, measure, sample, token) {
+    const own = data[measure]?.[sample];
+    const raw = Array.isArray(own) ? own[token] : own;
+    return raw === null || raw === undefined ? null : raw / data.scales[measure];
+  }
+
+  // The largest size of a number of these samples, but for the outermost two in a hundred.
+  function extent(data, measure, samples) {
+    const sizes = [];
+    for (const sample of samples) {
+      const own = data[measure]?.[sample];
+      if (own === null || own === undefined) continue;
+      const every = Array.isArray(own) ? Math.max(1, Math.floor(own.length / 2000)) : 1;
+      const some = Array.isArray(own) ? own : [own];
+      for (let i = 0; i < some.length; i += every) if (some[i] !== null) sizes.push(Math.abs(some[i]) / data.scales[measure]);
+    }
+    sizes.sort((a, b) => a - b);
+    return Math.max(MEASURES[measure].least, sizes[Math.floor(sizes.length * 0.98)] || 0);
+  }
+
+  function colour(measure, at, most) {
+    const { low, high } = MEASURES[measure];
+    const [red, green, blue] = at < 0 ? low[0] : high || low[0];
+    return `rgba(${red}, ${green}, ${blue}, ${(Math.min(1, Math.abs(at) / most) * 0.75).toFixed(3)})`;
+  }
+
+  report.measures = (data, samples) =>
+    Object.entries(MEASURES).map(([name, { title }]) => ({
+      name, title, known: Boolean(data) && samples.some((sample) => data[name]?.[sample] !== null && data[name]?.[sample] !== undefined),
+    }));
+
+  report.scale = (data, measure, samples) => {
+    const most = extent(data, measure, samples);
+    const { signed } = MEASURES[measure];
+    const from = signed || measure === "logprob" ? -most : 0;
+    const to = measure === "logprob" ? 0 : most;
+    const show = measure === "log_ratio" ? (at) => Math.exp(at).toFixed(most < 0.1 ? 3 : 2) : (at) => report.number(at, 3);
+    const stops = [0, 0.25, 0.5, 0.75, 1].map((share) => colour(measure, from + share * (to - from), most));
+    const bar = make("i");
+    bar.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
+    const middle = signed ? [` (white: ${show(0)})`] : [];
+    return { most, legend: [show(from), bar, show(to), ...middle] };
+  };
+
+  function paint(token, { measure, most }) {
+    const { data, sample, token: place } = token.about;
+    const at = measure ? value(data, measure, sample, place) : null;
+    token.style.background = at === null ? "" : colour(measure, at, most);
+  }
+
+  // The tokens of a sample, as many as one sees, and further ones as one scrolls. ``look``: {measure, most},
+  // with "" for no colour; what it says when tokens are drawn counts.
+  report.tokenText = (box, data, sample, look) => {
+    const tokens = data.tokens[sample];
+    const more = make("button");
+    let drawn = 0;
+    const draw = () => {
+      const piece = document.createDocumentFragment();
+      const end = Math.min(drawn + AT_ONCE, tokens.length);
+      for (; drawn < end; drawn++) {
+        const text = report.visible(data.vocabulary[tokens[drawn]]).replaceAll("\n", "↵\n");
+        const token = make("span", { classes: "token", textContent: text });
+        token.about = { data, sample, token: drawn };
+        paint(token, look);
+        piece.append(token);
+      }
+      seen.unobserve(more);
+      more.remove();
+      box.append(piece);
+      if (drawn === tokens.length) return;
+      more.textContent = `${(tokens.length - drawn).toLocaleString("en")} more tokens`;
+      box.append(more);
+      seen.observe(more); // tells again, also where it is in view already
+    };
+    const seen = new IntersectionObserver((entries) => entries.some(({ isIntersecting }) => isIntersecting) && draw());
+    more.addEventListener("click", draw);
+    draw();
+  };
+
+  // Tokens that are drawn, in other colours.
+  report.repaint = (box, look) => {
+    for (const token of box.querySelectorAll(".token")) paint(token, look);
+  };
+
+  report.explainToken = ({ data, sample, token }) => {
+    const text = data.vocabulary[data.tokens[sample][token]];
+    const lines = [`token ${token + 1} of ${data.tokens[sample].length}: ${text === "" ? "(part of the character before)" : JSON.stringify(text)}`];
+    for (const [name, { text: said }] of Object.entries(MEASURES)) {
+      const at = value(data, name, sample, token);
+      if (at !== null) lines.push(said(at));
+    }
+    return lines.join("\n");
+  };
+})();

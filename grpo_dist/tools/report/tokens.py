@@ -1,0 +1,162 @@
+"""Token by token: the text of each, and its numbers, coarse enough to be small.
+
+What is kept of each number: log-probs to 0.001 nats, log-ratios and KL to 0.0001, advantages to 0.001.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from grpo_dist.tools.report.rollouts import lists_of, texts_of
+
+COLUMNS = (
+    "uid",
+    "sample",
+    "completion",
+    "completion_ids",
+    "logprobs",
+    "advantages",
+    "trainer_logprobs",
+    "ref_logprobs",
+)
+SCALES = {"logprob": 1e3, "log_ratio": 1e4, "advantage": 1e3, "kl": 1e4}
+_CHECKED = 20  # samples whose text a tokenizer has to give back
+_SPOILT = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
+
+
+class TokenTexts:
+    """Texts of tokens, by the tokenizer in a `tokenizer.json`; no code of a model is run."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers drop a space at the beginning of what they decode: so nothing is decoded alone.
+        self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+        self._skip = len(self._decode([]))
+        self._known: dict[int, str] = {}
+
+    def of(self, ids: np.ndarray) -> list[str]:
+        """One text for each token; where several tokens make up one character, the first has it."""
+        texts = [self._one(int(token)) for token in ids]
+        begin = 0
+        while begin < len(texts):
+            end = begin
+            while end < len(texts) and _SPOILT in texts[end]:
+                end += 1
+            if end > begin:
+                whole = self._decode([int(token) for token in ids[begin:end]])[self._skip :]
+                texts[begin:end] = [whole, *[""] * (end - begin - 1)]
+            begin = end + 1
+        return texts
+
+    def gives_back(self, ids: np.ndarray, text: str) -> bool:
+        """Whether these are the tokens of ``text``, by this tokenizer."""
+        return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True) == text
+
+    def _one(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._decode([token])[self._skip :]
+        return self._known[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode([*self._before, *ids], skip_special_tokens=False)
+
+
+def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None, str]:
+    """The tokenizer of a run, looked for in its exported model, its checkpoints and the model it began with,
+    on this machine alone; and where it is, or why there is none.
+    """
+    from tokenizers import Tokenizer
+
+    for path in _places(run, config):
+        if path.is_file():
+            try:
+                return TokenTexts(Tokenizer.from_file(str(path))), str(path)
+            except Exception as error:  # the library raises a bare Exception for a file it cannot read
+                return None, f"{path} cannot be read ({error})"
+    model = _section(config, "model").get("path")
+    if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
+        from grpo_dist.demo.tokenizer import character_tokenizer
+
+        return TokenTexts(character_tokenizer().backend_tokenizer), "the demo's tokenizer"
+    return None, f"no tokenizer.json in {run} nor, on this machine, of model.path = {model}"
+
+
+def _places(run: Path, config: dict[str, Any]) -> list[Path]:
+    model = _section(config, "model")
+    first = str(model.get("path") or "")
+    sft = str(_section(config, "sft").get("model") or "") if first == "sft" else ""
+    places = [run / "model", *sorted((run / "checkpoints").glob("*/policy"), reverse=True)]
+    places += [Path(name).expanduser() for name in (first, sft) if name and ":" not in name]
+    found = [place / "tokenizer.json" for place in places]
+    if first.count("/") == 1:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
+        found += [Path(cached)] if isinstance(cached, str) else []
+    return found
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def fits(table: pa.Table, texts: TokenTexts) -> bool:
+    """Whether ``texts`` gives back what these samples say: otherwise the tokenizer is not theirs."""
+    head = table.slice(0, _CHECKED)
+    pairs = zip(lists_of(head, "completion_ids"), texts_of(head, "completion"), strict=True)
+    return any(ids is not None and text is not None and texts.gives_back(ids, text) for ids, text in pairs)
+
+
+def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
+    """{"vocabulary": [...], "tokens": [[place, ...]], "logprob": [[...]], ...}, whole numbers, `SCALES` times
+    what they stand for; null for a sample without. One number for a whole sample where all are equal.
+    """
+    places: dict[str, int] = {}
+    tokens = [
+        [
+            places.setdefault(text, len(places))
+            for text in texts.of(ids if ids is not None else np.empty(0, int))
+        ]
+        for ids in lists_of(table, "completion_ids")
+    ]
+    engine, trainer, reference, advantages = (
+        lists_of(table, name) for name in ("logprobs", "trainer_logprobs", "ref_logprobs", "advantages")
+    )
+    numbers = {
+        "logprob": engine,
+        "log_ratio": [_both(a, b, np.subtract) for a, b in zip(trainer, engine, strict=True)],
+        "advantage": advantages,
+        "kl": [_both(a, b, _k3) for a, b in zip(trainer, reference, strict=True)],
+    }
+    coarse = {name: [_coarse(own, SCALES[name]) for own in arrays] for name, arrays in numbers.items()}
+    return {"vocabulary": list(places), "tokens": tokens, "scales": SCALES, **coarse}
+
+
+def count(table: pa.Table) -> int:
+    return sum(len(ids) for ids in lists_of(table, "completion_ids") if ids is not None)
+
+
+def _both(a: np.ndarray | None, b: np.ndarray | None, function: Any) -> np.ndarray | None:
+    if a is None or b is None or len(a) != len(b):
+        return None
+    return function(a.astype(np.float64), b.astype(np.float64))
+
+
+def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
+    difference = np.clip(ref_logprobs - logprobs, None, 80.0)  # a larger one has no float
+    return np.expm1(difference) - difference
+
+
+def _coarse(own: np.ndarray | None, scale: float) -> list[int | None] | int | None:
+    if own is None:
+        return None
+    whole = np.round(np.asarray(own, dtype=np.float64) * scale)
+    finite = np.isfinite(whole)
+    if len(whole) and finite.all() and (whole == whole[0]).all():
+        return int(whole[0])
+    return [int(value) if ok else None for value, ok in zip(whole, finite, strict=True)]

@@ -1,0 +1,167 @@
+"""What scoring found, for people: tables, and files of all scores and of disagreements."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from grpo_dist.runtime.files import write_text
+from grpo_dist.tools.evaluate.table import print_rows
+from grpo_dist.tools.scoring.agreement import Agreement
+from grpo_dist.tools.scoring.scorer import Outcome, Scored
+
+_BINS = 10
+_BARS = " ▁▂▃▄▅▆▇█"
+_PLACES = 3
+_TAIL = 160  # characters of a completion that are shown, from its end
+
+
+def write_scores(path: Path, outcome: Outcome) -> None:
+    """Every row as it was read, with `score`: of a single completion values, of a list lists of them."""
+    write_text(path, "".join(_line(dict(s.row.record) | {"score": _score(s)}) for s in outcome.scored))
+
+
+def _score(scored: Scored) -> dict[str, Any]:
+    def own(values: Sequence[Any] | np.ndarray) -> Any:
+        plain = [_plain(value) for value in np.asarray(values)]
+        return plain if scored.row.is_list else plain[0]
+
+    scores = scored.scores
+    return {
+        "reward": own(scores.rewards),
+        "parts": {name: own(part) for name, part in scores.parts.items()},
+        "outcome": own(scores.outcomes),
+        "seconds": round(scored.seconds, 6),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Of an array, for JSON: the shortest number that is this one in its own precision, 0.1 for float32's."""
+    if not isinstance(value, np.floating):
+        return value.item() if isinstance(value, np.generic) else value
+    return None if np.isnan(value) else float(str(value))
+
+
+def write_disagreements(
+    path: Path, outcome: Outcome, graders: dict[str, np.ndarray], indices: np.ndarray
+) -> list[dict[str, Any]]:
+    """One row for each completion on which ``graders`` disagree; returns them."""
+    flat = [(s, i) for s in outcome.scored for i in range(len(s.row.completions))]
+    rows = []
+    for index in indices:
+        scored, i = flat[index]
+        rows.append(
+            {
+                "location": scored.row.location,
+                "problem": scored.row.problem,
+                "answer": scored.row.answer,
+                "completion": scored.row.completions[i],
+                "outcome": scored.scores.outcomes[i],
+                "graders": {n: None if math.isnan(v[index]) else float(v[index]) for n, v in graders.items()},
+            }
+        )
+    write_text(path, "".join(_line(row) for row in rows))
+    return rows
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def print_scores(
+    console: Console, outcome: Outcome, rewards: np.ndarray, parts: dict[str, np.ndarray]
+) -> None:
+    """Distribution, outcomes, reasons of what could not be scored, and time."""
+    columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max", "distribution")
+    rows = [[escape(name), *_distribution(own)] for name, own in (("total", rewards), *parts.items())]
+    print_rows(console, "rewards", columns, rows)
+    outcomes = Counter(o for s in outcome.scored for o in s.scores.outcomes if o)
+    if outcomes:
+        console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
+    for name, part in parts.items():
+        if np.isnan(part).any():
+            console.print(_unscored(outcome, name, part), markup=False, soft_wrap=True)
+    _print_time(console, outcome)
+
+
+def _unscored(outcome: Outcome, name: str, part: np.ndarray) -> str:
+    """How many, where the first are, and what the reward said of it, where it said something."""
+    where = [s.row.location for s in outcome.scored for _ in s.row.completions]
+    missing = np.flatnonzero(np.isnan(part))
+    first = ", ".join(where[i] for i in missing[:_PLACES])
+    said = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
+    return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in said)
+
+
+def _distribution(values: np.ndarray) -> list[str]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return ["0", str(len(values)), *["–"] * 6]
+    numbers = (known.mean(), known.std(), known.min(), float(np.median(known)), known.max())
+    return [
+        str(len(known)),
+        str(len(values) - len(known)) if len(known) < len(values) else "–",
+        *(f"{number:.3f}" for number in numbers),
+        bars(known),
+    ]
+
+
+def bars(values: np.ndarray) -> str:
+    """A histogram in ten characters, from the least to the greatest finite value; one where all are equal."""
+    values = values[np.isfinite(values)]
+    if not len(values) or values.min() == values.max():
+        return _BARS[-1]
+    counts, _ = np.histogram(values, bins=_BINS)
+    steps = np.ceil(counts / counts.max() * (len(_BARS) - 1)).astype(int)
+    return "".join(_BARS[step] for step in steps)
+
+
+def _print_time(console: Console, outcome: Outcome) -> None:
+    """Of a completion: what its row took, shared out among the row's completions."""
+    each = sorted(s.seconds_each for s in outcome.scored for _ in s.row.completions)
+    p50, p99 = (each[math.ceil(q * len(each)) - 1] for q in (0.5, 0.99))
+    console.print(
+        f"{len(each)} completions in {outcome.seconds:.1f} s, {len(each) / outcome.seconds:,.0f} a second in "
+        f"{outcome.processes} processes; each {1e3 * p50:.1f} ms (p50), {1e3 * p99:.0f} ms (p99)"
+    )
+    slowest = sorted(outcome.scored, key=lambda s: -s.seconds_each)[:3]
+    said = ", ".join(f"{s.row.location} {1e3 * s.seconds_each:.0f} ms" for s in slowest)
+    console.print(f"slowest: {said}", soft_wrap=True, markup=False)
+
+
+def print_agreements(console: Console, found: Sequence[Agreement]) -> None:
+    columns = ("A", "B", "both", "only A", "only B", "neither", "unscored", "agreement", "Cohen's kappa")
+    rows = [
+        [
+            escape(pair.first), escape(pair.second), str(pair.both), str(pair.only_first),
+            str(pair.only_second), str(pair.neither), str(pair.unscored or "–"), _number(pair.rate, "{:.2%}"),
+            _number(pair.kappa, "{:.3f}"),
+        ]
+        for pair in found
+    ]  # fmt: skip
+    print_rows(console, "graders: completions that A and B call right", columns, rows)
+
+
+def _number(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else form.format(value)
+
+
+def print_disagreements(console: Console, rows: Sequence[dict[str, Any]], shown: int) -> None:
+    for row in rows[:shown]:
+        said = ", ".join(
+            f"{name} {'unscored' if value is None else f'{value:g}'}"
+            for name, value in row["graders"].items()
+        )
+        text = row["completion"]
+        tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
+        console.print(
+            f"{row['location']}: {said}; answer {row['answer']!r}: {tail!r}", markup=False, soft_wrap=True
+        )

@@ -1,0 +1,147 @@
+"""`grpo-dist score`: a file of completions, graded as a run would grade them, without engine or GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from grpo_dist.config import Config, Rewards
+from grpo_dist.config.files import load_config, overridden, validated
+from grpo_dist.errors import UserError, refusals
+from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.runs.prepare import check_writable, load_tokenizer, resolve_model
+from grpo_dist.runtime.hardware import available_cpus
+from grpo_dist.tools.evaluate.table import console_for_tables
+from grpo_dist.tools.scoring import report
+from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
+from grpo_dist.tools.scoring.rows import Columns, Row, read_rows
+from grpo_dist.tools.scoring.scorer import OF_TOKENS, Outcome, score_rows
+
+_NO_MODEL = "no/model"  # of a configuration that was made of rewards alone
+
+
+def score(
+    path: Path,
+    rewards: Sequence[str],
+    config_file: str | None,
+    overrides: Sequence[str],
+    say: Callable[[str], None],
+    *,
+    columns: Columns,
+    output: Path | None,
+    show: int,
+) -> Outcome:
+    """Grade ``path``, print what was found and write it. ``rewards``: names; none: those of ``config_file``,
+    or the math grader.
+
+    Raises UserError for a row, a reward or a setting that cannot be used, before anything is graded.
+    """
+    config = configuration(path, rewards, config_file, overrides)
+    target = output or Path(f"{path.stem}.scored.jsonl")
+    if target.resolve() == path.resolve():
+        raise UserError(f"--output {target}: is the file of completions; name another")
+    _check_without_models(config.rewards)
+    rows = read_rows(path, columns)
+    with refusals():
+        _check_output(target)
+        check_rewards(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
+        tokenizer = _tokenizer(config, say)
+    if config.rewards.models:
+        names = ", ".join(model.name for model in config.rewards.models)
+        say(f"warning: reward models are not asked ({names}): the total is without them")
+    processes = min(
+        config.rewards.num_workers * config.rewards.processes_per_worker, available_cpus(), len(rows)
+    )
+    outcome = score_rows(rows, config, tokenizer, processes=max(1, processes))
+    _tell(outcome, columns, target, show)
+    return outcome
+
+
+def configuration(
+    path: Path, rewards: Sequence[str], config_file: str | None, overrides: Sequence[str]
+) -> Config:
+    """Raises UserError for rewards named twice over, and for what a configuration cannot be."""
+    if rewards and config_file:
+        raise UserError(f"--reward and {config_file}: both say which rewards; give one of the two")
+    if config_file:
+        return load_config(config_file, overrides)
+    functions = [{"function": name} for name in rewards or ["math"]]
+    tree = OmegaConf.create(
+        {
+            "model": {"path": _NO_MODEL},
+            "data": {"train": [{"path": str(path)}]},
+            "rewards": {"functions": functions, "processes_per_worker": available_cpus()},
+        }
+    )
+    for override in overrides:
+        tree = overridden(tree, override, path)
+    return validated(tree, "score", Config)
+
+
+def _check_output(target: Path) -> None:
+    """A file that is there is replaced."""
+    try:
+        check_writable(target.absolute().parent)
+    except ValueError as error:
+        raise UserError(f"--output {target}: cannot be written there; name another file") from error
+    if target.is_dir():
+        raise UserError(f"--output {target}: is a directory; name a file")
+
+
+def _check_without_models(rewards: Rewards) -> None:
+    """Reward models run on engines' hardware, and are not asked: what is left must stand alone."""
+    models = [model.name for model in rewards.models]
+    if not rewards.functions:
+        raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not asked")
+    gated = next((r for r in rewards.functions if r.gate in models), None)
+    if gated:
+        raise UserError(
+            f"reward {gated.name or gated.function}: its gate {gated.gate} is a reward model, which is not "
+            "asked; remove the gate, or the reward"
+        )
+
+
+def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
+    """The policy's, where a reward looks at tokens; else None."""
+    asked = [r.function for r in config.rewards.functions if r.function in OF_TOKENS]
+    if not asked:
+        return None
+    if config.model.path == _NO_MODEL:
+        raise ValueError(
+            f"reward {asked[0]} counts tokens; say whose, e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    model_dir = resolve_model(config, say, train_first=False)
+    return load_tokenizer(model_dir, config.model.trust_remote_code)
+
+
+def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
+    """Tables on the terminal, scores and disagreements in files."""
+    console = console_for_tables()
+    scored = [s.scores for s in outcome.scored]
+    parts = {name: np.concatenate([s.parts[name] for s in scored]).astype(float) for name in scored[0].parts}
+    report.write_scores(target, outcome)
+    report.print_scores(console, outcome, np.concatenate([s.rewards for s in scored]).astype(float), parts)
+    console.print(f"scores: {target}", soft_wrap=True, markup=False)
+    graders = {name: part for name, part in parts.items() if is_grader(part)}
+    if columns.label is not None:
+        name = columns.label if columns.label not in parts else f"{columns.label} (label)"
+        graders[name] = _labels([s.row for s in outcome.scored])
+    if len(graders) < 2:
+        return
+    report.print_agreements(console, agreements(graders))
+    if others := [name for name in parts if name not in graders]:
+        console.print(
+            f"not compared, for they say more than right or wrong: {', '.join(others)}", markup=False
+        )
+    file = target.with_name(f"{target.name.removesuffix('.jsonl')}.disagreements.jsonl")
+    rows = report.write_disagreements(file, outcome, graders, disagreements(graders))
+    report.print_disagreements(console, rows, show)
+    console.print(f"disagreements: {len(rows)} in {file}", soft_wrap=True, markup=False)
+
+
+def _labels(rows: Sequence[Row]) -> np.ndarray:
+    return np.array([label for row in rows for label in row.labels or ()])

@@ -1,0 +1,106 @@
+"""Rows through the rewards of a configuration, in as many lanes as there are grader processes.
+
+rows --> lane: Scorer + one killable process --> Scored      a lane has one row at a time, so that the time
+    \\--> lane: Scorer + one killable process --> Scored      of a row is its own and nobody else's
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.config import Config
+from grpo_dist.rewards.answers import Answers
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
+from grpo_dist.rewards.thought import shown_by
+from grpo_dist.tools.scoring.rows import Row
+
+# Rewards that look at tokens of the policy, and not at text alone.
+OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a row's completions are worth; ``seconds`` all of them took."""
+
+    row: Row
+    scores: Scores
+    seconds: float
+
+    @property
+    def seconds_each(self) -> float:
+        return self.seconds / len(self.row.completions)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``failures``: of each reward how often which message kept it from being given."""
+
+    scored: list[Scored]
+    seconds: float  # of wall clock, without the start of processes
+    processes: int
+    failures: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes: int) -> Outcome:
+    """In the order of ``rows``. ``tokenizer``: the policy's; None where no reward looks at tokens."""
+    settings = placed(config.rewards)
+    with ExitStack() as stack:
+        lanes: queue.Queue[Scorer] = queue.Queue()
+        made = []
+        for _ in range(processes):
+            pool = stack.enter_context(
+                GraderPool(
+                    1,
+                    timeout_s=settings.timeout_s,
+                    memory_mb=settings.memory_mb,
+                    code_paths=settings.code_paths,
+                    accept_arithmetic=settings.accept_arithmetic,
+                )
+            )
+            scorer = Scorer(reward_specs(settings), pool, workers=processes)
+            stack.callback(scorer.close)
+            pool.grade([("\\boxed{1}", "1")])  # the process is up: its start is nobody's time
+            made.append(scorer)
+            lanes.put(scorer)
+
+        def one(row: Row) -> Scored:
+            answers = _answers(row, config, tokenizer)
+            scorer = lanes.get()  # bounded: there is a lane for every thread
+            try:
+                begin = time.perf_counter()
+                return Scored(row, scorer.score(answers), time.perf_counter() - begin)
+            finally:
+                lanes.put(scorer)
+
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(processes) as threads:
+            scored = list(threads.map(one, rows))
+        seconds = time.perf_counter() - begin
+        failures: dict[str, Counter[str]] = {}
+        for scorer in made:
+            for name, messages in scorer.failures.items():
+                failures.setdefault(name, Counter()).update(messages)
+        return Outcome(scored, seconds, processes, failures)
+
+
+def _answers(row: Row, config: Config, tokenizer: Any) -> Answers:
+    ids = [tokenizer(c, add_special_tokens=False)["input_ids"] if tokenizer else [] for c in row.completions]
+    return Answers(
+        completions=row.completions,
+        token_ids=tuple(np.asarray(own, np.int32) for own in ids),
+        finish_reasons=row.finish_reasons,
+        gold=row.answer,
+        columns=row.columns,
+        max_new_tokens=config.sampling.max_new_tokens,
+        thought=shown_by(row.completions, config.rewards),
+    )

@@ -1,0 +1,163 @@
+"""What is refused before anything is submitted."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
+from grpo_dist.errors import UserError
+from grpo_dist.tools.submit.job import Job, Variable, run_directory
+
+# Also what editors and YAML take for the end of a line.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_resumes(config: Config) -> None:
+    """Raises UserError for a run that cannot go on after its job was interrupted, or has nothing left."""
+    if config.checkpoint.resume == "never":
+        raise UserError(
+            "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
+            "auto, and another `name` for a fresh run"
+        )
+    from grpo_dist.runs.session import finished_steps
+
+    run_dir = run_directory(config)
+    done = finished_steps(run_dir)
+    if done is not None and done >= config.steps:
+        raise UserError(
+            f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise `steps` to go on"
+        )
+
+
+def check_rewards_known(config: Config) -> None:
+    """Raises UserError for a built-in reward that there is not. The user's own may be there on the cluster
+    alone.
+    """
+    from grpo_dist.rewards.registry import REWARDS, module_and_name
+
+    for i, reward in enumerate(config.rewards.functions):
+        if reward.function not in REWARDS:
+            try:
+                module_and_name(reward.function)
+            except ValueError as error:
+                said = str(error).removeprefix(f"reward function {reward.function!r}: ")
+                raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {said}") from error
+
+
+def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
+    """Raises UserError for a secret in what travels or is written down: the configuration, overrides,
+    variables of the job, and ``options`` of the target, by the option's name. Every target calls it.
+    """
+    check_secrets(job.config.model_dump(mode="json"), str(job.path))
+    for text in job.overrides:
+        if (shown := masked_setting(text)) != text:
+            raise _secret(f"override {shown}")
+    for variable in job.environment:
+        if not variable.hidden and masked({variable.name: variable.value})[variable.name] != variable.value:
+            raise _secret(f"--env {variable.name}={HIDDEN}")
+    for option, text in options:
+        shown = masked_setting(text) if text.startswith("-") else masked_text(text)
+        if shown != text:
+            raise _secret(f"{option}={shown}")
+
+
+def check_secrets(shown: Any, what: str) -> None:
+    """Raises UserError when ``shown``, plain mappings and lists that others can read, has a secret."""
+    found = list(_differing(shown, masked(shown), ()))
+    if found:
+        raise _secret(f"{what}: `{'.'.join(found[0])}`")
+
+
+def _secret(what: str) -> UserError:
+    return UserError(
+        f"{what} looks like a secret, and others on the cluster could read it; name an environment variable "
+        "instead (`api_key_env` of a judge), and hand that on with --env or --secret"
+    )
+
+
+def check_one_line(what: str, text: str) -> None:
+    """Raises UserError for line breaks and other control characters in ``text``, which stands on a line of a
+    script or manifest.
+    """
+    if _CONTROL.search(text):
+        raise UserError(
+            f"{what} = {text!r} has a line break or another control character, which could end its line; "
+            "remove it"
+        )
+
+
+def _differing(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    if isinstance(a, dict):
+        for key in a:
+            yield from _differing(a[key], b[key], (*place, str(key)))
+    elif isinstance(a, list):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            yield from _differing(x, y, (*place, str(i)))
+    elif a != b:
+        yield place
+
+
+def check_output(config: Config, reason: str) -> None:
+    """Raises UserError for a run directory that would be lost with the job."""
+    if ".." in Path(config.output_dir).parts:
+        raise UserError(
+            f"`output_dir` = {config.output_dir} has a `..` in it, which may lead out of the storage that it "
+            "names; give the path without"
+        )
+    if not Path(config.output_dir).is_absolute():
+        raise UserError(
+            f"`output_dir` = {config.output_dir} is relative, and {reason}; set output_dir to an absolute "
+            "path on storage that all nodes see"
+        )
+
+
+def check_not_left_behind(config: Config) -> None:
+    """Raises UserError for data or a model that is named relative to this directory: it stays here."""
+    for key, value in _named_files(config):
+        path = value.removeprefix("random:")
+        if not Path(path).is_absolute() and Path(path).expanduser().exists():
+            raise UserError(
+                f"`{key}` = {value} is on this machine and does not travel with the job; put it on storage "
+                "that all nodes see and give its absolute path"
+            )
+
+
+def _named_files(config: Config) -> Iterator[tuple[str, str]]:
+    yield "model.path", config.model.path
+    for kind, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        yield from ((f"data.{kind}.{i}.path", source.path) for i, source in enumerate(sources))
+    yield from ((f"rewards.models.{i}.path", model.path) for i, model in enumerate(config.rewards.models))
+    if config.sft is not None:
+        yield "sft.model", config.sft.model
+        yield from ((f"sft.data.{i}.path", data.path) for i, data in enumerate(config.sft.data))
+
+
+def variables(named: Sequence[str]) -> tuple[Variable, ...]:
+    """``NAME`` as it is set here, hidden, or ``NAME=value``. Raises UserError for what is not set, and for a
+    secret on the command line, where other users of this machine read it.
+    """
+    return tuple(_variable(text, os.environ.get) for text in named)
+
+
+def _variable(text: str, get: Callable[[str], str | None]) -> Variable:
+    name, sign, value = text.partition("=")
+    if not _VARIABLE.fullmatch(name):
+        shown = f"{name}={HIDDEN}" if sign else name  # a value may be a secret under whatever name
+        raise UserError(f"--env {shown}: expected NAME, or NAME=value; a name has letters, digits and _")
+    if sign:
+        if masked({name: value})[name] != value:
+            raise UserError(
+                f"--env {name}=***: looks like a secret, and the command line is no place for one; use --env "
+                f"{name}, which takes the value that it has here and shows it to nobody"
+            )
+        return Variable(name, value, hidden=False)
+    here = get(name)
+    if here is None:
+        raise UserError(f"--env {name}: not set here; export it first, or give --env {name}=value")
+    return Variable(name, here, hidden=True)

@@ -1,0 +1,190 @@
+"""What a Ray job carries: this code, the resolved configuration and the user's reward code; nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.version import __version__
+
+CONFIG = "config.yaml"
+# Names of files and directories that often hold keys. `launch/ray_runtime_env.yaml` has them, too.
+KEYS = (
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks",
+    "*.keystore", "*.kdbx", "*.gpg", "*.asc", ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass",
+    ".git-credentials", ".npmrc", ".pypirc", ".htpasswd", "credentials", "credentials.json",
+    "credentials.y*ml", "credentials.toml", "credentials.ini", "credentials.csv", "credentials.txt",
+    "secrets.json", "secrets.y*ml", "secrets.toml", "secrets.txt", "client_secret*.json",
+    "service[-_]account*.json", "kubeconfig", "kubeconfig.y*ml", "*.kubeconfig", "auth_token", "token.txt",
+    ".ssh", ".aws", ".azure", ".gcloud", ".kube", ".gnupg", ".docker",
+)  # fmt: skip
+_PRIVATE_KEY = b"-----BEGIN "
+LIMIT_MIB = 100  # what a Ray cluster takes of a working directory, by its usual settings
+_PACKAGES = ("grpo_dist", "actors")
+# So that the engines' processes find the plug-in also where grpo-dist is not installed.
+_METADATA = {
+    "METADATA": f"Metadata-Version: 2.1\nName: grpo-dist\nVersion: {__version__}\n",
+    "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.transfer.vllm_plugin:register\n",
+}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A directory and what is in it, bytes by path. ``left_out``: files of the user's that stay here because
+    they look like keys, or are links or no files, with the reason.
+    """
+
+    directory: Path
+    files: dict[str, int]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def notices(self) -> list[str]:
+        """``left out: rewards/id_rsa (its name is that of a key)``, one a line."""
+        return [f"left out: {json.dumps(name)[1:-1]} ({why})" for name, why in sorted(self.left_out.items())]
+
+    def summary(self) -> str:
+        """``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``"""
+        tops: dict[str, int] = {}
+        for name in self.files:
+            top = name.split("/")[0] + ("/" if "/" in name else "")
+            tops[top] = tops.get(top, 0) + 1
+        shown = (f"{top} ({count} files)" if top.endswith("/") else top for top, count in tops.items())
+        return f"{', '.join(shown)}: {sum(self.files.values()) / 2**20:.1f} MiB"
+
+
+def resolved(config: Config, *, grows: bool) -> str:
+    """The configuration as YAML, every default written out; the cluster is the one a job finds itself on,
+    which ``grows`` or is made for it.
+    """
+    plain = config.model_dump(mode="json")
+    plain["cluster"] |= {"address": None} | ({} if grows else {"grows_to": None})
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
+
+
+def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
+    """Put everything into the empty directory ``into``.
+
+    ``excludes``: patterns of names of files and directories that stay behind, as in
+    `launch/ray_runtime_env.yaml`. Raises UserError for reward
+    code that cannot travel, and when it all is too much.
+    """
+    left_out: dict[str, str] = {}
+    for relative in _reward_code(config):
+        own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
+        _copy(Path(relative), into / relative, own, left_out)
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.origin is not None
+        shutil.rmtree(into / package, ignore_errors=True)  # a checkout's own, found in the current directory
+        _copy(Path(spec.origin).parent, into / package, ("__pycache__",), {})
+    for name, text in _METADATA.items():
+        file = into / f"grpo_dist-{__version__}.dist-info" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    (into / CONFIG).write_text(resolved(config, grows=True))
+    sizes = {str(f.relative_to(into)): f.stat().st_size for f in sorted(_files(into))}
+    carried = Carried(into, sizes, left_out)
+    _check_size(carried)
+    return carried
+
+
+def _reward_code(config: Config) -> Iterator[str]:
+    for given in config.rewards.code_paths:
+        path = Path(given).expanduser()
+        if path.is_absolute():
+            continue  # a place on the cluster
+        relative = os.path.relpath(path)
+        if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
+            raise UserError(
+                f"`rewards.code_paths`: {given} is outside of the current directory, which is what travels "
+                "with the job; submit from a directory above, or give an absolute path on the cluster"
+            )
+        if not path.is_dir():
+            raise UserError(f"`rewards.code_paths`: {given}: no such directory here")
+        yield relative
+
+
+def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[str, str]) -> None:
+    top = source.resolve()
+
+    def excluded(directory: str, names: list[str]) -> list[str]:
+        at_top = Path(directory).resolve() == Path.cwd()
+        patterns = [p.strip("/") for p in excludes if at_top or not p.startswith("/")]
+        found = []
+        for name in names:
+            path = Path(directory) / name
+            why = _unfit(path, top)
+            if why:
+                left_out[os.path.relpath(path)] = why
+            # A link is excluded under the name of what it leads to, too.
+            own = {name, path.resolve().name}
+            if why or any(fnmatch(each, pattern) for each in own for pattern in patterns):
+                found.append(name)
+        return found
+
+    left = LIMIT_MIB * 2**20
+
+    def copy(file: str, to: str) -> str:
+        nonlocal left
+        left -= (size := os.path.getsize(file))
+        if left >= 0:
+            return shutil.copy2(file, to)
+        with open(to, "wb") as hole:  # it all is too much, and will be refused by its size alone
+            hole.truncate(size)
+        return to
+
+    shutil.copytree(source, target, ignore=excluded, copy_function=copy, dirs_exist_ok=True)
+
+
+def _unfit(path: Path, top: Path) -> str:
+    """Why ``path`` in the directory ``top`` stays here; "" where it may travel."""
+    real = path.resolve()
+    if path.is_symlink():
+        if not path.exists():
+            return "a link that leads nowhere"
+        if not real.is_relative_to(top):
+            return "a link that leads out of its directory"
+        if path.parent.resolve().is_relative_to(real):
+            return "a link to a directory that it is in"
+    names = {path.name.lower(), *(part.lower() for part in real.relative_to(top).parts)}
+    if any(fnmatch(name, pattern) for name in names for pattern in KEYS):
+        return "its name is that of a key"
+    kind = os.stat(path).st_mode
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+        return "neither a file nor a directory"
+    return "a private key" if stat.S_ISREG(kind) and _is_private_key(path) else ""
+
+
+def _is_private_key(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            line = file.readline(200)
+    except OSError:  # copying it says what is wrong
+        return False
+    return line.startswith(_PRIVATE_KEY) and b"PRIVATE KEY" in line
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file())
+
+
+def _check_size(carried: Carried) -> None:
+    mib = sum(carried.files.values()) / 2**20
+    if mib > LIMIT_MIB:
+        largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
+        shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
+        raise UserError(
+            f"`rewards.code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster takes "
+            f"{LIMIT_MIB}; name a directory with the reward code alone. The largest: {shown}"
+        )

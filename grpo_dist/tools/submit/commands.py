@@ -1,0 +1,114 @@
+"""`grpo-dist submit`, `status`, `logs` and `stop`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
+from grpo_dist.tools.submit.checks import check_one_line, check_resumes, check_rewards_known, variables
+from grpo_dist.tools.submit.job import Job, Record, read_record
+
+_TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
+
+
+class Target(Protocol):
+    def check(self, job: Job) -> None:
+        """Raises UserError for what cannot be submitted so."""
+
+    def idle(self, config: Config, target: str) -> str | None:
+        """A warning where the job would hold GPUs that the run does not use."""
+
+    def render(self, job: Job) -> str:
+        """Exactly what would be submitted, with *** for secrets."""
+
+    def submit(self, job: Job) -> Record:
+        """Raises UserError where the run is there already, pending or running."""
+
+
+def submit(
+    path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str], **options: Any
+) -> None:
+    """Refuse, show, or submit. ``options``: what `arguments` knows, None where not given."""
+    from grpo_dist.config.files import load_config
+
+    config = load_config(path, overrides)
+    check_one_line("`output_dir`", config.output_dir)
+    check_resumes(config)
+    check_rewards_known(config)
+    job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
+    target = _target(to, options)
+    target.check(job)
+    if dry_run:
+        print(target.render(job), end="")  # a warning is a comment there
+        return
+    if (warning := target.idle(job.config, to)) is not None:
+        print(warning, file=sys.stderr)
+    record = target.submit(job)
+    record.write()
+    print(f"submitted to {to}{' at ' + record.where if record.where else ''}: {record.job}")
+    for command in ("status", "logs --follow", "stop"):
+        print(f"  grpo-dist {command} {job.run_dir}")
+
+
+def status(run_dir: str) -> None:
+    record = _record(run_dir)
+    found = _module(record).state(record)
+    print(f"{record.job} on {record.target}, submitted {record.submitted_at}: {found.text}")
+
+
+def logs(run_dir: str, follow: bool) -> None:
+    record = _record(run_dir)
+    with suppress(KeyboardInterrupt):  # whoever follows has seen enough
+        _module(record).print_logs(record, follow)
+
+
+def stop(run_dir: str) -> None:
+    record = _record(run_dir)
+    module = _module(record)
+    found = module.state(record)
+    if not found.live:
+        print(f"{record.job} is over: {found.text}")
+        return
+    module.stop(record)
+    print(f"{record.job}: asked to end; it saves a checkpoint, and a later submission goes on from it")
+
+
+def _target(to: str, options: dict[str, Any]) -> Target:
+    """Raises UserError for an option of another target."""
+    given = {name: value for name, value in options.items() if value is not None}
+    targets: dict[str, Any] = {
+        "ray": ray_jobs.RayTarget, "slurm": slurm_jobs.SlurmTarget, "kuberay": kuberay.KubeRayTarget,
+    }  # fmt: skip
+    own = targets[to].__dataclass_fields__
+    if foreign := sorted(set(given) - set(own)):
+        known = ", ".join(_option(name) for name in own)
+        raise UserError(f"{_option(foreign[0])} is no option of --to {to}, which has {known}")
+    target: Target = targets[to](**given)
+    return target
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _record(run_dir: str) -> Record:
+    record = read_record(Path(run_dir))
+    if record is None:
+        raise UserError(
+            f"{run_dir}: nothing was submitted for this run directory from here; expected "
+            "`output_dir`/`name` of a configuration that `grpo-dist submit` was given"
+        )
+    if record.target not in _TARGETS:
+        raise UserError(f"{run_dir}: submitted to {record.target}, which is none of {', '.join(_TARGETS)}")
+    return record
+
+
+def _module(record: Record) -> ModuleType:
+    return _TARGETS[record.target]

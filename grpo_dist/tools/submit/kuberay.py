@@ -1,0 +1,268 @@
+"""To Kubernetes: a RayJob for the KubeRay operator, `launch/rayjob.yaml` filled in, by way of kubectl.
+
+A run has one RayJob of its name, so that no second one can be made while it is there; one that is over gives
+way to the next.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from grpo_dist.errors import UserError
+from grpo_dist.tools.submit.checks import check_no_secrets, check_not_left_behind, check_output
+from grpo_dist.tools.submit.code import resolved
+from grpo_dist.tools.submit.job import Job, Record, State
+from grpo_dist.tools.submit.programs import Refused, ask, lines
+from grpo_dist.tools.submit.sizes import NodeSizes
+from grpo_dist.tools.submit.templates import template
+
+_OVER = ("Complete", "Failed", "ValidationFailed")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]*", re.ASCII)
+_SECRET = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[A-Za-z_][A-Za-z0-9_]*)?")
+_MOUNT = re.compile(r"/[\w./+@-]*", re.ASCII)
+_EXPECTED = {
+    "--namespace": "small letters, digits and -",
+    "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
+    "--secret": "the name of a Secret, or NAME:KEY",
+}
+# Where the manifest mounts something itself, or the kernel does; and what programs of the image live in.
+_MOUNTED = ("/etc/grpo-dist", "/dev", "/proc", "/sys")
+_NEEDED = (*_MOUNTED, "/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/tmp/ray")
+_GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
+
+
+@dataclass(frozen=True)
+class KubeRayTarget(NodeSizes):
+    """``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
+    ``memory_gib``: of a worker node. ``retries``: on a new cluster, whatever the job failed of.
+    """
+
+    image: str | None = None
+    volume: str | None = None
+    memory_gib: int | None = None
+    head_cpus: int = 8
+    head_memory_gib: int = 64
+    retries: int = 3
+    namespace: str | None = None
+    secret: list[str] = field(default_factory=list)
+
+    def check(self, job: Job) -> None:
+        """Raises UserError for what cannot be submitted so; asks nobody."""
+        for option, value in (("--image", self.image), ("--volume", self.volume)):
+            if not value:
+                raise UserError(
+                    f"--to kuberay: give {option}: the image that docker/Dockerfile makes (--image), and the "
+                    "claim that holds runs and where it is mounted (--volume CLAIM:/runs)"
+                )
+        self._check_numbers()
+        self._check_names()
+        check_output(job.config, "the file system of a pod ends with it")
+        _, path = self._volume
+        if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
+            raise UserError(
+                f"`output_dir` = {job.config.output_dir} is not below {path}, where --volume is mounted, and "
+                f"would be lost with the pods; set output_dir={path}"
+            )
+        check_not_left_behind(job.config)
+        _check_code(job)
+        check_no_secrets(job)
+        if hidden := [variable.name for variable in job.environment if variable.hidden]:
+            raise UserError(
+                f"--env {hidden[0]}: its value would stand in the manifest; make a Secret of it and give "
+                f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value where it is none"
+            )
+        self.nodes_for(job.config, "kuberay")
+
+    def _check_numbers(self) -> None:
+        for name, least in (("memory_gib", 1), ("head_cpus", 1), ("head_memory_gib", 1), ("retries", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+
+    def _check_names(self) -> None:
+        """Raises UserError for what Kubernetes would take for something else, or not at all."""
+        named = [("--namespace", self.namespace or "default", _NAME), ("--image", self.image or "", _IMAGE)]
+        named += [("--secret", secret, _SECRET) for secret in self.secret]
+        for option, text, pattern in named:
+            if not pattern.fullmatch(text):
+                raise UserError(f"{option} {text!r}: expected {_EXPECTED[option]}")
+
+    def render(self, job: Job) -> str:
+        config, rayjob = yaml.safe_load_all(template("rayjob.yaml"))
+        config["metadata"] = rayjob["metadata"] = self._metadata(job)
+        config["data"] = {"config.yaml": resolved(job.config, grows=False)}
+        spec = rayjob["spec"]
+        spec["runtimeEnvYAML"] = yaml.safe_dump({"env_vars": job.stop_patience})
+        spec["backoffLimit"] = self.retries
+        cluster = spec["rayClusterSpec"]
+        cluster["rayVersion"] = version("ray")
+        head, (group,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+        nodes, _ = self.nodes_for(job.config, "kuberay")
+        group["replicas"] = group["minReplicas"] = group["maxReplicas"] = nodes
+        group["groupName"] = "gpu" if self.gpus_per_node else "cpu"
+        for pod in (head["template"]["spec"], group["template"]["spec"]):
+            self._fill(pod, job)
+        _size(head["template"]["spec"], cpus=self.head_cpus, memory_gib=self.head_memory_gib, shm=2)
+        gpus = self.gpus_per_node or 0
+        gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
+        _size(group["template"]["spec"], cpus=self.cpus, memory_gib=gib, shm=4, gpus=gpus)
+        text = yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
+        warning = self.idle(job.config, "kuberay")
+        return f"# {warning}\n{text}" if warning else text
+
+    def submit(self, job: Job) -> Record:
+        kubectl = _kubectl(self.namespace)
+        found = _found(kubectl, job.name)
+        if found is not None and _is_live(found):
+            raise UserError(
+                f"{job.run_dir}: its RayJob {job.name} is there ({_words(found)}); end it with "
+                f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
+            )
+        # This project's own: a run that is over, or what is left where only its RayJob was deleted. kubectl
+        # would create the other one all the same, with the configuration of before.
+        left = "configmap" if found is None else "rayjob,configmap"
+        ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
+        ask([*kubectl, "create", "-f", "-"], given=self.render(job))
+        return Record("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
+
+    @property
+    def _volume(self) -> tuple[str, str]:
+        claim, _, path = (self.volume or "").partition(":")
+        if not _NAME.fullmatch(claim) or not _MOUNT.fullmatch(path) or ".." in PurePosixPath(path).parts:
+            raise UserError(f"--volume {self.volume}: expected CLAIM:/path, e.g. --volume runs:/runs")
+        path = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
+        for own in _NEEDED:
+            if path in (own, *map(str, PurePosixPath(own).parents)):
+                raise UserError(
+                    f"--volume {self.volume}: {path} would hide {own} of the pods; mount it elsewhere, e.g. "
+                    "--volume runs:/runs"
+                )
+        for own in _MOUNTED:
+            if path.startswith(f"{own}/"):
+                raise UserError(
+                    f"--volume {self.volume}: {path} lies within {own}, which is mounted already; mount it "
+                    "elsewhere, e.g. --volume runs:/runs"
+                )
+        return claim, path
+
+    def _metadata(self, job: Job) -> dict[str, Any]:
+        own = {"name": job.name, "labels": {"app.kubernetes.io/name": "grpo-dist"}}
+        return own | ({"namespace": self.namespace} if self.namespace else {})
+
+    def _fill(self, pod: dict[str, Any], job: Job) -> None:
+        claim, path = self._volume
+        (container,) = pod["containers"]
+        container["image"] = self.image
+        container["env"] = [{"name": v.name, "value": v.value} for v in job.environment]
+        container["envFrom"] = []
+        for secret in self.secret:
+            name, sign, key = secret.partition(":")
+            if sign:
+                reference = {"secretKeyRef": {"name": name, "key": key}}
+                container["env"].append({"name": key, "valueFrom": reference})
+            else:
+                container["envFrom"].append({"secretRef": {"name": name}})
+        for mount in container["volumeMounts"]:
+            if mount["name"] == "runs":
+                mount["mountPath"] = path
+        for volume in pod["volumes"]:
+            if volume["name"] == "runs":
+                volume["persistentVolumeClaim"] = {"claimName": claim}
+            if volume["name"] == "config":
+                volume["configMap"] = {"name": job.name}
+
+
+def _size(pod: dict[str, Any], *, cpus: int, memory_gib: int, shm: int, gpus: int = 0) -> None:
+    """``shm``: the part of its memory that it may share; 4: a quarter."""
+    limits = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
+    pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
+    volume["emptyDir"]["sizeLimit"] = f"{memory_gib * 1024 // shm}Mi"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as such, and no references between equal parts."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def state(record: Record) -> State:
+    found = _found(_kubectl(record.where), record.job)
+    if found is None:
+        return State("over, and its RayJob is gone", live=False)
+    return State(_words(found), live=_is_live(found))
+
+
+def print_logs(record: Record, follow: bool) -> None:
+    """Of the pod that submitted to the cluster, which repeats what the driver says."""
+    kubectl = _kubectl(record.where)
+    options = [f"job/{record.job}", "--tail=-1"]
+    if not follow:
+        print(ask([*kubectl, "logs", *options]), end="", flush=True)
+        return
+    for line in lines([*kubectl, "logs", "--follow", *options]):
+        print(line, end="", flush=True)
+
+
+def stop(record: Record) -> None:
+    """The driver is asked to end, on the head; a RayJob that has no driver yet is deleted."""
+    kubectl = _kubectl(record.where)
+    found = _found(kubectl, record.job)
+    status = (found or {}).get("status", {})
+    if status.get("jobStatus") in ("PENDING", "RUNNING"):
+        head = ask([*kubectl, "get", "pods", "--output=name", "--selector",
+                    f"ray.io/cluster={status['rayClusterName']},ray.io/node-type=head"]).split()  # fmt: skip
+        if head:
+            ask([*kubectl, "exec", head[0], "--container=ray-head", "--",
+                 "ray", "job", "stop", "--no-wait", status["jobId"]])  # fmt: skip
+            return
+    ask([*kubectl, "delete", "rayjob,configmap", record.job, "--ignore-not-found", "--wait=false"])
+
+
+def _check_code(job: Job) -> None:
+    for path in job.config.rewards.code_paths:
+        if not PurePosixPath(path).is_absolute():
+            raise UserError(
+                f"`rewards.code_paths`: {path} is relative, and no code travels to a pod; put it into the "
+                "image or on the volume, and give its absolute path there"
+            )
+
+
+def _kubectl(namespace: str | None) -> list[str]:
+    return ["kubectl", *([f"--namespace={namespace}"] if namespace else [])]
+
+
+def _found(kubectl: list[str], name: str) -> dict[str, Any] | None:
+    try:
+        text = ask([*kubectl, "get", "rayjob", name, "--ignore-not-found", "--output=json"])
+    except Refused as error:
+        if "the server doesn't have a resource type" in str(error):
+            raise UserError(f"{error}; the KubeRay operator is not installed on this cluster") from error
+        raise
+    return dict(json.loads(text)) if text.strip() else None
+
+
+def _is_live(rayjob: dict[str, Any]) -> bool:
+    return rayjob.get("status", {}).get("jobDeploymentStatus") not in _OVER
+
+
+def _words(rayjob: dict[str, Any]) -> str:
+    status = rayjob.get("status", {})
+    parts = [status.get("jobDeploymentStatus") or "new", status.get("jobStatus"), status.get("message")]
+    return ": ".join(part for part in parts if part)

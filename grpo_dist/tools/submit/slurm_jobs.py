@@ -1,0 +1,172 @@
+"""To Slurm: one sbatch file, `launch/slurm.sbatch` with its settings written for the job.
+
+Jobs of a run have one name, and `singleton` lets one of them run at a time.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shlex
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_dist.errors import UserError
+from grpo_dist.tools.submit.checks import check_no_secrets, check_one_line
+from grpo_dist.tools.submit.job import Job, Record, State
+from grpo_dist.tools.submit.programs import Refused, ask
+from grpo_dist.tools.submit.sizes import NodeSizes
+from grpo_dist.tools.submit.templates import template
+
+_BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
+_SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
+_READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable that a command sets to what it reads elsewhere
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
+_RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
+_EVERY_S = 2.0  # the log is read
+_ASKED_EVERY_S = 10.0  # is the controller, which answers all users of the cluster
+
+
+@dataclass(frozen=True)
+class SlurmTarget(NodeSizes):
+    """``sbatch``: further options. ``setup``: shell commands."""
+
+    time: str = "24:00:00"
+    sbatch: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+
+    def check(self, job: Job) -> None:
+        """Raises UserError for what cannot be submitted so; asks nobody."""
+        options = [("--sbatch", text) for text in self.sbatch]
+        options += [("--setup", _READ.sub("=", text)) for text in self.setup]
+        check_no_secrets(job, options)
+        for option in self.sbatch:
+            if not option.startswith("-"):
+                raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
+            check_one_line("--sbatch", option)
+        if not _TIME.fullmatch(self.time):
+            raise UserError(
+                f"--time {self.time!r}: expected a limit such as 90 (minutes), 24:00:00 or 7-00:00:00"
+            )
+        for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
+            check_one_line(what, str(path))
+            if "\\" in str(path):
+                raise UserError(f"{what} = {path} has a backslash, which Slurm reads as a sign of its own")
+        self.nodes_for(job.config, "slurm")
+
+    def render(self, job: Job) -> str:
+        head, _, rest = template("slurm.sbatch").partition(_BEGIN)
+        return head + _BEGIN + self._settings(job) + _END + rest.partition(_END)[2]
+
+    def submit(self, job: Job) -> Record:
+        other = _live(job)
+        if other:
+            raise UserError(
+                f"{job.run_dir}: its job {other} waits or runs; end it with `grpo-dist stop {job.run_dir}`, "
+                "or choose another `name`"
+            )
+        job.run_dir.mkdir(parents=True, exist_ok=True)
+        # "1234" or "1234;cluster"
+        number = ask(["sbatch", "--parsable"], given=self.render(job)).strip().split(";")[0]
+        return Record("slurm", number, str(job.run_dir), log=_log(job, number))
+
+    def _settings(self, job: Job) -> str:
+        nodes, described = self.nodes_for(job.config, "slurm")
+        before_end = int(job.config.checkpoint.grace_s) + _SHUTDOWN_S
+        options = [
+            f"--job-name={job.name}",
+            f"--nodes={nodes}",
+            "--ntasks-per-node=1",
+            *([f"--gpus-per-node={self.gpus_per_node}"] if self.gpus_per_node else []),
+            f"--cpus-per-task={self.cpus}",
+            f"--time={self.time}",
+            f"--signal=B:USR1@{before_end}",
+            "--requeue",
+            "--open-mode=append",
+            "--dependency=singleton",
+            f"--chdir={shlex.quote(str(Path.cwd()))}",
+            f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
+            *self.sbatch,
+        ]
+        # The programs of the environment that submits, which a shared file system has on every node.
+        prepare = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
+        prepare += [f"export {v.name}={shlex.quote(v.value)}" for v in job.environment if not v.hidden]
+        # Slurm hands on what is set where the job is submitted.
+        prepare += [f': "${{{v.name}:?was not set there}}"' for v in job.environment if v.hidden]
+        prepare += self.setup
+        train = ["grpo-dist", "train", str(job.path), *job.overrides, "cluster.address=null"]
+        train += ["cluster.grows_to=null"] if job.config.cluster.grows_to else []
+        return (
+            "".join(f"#SBATCH {option}\n" for option in options)
+            + f"# {' '.join(described.split())}\n"
+            + (f"# {warning}\n" if (warning := self.idle(job.config, "slurm")) else "")
+            + "prepare() {\n" + "".join(f"    {line}\n" for line in prepare) + "}\n"
+            + f"train=({shlex.join(train)})\n"
+            + f"nodes_log={shlex.quote(_pattern(job, 'slurm-%j-nodes.log'))}\n"
+            + "nodes_deadline_s=600 # for all nodes to join\nmost_requeues=100\n"
+        )  # fmt: skip
+
+
+def state(record: Record) -> State:
+    try:
+        found = ask(["squeue", "--noheader", "--jobs", record.job, "--format", "%T|%M|%R"]).strip()
+    except Refused as error:
+        if "invalid job id" not in str(error).lower():
+            raise  # it does not answer: nobody knows whether the job is over
+        found = ""
+    if found:
+        name, elapsed, reason = found.splitlines()[0].split("|", 2)
+        return State(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
+    accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
+    try:
+        rows = ask([*accounting, "--format", "State,ExitCode,Elapsed"]).strip().splitlines()
+    except Refused:  # a cluster without accounting
+        rows = []
+    if not rows:
+        return State("over; squeue and sacct know no more", live=False)
+    name, exit_code, elapsed = rows[-1].split("|")
+    return State(f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING)
+
+
+def print_logs(record: Record, follow: bool) -> None:
+    """The file that Slurm writes, and while the job waits or runs what is added to it."""
+    path, read, over, asked_at = Path(record.log), 0, not follow, -_ASKED_EVERY_S
+    while True:
+        if not over and time.monotonic() - asked_at >= _ASKED_EVERY_S:
+            over, asked_at = not state(record).live, time.monotonic()
+        if path.is_file():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                file.seek(read)
+                print(file.read(), end="", flush=True)
+                read = file.tell()
+        elif over:
+            raise UserError(f"{path}: not there (yet); the job: {state(record).text}")
+        if over:
+            return
+        time.sleep(_EVERY_S)
+
+
+def stop(record: Record) -> None:
+    """A job that runs saves a checkpoint first; one that waits is taken off the queue."""
+    if state(record).text.startswith(_RUNNING):
+        ask(["scancel", "--signal=USR2", "--batch", record.job])
+    else:
+        ask(["scancel", record.job])
+
+
+def _live(job: Job) -> str:
+    """Number of a job of this run that waits or runs; empty where none does."""
+    found = ask(["squeue", "--noheader", "--user", getpass.getuser(), "--name", job.name, "--format", "%i"])
+    return found.split()[0] if found.split() else ""
+
+
+def _log(job: Job, number: str) -> str:
+    return str(job.run_dir / f"slurm-{number}.log")
+
+
+def _pattern(job: Job, name: str) -> str:
+    """The path of a file of the run for Slurm, which puts something in the place of %j, %x and the like."""
+    return str(job.run_dir).replace("%", "%%") + f"/{name}"
