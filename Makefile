@@ -47,19 +47,16 @@ test: $(READY)
 # A real job whose parts are killed, hung, cut off and starved, 20 events of each kind: hours on two cores. A
 # shorter one: make chaos ARGS="--each 2 --only 'SIGKILL rollout' --only 'disk full'"
 chaos: $(READY)
-	PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
-# Whole runs that learn, one that must not, a whole recipe that is killed, and what else takes long: over an hour on two
-# cores.
+# Whole runs that learn, one that must not, a whole recipe that is killed, all cases of tests that draw theirs, and what
+# else takes long: hours on two cores.
 evidence: $(READY)
-	$(call both,$(BIN)/python -m pytest -s tests/evidence.py tests/evidence_recipe.py tests/evidence_memory.py \
-	    tests/evidence_offload.py tests/evidence_resume.py tests/evidence_nodes.py tests/evidence_hosts.py \
-	    tests/evidence_plan.py $(ARGS),\
-	    GRPO_DIST_TEST_SEED=all $(BIN)/python -m pytest -m evidence tests $(ARGS))
+	GRPO_DIST_TEST_SEED=all $(BIN)/python -m pytest -s -m evidence tests $(ARGS)
 
 # The steps of the image in a clean copy of this checkout: what launch/setup.sh installs is complete and works.
 install-check: $(READY)
-	$(BIN)/python -m pytest -m evidence tests/test_docker.py $(ARGS)
+	$(BIN)/python -m pytest -m evidence tests/repository/test_docker.py $(ARGS)
 
 # What is made from the code: the page of every key (configs/README.md) and the metric catalogue.
 reference: $(READY)

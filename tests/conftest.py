@@ -17,8 +17,9 @@ _CHECKED = ["grpo_dist.algorithms", "grpo_dist.policy.logprobs", "grpo_dist.poli
 install_import_hook(_CHECKED, "beartype.beartype")
 
 import pytest  # noqa: E402
-from drawn import SEED  # noqa: E402
-from good_inputs import CONFIG, GOOD, write  # noqa: E402
+
+from tests.support.drawn import SEED  # noqa: E402
+from tests.support.good_inputs import CONFIG, GOOD, write  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
@@ -41,6 +42,11 @@ def shared_data() -> Path:
     return SHARED_DATA
 
 
+def _folders() -> list[str]:
+    """Every folder with tests, where actors find the classes that a test module defines."""
+    return sorted({str(path.parent) for path in (ROOT / "tests").rglob("test_*.py")})
+
+
 @pytest.fixture(scope="session", autouse=True)
 def model_cache(tmp_path_factory) -> Path:
     """Models that tests make go here, not into the user's cache; subprocesses inherit it."""
@@ -49,7 +55,7 @@ def model_cache(tmp_path_factory) -> Path:
     os.environ["HF_HUB_OFFLINE"] = "1"
     # Actors find the worker classes that tests define.
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])
+        filter(None, [str(ROOT), *_folders(), os.environ.get("PYTHONPATH")])
     )
     return directory
 
@@ -64,9 +70,8 @@ def tiny_model(model_cache) -> Path:
 
 @pytest.fixture(scope="session")
 def ranks_parent(ray_cluster, tmp_path_factory):
-    from forked_ranks import Parent
-
     from grpo_dist.runtime.hardware import thread_environment
+    from tests.support.forked_ranks import Parent
 
     parent = Parent(tmp_path_factory.mktemp("forks"), thread_environment(1))
     yield parent

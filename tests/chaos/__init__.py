@@ -1,4 +1,4 @@
-"""A real job whose parts are killed, hung, cut off and starved at random moments: ``python -m chaos``.
+"""A real job whose parts are killed, hung, cut off and starved at random moments: ``python -m tests.chaos``.
 
     room.py     a small disk and a /dev/shm of its own, so that one can fill and the other be counted
     job.py      the run: started, listened to, started again when it ends early

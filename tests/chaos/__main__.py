@@ -1,4 +1,4 @@
-"""``python -m chaos [--short] [--each 20] [--steps 200] [--seed 0] [--only KIND ...] [key=value ...]``.
+"""``python -m tests.chaos [--short] [--each 20] [--steps 200] [--seed 0] [--only KIND ...] [key=value ...]``.
 
 Exit code 0: after all that was done to them, every promise held for all jobs.
 """
@@ -15,10 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from random import Random
 
-import classifiers_made
 import psutil
 
 from grpo_dist.loop.ledger import LEDGER, imbalance
+from tests.support import made_classifiers
 
 from . import room, verdict
 from .events import SUPERVISED, Event
@@ -70,7 +70,7 @@ class Chaos:
         self._skipped: dict[str, str] = {}
         self._problems: list[str] = []
         self._shared = _shared_memory()
-        self._classifier = classifiers_made.random(base / "classifier", "outcome")
+        self._classifier = made_classifiers.random(base / "classifier", "outcome")
 
     def run(self) -> list[str]:
         """What is wrong, in words; empty when nothing is. The next job comes also after one that broke a

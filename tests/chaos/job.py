@@ -39,7 +39,7 @@ class End:
 
 def python_path() -> str:
     """With what a job's processes import."""
-    return os.pathsep.join(filter(None, [str(_ROOT), str(_ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 class Job:
@@ -74,7 +74,7 @@ class Job:
 
     def launch(self) -> None:
         command = [sys.executable, "-m", "grpo_dist.cli", "train", str(CONFIG), f"output_dir={self.disk}"]
-        command += [f"rewards.code_paths=[{_ROOT / 'tests'}]", *self._overrides]
+        command += [f"rewards.code_paths=[{_ROOT / 'tests/support'}]", *self._overrides]
         self._process = subprocess.Popen(
             command,
             cwd=self._temporary,

@@ -12,7 +12,7 @@ from grpo_dist.config import Config, DataSource
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.driver import is_last_of_all
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.tools.plan import made_records as stand_ins
+from grpo_dist.tools.plan import made_records
 from grpo_dist.tools.plan.failures import NO_LOSSES
 from grpo_dist.tools.plan.options import Option
 from grpo_dist.tools.plan.simulation import Scenario, as_planned, world_of
@@ -75,7 +75,7 @@ def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
     nothing else to do.
     """
     config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
-    sets = [EvalSet(str(i), stand_ins.prompts(size, tokens)) for i, size in enumerate(sizes)]
+    sets = [EvalSet(str(i), made_records.prompts(size, tokens)) for i, size in enumerate(sizes)]
 
     async def session() -> float:
         world = world_of(scenario, config)

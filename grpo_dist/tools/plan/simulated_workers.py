@@ -20,7 +20,7 @@ from grpo_dist.loop.ledger import Account
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import IN_HAND, Admission
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.tools.plan import made_records as stand_ins
+from grpo_dist.tools.plan import made_records
 from grpo_dist.tools.plan.engines import Engine, EngineLost
 from grpo_dist.tools.plan.failures import Checkpoints, Losses, LossRates
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
@@ -146,7 +146,7 @@ class World:
             await asyncio.sleep(len(seeds) * self._rates.reached.sample_s)
         self.batch_s.append(self._loop.time() - begin)
         with self.apart():
-            return stand_ins.rollouts(prompt.uid, lengths, self._version)
+            return made_records.rollouts(prompt.uid, lengths, self._version)
 
     async def _admitted(self, sequences: int, tokens: int) -> int:
         self._asked += 1
@@ -174,11 +174,11 @@ class World:
         with self.apart():
             number = int(prompt.uid.rpartition("/")[2])
             signal = random.Random(f"{number} {self._version}").random() < self._signal_share
-            return stand_ins.group(prompt, rollouts, signal=signal)
+            return made_records.group(prompt, rollouts, signal=signal)
 
     async def _modelled(self, prompt_tokens: int, rollouts: RolloutsRef) -> None:
         with self.apart():
-            lengths = stand_ins.tokens_of(rollouts)
+            lengths = made_records.tokens_of(rollouts)
             calls = [
                 (servers, self._rates.reward_model_s(model, prompt_tokens, lengths))
                 for model, servers in self._reward_models
@@ -187,7 +187,7 @@ class World:
 
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         with self.apart():
-            work = UpdateWork(((int(prompt.token_ids[0]), stand_ins.tokens_of(rollouts)),))
+            work = UpdateWork(((int(prompt.token_ids[0]), made_records.tokens_of(rollouts)),))
             seconds = self._rates.reference_s(work)
         await self._references.serve("logprobs", seconds)
         return [np.zeros(1, np.float32) for _ in rollouts]
@@ -196,7 +196,7 @@ class World:
 
     def stage(self, batches: Sequence[TrainBatch]) -> list[UpdateWork]:
         with self.apart():
-            return [stand_ins.work_of(batch) for batch in batches]
+            return [made_records.work_of(batch) for batch in batches]
 
     async def update(
         self, staged: list[UpdateWork], *, kl_coef: float, bounds: Sequence[Bound]
@@ -250,7 +250,7 @@ class World:
         with self.apart():
             self._samples = sum(len(g.rollouts) for g in groups)
             self._tokens = sum(int(g.prompt.token_ids[0]) * len(g.rollouts) for g in groups)
-            self._completion_tokens = sum(sum(stand_ins.tokens_of(g.rollouts)) for g in groups)
+            self._completion_tokens = sum(sum(made_records.tokens_of(g.rollouts)) for g in groups)
 
     def account(self, step: int, found: Account) -> None:
         """No books are kept of what nobody sampled."""

@@ -18,7 +18,7 @@ from grpo_dist.runs.checkpoint import Place
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.figures import covered_s
-from grpo_dist.tools.plan import made_records as stand_ins
+from grpo_dist.tools.plan import made_records
 from grpo_dist.tools.plan.failures import NO_LOSSES, LossRates
 from grpo_dist.tools.plan.rates import Rates
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
@@ -104,7 +104,9 @@ def simulate(scenario: Scenario) -> Simulated:
         worlds.append(world)
         # Batches with their further prompts, as many as are on their way.
         several = 4 * (config.max_staleness + 1) if config.dynamic_sampling.enabled else 1
-        prompts = stand_ins.prompts(several * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
+        prompts = made_records.prompts(
+            several * config.batch.prompts_per_step, scenario.workload.prompt_tokens
+        )
 
         async def go_on(place: Place, workers: Workers) -> None:
             await driver.run(

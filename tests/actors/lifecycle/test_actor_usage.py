@@ -1,0 +1,90 @@
+"""What actors did is told also by those that have work of later batches before them."""
+
+import asyncio
+import threading
+
+import pytest
+import ray
+from ray.exceptions import ActorDiedError
+
+from actors.lifecycle.calls import one_at_a_time
+from actors.lifecycle.usage import ActorUsage
+from grpo_dist.runtime.metering import Metered, Usage, metered
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+
+class Slow(Metered):
+    def __init__(self):
+        super().__init__()
+        self._go, self._order = threading.Event(), []
+
+    @metered("work")
+    def work(self, number):
+        assert self._go.wait(60)
+        self._order.append(number)
+        return list(self._order)
+
+    def go(self):
+        self._go.set()
+
+
+class Whole:
+    """A team of actors that all serve."""
+
+    def __init__(self, *actors):
+        self._actors = actors
+
+    def alive(self):
+        return self._actors
+
+    def restarted(self):
+        return 0.0
+
+
+def test_an_actor_with_a_queue_tells_what_it_did_without_working_it_off(ray_cluster):
+    actor = one_at_a_time(Slow).options(num_cpus=0).remote()
+    queued = [actor.work.remote(number) for number in range(4)]
+    usage = ActorUsage({"reference": [Whole(actor)]}, queueing={"reference"}, timeout_s=HANG_S)
+    assert "memory/reference_gib" in asyncio.run(usage.read())
+    assert not ray.wait(queued, num_returns=1, timeout=0)[0]  # nothing is finished, yet it answered
+    ray.get(actor.go.options(concurrency_group="beside").remote())
+    assert ray.get(queued)[-1] == [0, 1, 2, 3]  # one at a time, in order
+    assert asyncio.run(usage.read())["time/reference_work_busy_s"] > 0
+    ray.kill(actor)
+
+
+class Method:
+    """Stands for one of an actor that answers, or is dead."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    async def remote(self):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Restarted:
+    """A team of which one actor serves, one has just died, and one is being replaced."""
+
+    def __init__(self, *answers):
+        self._actors = [type("Actor", (), {"usage": Method(answer)})() for answer in answers]
+        self._restarts = [2.0, 0.0]
+
+    def alive(self):
+        return self._actors
+
+    def restarted(self):
+        return self._restarts.pop(0)
+
+
+def test_restarts_are_counted_and_a_lost_actor_holds_nobody_up():
+    team = Restarted(Usage({"sample": 2.0}), ActorDiedError())
+    usage = ActorUsage({"rollout": [team], "reference": []}, queueing=(), timeout_s=HANG_S)
+    metrics = asyncio.run(usage.read())
+    assert metrics["restarts/rollout"] == 2.0 and metrics["time/rollout_sample_busy_s"] == 2.0
+    assert list(usage.latest) == ["rollout-0"] and "restarts/reference" not in metrics
+    assert asyncio.run(usage.read())["restarts/rollout"] == 0.0

@@ -1,0 +1,159 @@
+"""Losses as Ray tells of them, by whoever meets them; nothing of Ray is started."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import (
+    ActorDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayTaskError,
+    WorkerCrashedError,
+)
+
+from actors.cluster import Cluster
+from actors.lifecycle import supervisor
+from actors.lifecycle.supervisor import Health, Team
+from grpo_dist.config import Restarts
+from grpo_dist.driver import run
+from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
+from tests.support import fakes
+
+OBJECT_LOST = ObjectLostError("00" * 28, b"", "")
+
+
+def in_an_actor(error):
+    """As Ray hands on what was raised there."""
+    return RayTaskError("score", f"a traceback: {error}", error).as_instanceof_cause()
+
+
+class Method:
+    def __init__(self, function):
+        self._function = function
+
+    def options(self, **_):
+        return self
+
+    def remote(self, *arguments):
+        return self._function(*arguments)
+
+
+class Worker:
+    """Raises ``errors`` one after the other, then answers."""
+
+    def __init__(self, errors):
+        async def ready():
+            """Up."""
+
+        async def health():
+            return Health()
+
+        async def score(what):
+            if errors:
+                raise errors.pop(0)
+            return what
+
+        self.ready, self.health, self.score = Method(ready), Method(health), Method(score)
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_killed(monkeypatch):
+    monkeypatch.setattr(supervisor, "kill", lambda workers: None)
+
+
+async def asked(*errors):
+    """The answer, and how many restarts it took."""
+    left = list(errors)
+    team = Team("reward", [lambda name: Worker(left)], restarts=Restarts(backoff_s=0.01), start_s=5)
+    await team.ready()
+    try:
+        return await team.call("score", 42), team.restarted()
+    finally:
+        await team.shutdown()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ActorDiedError(), OutOfMemoryError("its node's memory"), NodeDiedError("gone"), WorkerCrashedError()],
+)
+def test_an_actor_is_replaced_however_ray_says_that_it_is_gone(error):
+    assert asyncio.run(asked(error)) == (42, 1)
+
+
+@pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])
+def test_samples_that_are_gone_are_no_fault_of_who_should_have_read_them(error):
+    with pytest.raises(SamplesLost, match="reward-0"):
+        asyncio.run(asked(error))
+
+
+def test_what_an_actor_refuses_is_raised_as_it_is():
+    with pytest.raises(ValueError, match="no such answer"):
+        asyncio.run(asked(in_an_actor(ValueError("no such answer"))))
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ActorDiedError(), StateLost),
+        (OutOfMemoryError("x"), StateLost),
+        (OBJECT_LOST, StateLost),
+        (in_an_actor(OBJECT_LOST), StateLost),
+        (in_an_actor(TransferLost("gloo")), StateLost),
+        (SamplesLost("x"), StateLost),
+        (TimeoutError("stage x"), StateLost),
+        (in_an_actor(ValueError("x")), ValueError),
+        (WorkerLost("no restart is left"), WorkerLost),
+    ],
+)
+def test_a_loss_that_nobody_made_good_goes_back_to_the_checkpoint(error, told):
+    async def met():
+        async with Cluster(fakes.config()).losses_told():
+            raise error
+
+    with pytest.raises(told):
+        asyncio.run(met())
+
+
+class LosesSamples(fakes.World):
+    """Of every third group, once, the samples are gone before somebody has read them."""
+
+    def __init__(self, who):
+        super().__init__()
+        self._who, self._lost, self._calls = who, set(), 0
+
+    def _read(self, who, prompt):
+        self._calls += 1
+        if who == self._who and self._calls % 3 == 0 and prompt.uid not in self._lost:
+            self._lost.add(prompt.uid)
+            raise SamplesLost(prompt.uid)
+
+    async def score(self, prompt, rollouts):
+        self._read("score", prompt)
+        return await super().score(prompt, rollouts)
+
+    async def logprobs(self, prompt, rollouts):
+        self._read("logprobs", prompt)
+        return await super().logprobs(prompt, rollouts)
+
+    @property
+    def lost(self):
+        return len(self._lost)
+
+
+DYNAMIC = {"dynamic_sampling": {"enabled": True}}  # whose reference is given the samples themselves
+
+
+@pytest.mark.parametrize(
+    ("who", "changes"), [("score", {}), ("logprobs", {}), (None, {}), ("score", DYNAMIC), (None, DYNAMIC)]
+)
+def test_samples_that_are_lost_are_drawn_again_the_same(who, changes, caplog):
+    def trained(world):
+        prompts = fakes.prompts(24)
+        asyncio.run(run(fakes.config(**changes), world.workers(reference=True), prompts, [], world, world))
+        return [[batch.tokens.tolist() for batch in step] for step in world.updates]
+
+    world = LosesSamples(who)
+    assert trained(world) == trained(fakes.World())
+    told = sum("samples are lost and asked for again" in line for line in caplog.messages)
+    assert told == world.lost and (told > 0) == (who is not None)

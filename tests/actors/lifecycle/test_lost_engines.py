@@ -1,0 +1,210 @@
+"""Two real engines and a real policy rank: an engine is killed while it samples, and while weights travel."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+from test_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
+from transformers import AutoModelForCausalLM
+
+import actors.transfer.vllm_receiver
+from actors.weight_sync import WeightSync
+from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
+from grpo_dist.config import Model, Restarts
+from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.errors import TransferLost
+from grpo_dist.types import Sampling
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+SEEDS = [1, 2, 3, 4]
+SAMPLING = Sampling(max_new_tokens=100)
+
+
+class MortalWorker(RolloutWorker):
+    """An engine that dies with a part of the next weights."""
+
+    async def process(self):
+        return os.getpid()
+
+    async def die_of_the_second_bucket(self):
+        seen, keep = [], actors.transfer.vllm_receiver.keep_what_waits
+
+        def count(model, bucket):
+            keep(model, bucket)
+            seen.append(bucket)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        actors.transfer.vllm_receiver.keep_what_waits = count
+
+
+class World(OnALoop):
+    def __init__(self, model_dir):
+        super().__init__()
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        self.run(self._start(model_dir))
+
+    async def _start(self, model_dir):
+        model, sync = Model(path="tiny"), SyncSettings(bucket_mb=1)
+        settings = RolloutSettings(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
+        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
+        self.rollouts = RolloutPool(
+            spec, options=OPTIONS, worker=MortalWorker, restarts=Restarts(backoff_s=0.1), start_s=HANG_S
+        )
+        self.policy = one_rank(model, model_dir)
+        await asyncio.gather(self.rollouts.ready(), self.policy.ready())
+        self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)
+
+    def run(self, coroutine):
+        return super().run(asyncio.wait_for(coroutine, HANG_S))
+
+    async def sample_all(self):
+        async def one(prompt):
+            return await (await self.rollouts.sample(prompt, seeds=SEEDS, sampling=SAMPLING))
+
+        return await asyncio.gather(*(one(p) for p in PROMPTS))
+
+    async def sample_on(self, worker):
+        """The first group of `sample_all`, of this engine."""
+        _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], SEEDS, SAMPLING)
+        return await rollouts
+
+    async def move(self, seed):
+        """The policy's weights, and with them the trainer's that engines are compared with."""
+        weights = await self.policy.ranks[0].move.remote(seed)
+        self.model.load_state_dict(weights, strict=False)
+        self.model.tie_weights()
+
+    async def all_serve(self):
+        while len(self.rollouts.team.alive()) < 2:
+            await asyncio.sleep(0.1)
+
+    async def check(self, version):
+        """Both engines have the policy's weights, and call them ``version``."""
+        await self.all_serve()
+        groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
+        assert same(*groups)
+        for group in groups:
+            assert all((r.policy_versions == version).all() for r in group)
+            assert difference(self.model, PROMPTS[0], group) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def world(ray_cluster, tiny_model):
+    world = World(tiny_model)
+    yield world
+    world.close()
+
+
+def test_requests_of_a_killed_engine_come_out_as_if_nothing_had_happened(world):
+    async def session():
+        await world.move(1)
+        await world.sync.push(1)
+        undisturbed = await world.sample_all()
+        process = await world.rollouts.workers[0].process.remote()
+        under_way = asyncio.create_task(world.sample_all())
+        await asyncio.sleep(0.2)
+        assert world.rollouts.team.admission._loads[0].sequences  # it has work
+        os.kill(process, signal.SIGKILL)
+        disturbed = await under_way
+        assert all(same(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
+        await world.check(1)
+        await world.move(2)
+        await world.sync.push(2)
+        await world.check(2)
+
+    world.run(session())
+
+
+def test_an_engine_killed_with_half_of_the_weights_is_left_out_and_gets_them_later(world):
+    async def session():
+        await world.check(2)
+        survivor = world.rollouts.workers[1]
+        await world.rollouts.workers[0].die_of_the_second_bucket.remote()
+        await world.move(3)
+        metrics = await world.sync.push(3)  # long before its deadline
+        assert metrics["sync/bytes"] > 0
+        assert world.rollouts.team.alive() == [survivor]
+        group = await world.sample_on(survivor)
+        assert difference(world.model, PROMPTS[0], group) < 1e-5
+        assert all((r.policy_versions == 3).all() for r in group)
+        await world.check(3)
+        await world.move(4)
+        await world.sync.push(4)
+        await world.check(4)
+
+    world.run(session())
+
+
+def test_weights_that_an_engine_gets_behind_an_update_are_called_the_next_version(world):
+    """The rank is asked to send after it was asked to update, so what comes is what the next push brings."""
+
+    async def session():
+        await world.move(5)
+        world.policy.updates += 1
+        worker = world.rollouts.workers[0]
+        await world.sync.catch_up(worker)
+        group = await world.sample_on(worker)
+        assert all((r.policy_versions == 5).all() for r in group)
+        assert difference(world.model, PROMPTS[0], group) < 1e-5
+        await world.sync.push(5)
+        await world.check(5)
+
+    world.run(session())
+
+
+def test_a_broken_connection_alone_is_made_again_once(world):
+    """Nobody is lost: the weights travel again, in a new group. One that breaks twice is no chance."""
+
+    async def session():
+        rank = world.policy.ranks[0]
+        await rank.cut_transfers.remote(1)
+        world.sync._is_open = False
+        await world.move(6)
+        await world.sync.push(6)
+        await world.check(6)
+        await rank.cut_transfers.remote(2)
+        world.sync._is_open = False
+        with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+            await world.sync.push(7)
+        assert world.rollouts.team.restarted() == 2  # those of the tests before
+        await rank.cut_transfers.remote(0)
+        await world.sync.push(7)
+
+    world.run(session())
+
+
+def test_weights_that_came_from_a_policy_that_is_gone_do_not_count(world):
+    """All engines have version 8 whole when the policy is lost: the one in its place brings 3 again."""
+
+    async def session():
+        await world.move(8)
+        workers = world.rollouts.workers
+        await asyncio.gather(*(worker.begin_update.remote() for worker in workers))
+        await world.sync._open(workers)
+        await world.sync._send(world.sync._group, workers)
+        await world.rollouts.abandon()
+        settings = SyncSettings(bucket_mb=1)
+        world.sync = await WeightSync.connect(world.policy, world.rollouts, settings, timeout_s=HANG_S)
+        await world.move(9)
+        await world.sync.push(3)
+        await world.check(3)
+
+    world.run(session())
+
+
+def test_weights_of_the_wrong_sum_still_end_the_run(world):
+    """Last in this file: the engines are of no use afterwards."""
+
+    async def session():
+        await world.policy.ranks[0].corrupt_next_transfer.remote()
+        with pytest.raises(Exception, match=r"received bytes with checksum \d+, the policy sent \d+"):
+            await world.sync.push(8)
+        assert len(world.rollouts.team.alive()) == 2 and world.rollouts.team.restarted() == 0
+
+    world.run(session())

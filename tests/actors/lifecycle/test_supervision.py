@@ -1,0 +1,286 @@
+"""Actors that die or hang, as real processes without engines: what is repeated, and when it ends."""
+
+import asyncio
+import logging
+import os
+import signal
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+import actors.workers.reference
+from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.supervisor import Team, WorkerLost
+from actors.workers.made_records import made_rollouts
+from actors.workers.reference import ReferencePool
+from actors.workers.reward import RewardPool
+from actors.workers.rollout import RolloutPool
+from actors.workers.simulated import SimulatedSpec
+from grpo_dist.config import Model, Reference, Restarts, Rewards
+from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.runtime.hardware import thread_environment
+from grpo_dist.types import Prompt, Sampling
+from tests.support.crashing_actors import Busy, Engine, Frozen, Grader
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=HANG_S)  # nothing hangs
+HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
+SAMPLING = Sampling(max_new_tokens=4)
+
+
+def prompt(uid):
+    return Prompt(uid, np.array([1, 2], np.int32), "1", "made", "1")
+
+
+def pool(workers, restarts=QUICK):
+    spec = SimulatedSpec(RolloutSettings(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
+    return RolloutPool(spec, options=OPTIONS, worker=Engine, restarts=restarts, start_s=HANG_S)
+
+
+async def fetched(rollouts, uid):
+    return await (await rollouts.sample(prompt(uid), seeds=[1, 2], sampling=SAMPLING))
+
+
+async def with_one_lost(rollouts, lose, groups=30):
+    """Groups sampled while engine 0 is lost by ``lose(worker, process id)``; its process, and the results."""
+    worker = rollouts.workers[0]
+    process = await worker.process.remote()
+    tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(groups)]
+    await asyncio.sleep(0.07)
+    await lose(worker, process)
+    async with asyncio.timeout(HANG_S):
+        return process, await asyncio.gather(*tasks)
+
+
+async def killed(worker, process):
+    os.kill(process, signal.SIGKILL)
+
+
+async def stopped(worker, process):
+    os.kill(process, signal.SIGSTOP)
+
+
+async def stuck(worker, process):
+    await worker.stick.remote()
+
+
+async def failed(worker, process):
+    await worker.fail.remote()
+
+
+def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster, caplog):
+    """Killed, stopped, stuck in a step, and failed in one, one after the other."""
+
+    async def session():
+        rollouts = pool(2, HANGS.model_copy(update={"max_per_worker": 4}))
+        await rollouts.ready()
+        for lose in (killed, stopped, stuck, failed):
+            process, groups = await with_one_lost(rollouts, lose)
+            assert [(uid, seeds) for uid, seeds, _ in groups] == [(f"p{i}", (1, 2)) for i in range(30)]
+            async with asyncio.timeout(HANG_S):
+                while len(rollouts.team.alive()) < 2 or _lives(process):
+                    await asyncio.sleep(0.05)
+            assert all(hand.sequences == hand.tokens == 0 for hand in rollouts.team.admission._loads)
+            assert rollouts.team.restarted() == 1.0 and rollouts.team.restarted() == 0.0
+            assert await rollouts.workers[0].process.remote() != process
+        await rollouts.shutdown()
+
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        asyncio.run(session())
+    told = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
+    assert [line for line in told if line == "rollout-0 serves again"] == told[1::2]
+    reasons = ("died", "says how it is", "has not gone on", "the engine has failed: out of memory")
+    for line, why in zip(told[::2], reasons, strict=True):
+        assert line.startswith("rollout-0 is lost (") and why in line
+    assert "restart 4 of 4 in 0.4 s" in told[6]
+
+
+async def gone(worker):
+    """A killed actor may answer a last time."""
+    with pytest.raises(RayActorError):
+        while True:
+            await worker.ready.remote()
+
+
+def _lives(process):
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_engine_started_anew_samples_nothing_before_it_has_caught_up(ray_cluster):
+    async def session():
+        rollouts, caught_up = pool(1), []
+
+        async def catch_up(worker):
+            await asyncio.sleep(0.3)
+            caught_up.append(await worker.process.remote())
+
+        rollouts.team.catch_up = catch_up
+        await rollouts.ready()
+        process, groups = await with_one_lost(rollouts, killed)
+        await rollouts.shutdown()
+        assert len(caught_up) == 1 and {pid for *_, pid in groups} <= {process, caught_up[0]}
+        return rollouts
+
+    asyncio.run(session())
+
+
+def test_whoever_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
+    """A push that waits for the same lock must not take the engine for one that is still away."""
+
+    async def session():
+        rollouts, lock, found = pool(1), asyncio.Lock(), []
+
+        async def catch_up(worker):
+            async with lock:
+                waiting.append(asyncio.create_task(push()))
+                await worker.process.remote()
+
+        async def push():
+            async with lock:
+                found.append(len(rollouts.team.alive()))
+
+        waiting = []
+        rollouts.team.catch_up = catch_up
+        await rollouts.ready()
+        await with_one_lost(rollouts, killed)
+        await asyncio.gather(*waiting)
+        await rollouts.shutdown()
+        return found
+
+    assert asyncio.run(session()) == [1]
+
+
+def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster):
+    async def session():
+        rollouts, stopped_at = pool(1, HANGS), []
+
+        async def catch_up(worker):
+            if not stopped_at:
+                stopped_at.append(await worker.process.remote())
+                os.kill(stopped_at[0], signal.SIGSTOP)
+            await worker.process.remote()
+
+        rollouts.team.catch_up = catch_up
+        await rollouts.ready()
+        _, groups = await with_one_lost(rollouts, killed)
+        assert len(groups) == 30 and not {pid for *_, pid in groups} & {*stopped_at}
+        assert rollouts.team.restarted() == 2.0
+        await rollouts.shutdown()
+
+    asyncio.run(session())
+
+
+def test_when_no_restart_is_left_all_who_wait_are_told_which_engine_it_was(ray_cluster):
+    async def session(restarts, losses):
+        rollouts = pool(1, restarts)
+        await rollouts.ready()
+        await rollouts.workers[0].stick.remote()
+        tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(5)]
+        await asyncio.sleep(0.1)
+        for _ in range(losses):
+            worker = rollouts.workers[0]
+            async with asyncio.timeout(HANG_S):
+                while not rollouts.team.is_current(0, worker):
+                    await asyncio.sleep(0.02)
+                    worker = rollouts.workers[0]
+            await worker.stick.remote()
+            kill([worker])
+            await asyncio.sleep(0.1)
+        async with asyncio.timeout(HANG_S):
+            errors = await asyncio.gather(*tasks, return_exceptions=True)
+        with pytest.raises(WorkerLost):
+            rollouts.team.check()
+        await rollouts.shutdown()
+        return errors
+
+    for error in asyncio.run(session(None, 1)):
+        assert isinstance(error, WorkerLost) and str(error).startswith("rollout-0 is lost (")
+    for error in asyncio.run(session(QUICK.model_copy(update={"max_per_worker": 1}), 2)):
+        assert isinstance(error, WorkerLost)
+        assert "after 1 restart(s) within 3600 s, all of `cluster.restarts.max_per_worker`" in str(error)
+
+
+def test_long_work_is_no_hang(ray_cluster):
+    async def session():
+        actor = one_at_a_time(Busy)
+        team = Team(
+            "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=HANG_S,
+            restarts=Restarts(health_s=0.5, hang_s=10),
+        )  # fmt: skip
+        await team.ready()
+        first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
+        assert len(set(first)) == 1 and team.restarted() == 0
+        os.kill(first[0], signal.SIGKILL)
+        assert await team.call("work", 0.0) != first[0]  # nobody had noticed
+        await team.shutdown()
+        kill(team.workers)
+
+    asyncio.run(session())
+
+
+def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_one_is(
+    ray_cluster, tmp_path, caplog
+):
+    settings = Rewards.model_validate({"processes_per_worker": 1, "functions": [{"function": "math"}]})
+    samples = made_rollouts("p", 2, np.random.default_rng(0))
+    once = Prompt("once", np.array([1], np.int32), "1", "made", "1", {"mark": str(tmp_path / "died")})
+
+    async def session():
+        rewards = RewardPool(
+            settings, max_new_tokens=64, options=OPTIONS, worker=Grader, restarts=QUICK, start_s=HANG_S
+        )
+        await rewards.ready()
+        async with asyncio.timeout(HANG_S):
+            prompts = (once, prompt("poison"), prompt("ok"))
+            groups = [await rewards.score(p, ray.put(samples)) for p in prompts]
+        await rewards.shutdown()
+        return groups, rewards.team.restarted()
+
+    groups, restarted = asyncio.run(session())
+    assert restarted == 3 and (tmp_path / "died").exists()
+    for group in (groups[0], groups[2]):
+        assert not np.isnan(group.rewards).any()
+    poisoned = groups[1]
+    assert np.isnan(poisoned.rewards).all() and poisoned.outcomes == ("error", "error")
+    assert poisoned.reward_parts.keys() == groups[2].reward_parts.keys() and len(poisoned.rollouts) == 2
+    assert any("2 workers were lost over prompt poison" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("refresh_every", [0, 5])
+def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monkeypatch, refresh_every):
+    monkeypatch.setattr(actors.workers.reference, "ReferenceWorker", Frozen)
+
+    async def session():
+        reference = ReferencePool(
+            Reference(refresh_every=refresh_every), model=Model(path="tiny"), model_dir="", temperature=1.0,
+            chunk_mib=8, options=OPTIONS, restarts=QUICK, start_s=HANG_S,
+        )  # fmt: skip
+        await reference.ready()
+        before = await reference.logprobs(prompt("p"), ["abc", "d"])
+        ray.kill(reference.workers[0])
+        await gone(reference.workers[0])
+        try:
+            return before, await reference.logprobs(prompt("p"), ["abc", "d"])
+        finally:
+            await reference.shutdown()
+
+    if refresh_every:
+        with pytest.raises(WorkerLost, match=r"reference-0 is lost .*but from a checkpoint"):
+            asyncio.run(session())
+    else:
+        before, after = asyncio.run(session())
+        assert before == after == [3, 1]
+
+
+def test_a_hang_is_not_said_before_anybody_asked():
+    with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 3"):
+        Restarts(hang_s=2)

@@ -1,0 +1,357 @@
+"""What is said of actors that do not answer: where each is, whatever it is that keeps it."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+import actors.lifecycle.watchdog
+from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.supervisor import Team, Watched
+from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
+from grpo_dist.config import Restarts
+from grpo_dist.runtime import stacks
+from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runtime.stacks import calls_in_hand, look
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+LONG_S = int(HANG_S)  # beyond all tests of this file; sleep of the C library takes whole seconds
+LIMITS_S = {name: getattr(actors.lifecycle.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
+
+
+class Stuck(Watched):
+    def __init__(self, mark=None):
+        if mark is not None:
+            mark.touch()
+            self.sleep_in_python()
+
+    def ready(self):
+        return os.getpid()
+
+    def sleep_in_python(self):
+        end = time.monotonic() + LONG_S
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    def hold_the_interpreter(self):
+        ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread of it gets on
+
+
+class StuckLoop(Watched):
+    async def ready(self):
+        return os.getpid()
+
+    async def wait_for_nobody(self):
+        await self.within()
+
+    async def within(self):
+        await asyncio.get_running_loop().create_future()
+
+    async def block_the_loop(self):
+        time.sleep(LONG_S)
+
+    async def calls(self):
+        return calls_in_hand()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A busy machine takes longer to say where actors are. A loop that is blocked never says."""
+    for name in LIMITS_S:
+        monkeypatch.setattr(actors.lifecycle.watchdog, name, 10.0 if name == "_CALLS_S" else LONG_S)
+
+
+@pytest.fixture(scope="module")
+def stuck(ray_cluster, tmp_path_factory):
+    """Actors by name, each stuck in another way, and their processes."""
+    mark = tmp_path_factory.mktemp("stuck") / "constructor"
+    sync, loop = one_at_a_time(Stuck).options(num_cpus=0), ray.remote(StuckLoop).options(num_cpus=0)
+    names = ["python", "c", "stopped", "dead", "idle"]
+    made = {name: sync.remote() for name in names} | {name: loop.remote() for name in ("waits", "blocked")}
+    pids = dict(zip(made, ray.get([worker.ready.remote() for worker in made.values()]), strict=True))
+    made["made"] = sync.remote(mark)
+    made["python"].sleep_in_python.remote()
+    made["c"].hold_the_interpreter.remote()
+    for _ in range(3):
+        made["waits"].wait_for_nobody.remote()
+    made["blocked"].block_the_loop.remote()
+    os.kill(pids["stopped"], signal.SIGSTOP)
+    kill([made["dead"]])
+    with pytest.raises(RayActorError):
+        for _ in range(100):  # it may answer some more
+            ray.get(made["dead"].ready.remote(), timeout=HANG_S)
+            time.sleep(0.05)
+    while not mark.exists():
+        time.sleep(0.05)
+    time.sleep(2)  # until all calls have arrived
+    yield made, pids
+    os.kill(pids["stopped"], signal.SIGCONT)
+    del made["dead"]
+    kill(made.values())
+
+
+def told_of(stuck, *names):
+    made, _ = stuck
+    return asyncio.run(where_stuck({name: made[name] for name in names}))
+
+
+def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
+    """Whatever hangs: Ray's table, a look, an actor's event loop."""
+
+    async def never(*_):
+        await asyncio.sleep(LONG_S)
+
+    monkeypatch.setattr(actors.lifecycle.watchdog, "_call", never)
+    monkeypatch.setattr(actors.lifecycle.watchdog, "look", never)
+    for name in ("_LOOK_S", "_CALLS_S"):
+        monkeypatch.setattr(actors.lifecycle.watchdog, name, LIMITS_S[name])
+    text = told_of(stuck, "python", "waits")
+    assert text.count("where, its node does not say within 6 s") == 1
+    assert sum(LIMITS_S.values()) <= 10
+
+
+def test_each_is_told_with_its_node_its_process_and_where_it_is(stuck):
+    made, pids = stuck
+    text = told_of(stuck, *made)
+    begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
+    told = {line.partition(" ")[0]: line for line in text.splitlines() if line.startswith(tuple(begins))}
+    assert told.keys() == made.keys(), text
+    assert all(f"pid {pids[name]}): " in line for name, line in told.items() if name in pids)
+    assert told["dead"].endswith(": dead") and told["idle"].endswith(": in no call, it waits for work")
+    assert "stopped, as by SIGSTOP (state T (stopped))" in told["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("python", "in sleep_in_python\n      time.sleep(0.01)"),
+        ("made", "in sleep_in_python\n      time.sleep(0.01)"),
+        ("c", "in hold_the_interpreter\n      ctypes.PyDLL(None).sleep(LONG_S)"),
+        ("blocked", "in block_the_loop\n      time.sleep(LONG_S)"),
+        ("waits", "in within\n      await asyncio.get_running_loop().create_future()"),
+    ],
+)
+def test_of_a_stack_the_way_into_the_actor_is_left_out_and_the_most_recent_call_comes_last(stuck, name, last):
+    text = told_of(stuck, name)
+    assert last in text and "ray/_private" not in text and "threading.py" not in text
+    in_test = [line for line in text.splitlines() if "  File " in line and "test_watchdog.py" in line]
+    assert last.startswith(in_test[-1].rpartition(", ")[2])
+    if name == "made":
+        assert len(in_test) == 2 and in_test[0].endswith("in __init__")
+    if name == "waits":
+        assert "in no call, it waits for work\n3 call(s) wait in\n" in text
+        assert "wait_for_nobody" in in_test[0]
+
+
+def test_actors_at_the_same_place_are_told_of_once(stuck):
+    made, pids = stuck
+    twice = {"policy-0": made["c"], "policy-1": made["c"]}
+    text = asyncio.run(where_stuck(twice))
+    there = f"(node {ray.util.get_node_ip_address()}, pid {pids['c']})"
+    assert text.startswith(f"policy-0 {there}, policy-1 {there}: in\n")
+    assert text.count("hold_the_interpreter") == 1
+
+
+def test_another_node_looks_itself(stuck, monkeypatch):
+    """The one node there is, through a task on it."""
+
+    class Elsewhere:
+        def get_node_id(self):
+            return "another"
+
+    monkeypatch.setattr(actors.lifecycle.watchdog.ray, "get_runtime_context", Elsewhere)
+    text = told_of(stuck, "c", "stopped")
+    assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
+
+
+_FAMILY = """
+import os, time
+from grpo_dist.runtime.stacks import listen
+
+def parent(*children):
+    print(*children, flush=True)
+    time.sleep(600)
+
+def listening_child():
+    listen()
+    time.sleep(600)
+
+listen()
+if deaf := os.fork():
+    if child := os.fork():
+        parent(deaf, child)
+    else:
+        listening_child()
+time.sleep(600)
+"""
+
+
+def test_processes_that_an_actor_started_are_looked_at_where_they_listen():
+    """As the workers of an engine that is spread over devices; one forked and never told to would only repeat
+    its parent.
+    """
+    with subprocess.Popen([sys.executable, "-c", _FAMILY], stdout=subprocess.PIPE, text=True) as family:
+        deaf, child = (int(pid) for pid in family.stdout.readline().split())
+        time.sleep(0.2)
+        (text,) = asyncio.run(look([family.pid])).values()
+        for pid in (child, deaf, family.pid):
+            os.kill(pid, signal.SIGKILL)
+    own, _, other = text.partition(f"\nits process {child}: in\n")
+    assert own.startswith("in\n") and own.endswith("in parent") and other.endswith("in listening_child")
+    assert str(deaf) not in text
+    assert asyncio.run(look([family.pid])) == {family.pid: "dead"}
+
+
+_LONG_DUMP = """
+import os, threading, time
+from grpo_dist.runtime.stacks import listen
+
+def thread(depth=60):
+    thread(depth - 1) if depth else time.sleep(600)
+
+def main_thread():
+    print(flush=True)
+    time.sleep(600)
+
+for _ in range(60):
+    threading.Thread(target=thread, daemon=True).start()
+os.nice(5)
+listen()
+main_thread()
+"""
+
+
+@contextmanager
+def starved(program):
+    """A process of ``program`` that has printed a line, and shares a CPU with four that never rest."""
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(own)})  # which processes inherit
+    try:
+        command = [sys.executable, "-c"]
+        busy = [subprocess.Popen([*command, "while True: pass"]) for _ in range(4)]
+        slow = subprocess.Popen([*command, program], stdout=subprocess.PIPE, text=True)
+    finally:
+        os.sched_setaffinity(0, own)
+    try:
+        slow.stdout.readline()
+        yield slow
+    finally:
+        for process in (slow, *busy):
+            process.kill()
+            process.communicate()
+
+
+def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
+    """Its main thread, the last that it writes of, too: a pause in what it writes is not the end."""
+    with starved(_LONG_DUMP) as slow:
+        texts = [asyncio.run(look([slow.pid]))[slow.pid] for _ in range(10)]
+    assert all(text.startswith("in\n") and text.endswith("in main_thread") for text in texts)
+
+
+@pytest.mark.parametrize("look_number", [1, 2])
+def test_a_process_that_dies_while_it_is_looked_at_hides_no_other(monkeypatch, look_number):
+    """Before the signal, or while its dump is waited for."""
+    program = (
+        "import time; from grpo_dist.runtime.stacks import listen; "
+        "listen(); print(flush=True); time.sleep(600)"
+    )
+    command, looks = [sys.executable, "-c", program], []
+    dies, other = (subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2))
+
+    def status(process):
+        looks.append(process)
+        if process == dies.pid and looks.count(process) == look_number:
+            dies.kill()
+            dies.wait()
+        return known(process)
+
+    known = stacks._status
+    monkeypatch.setattr(stacks, "_status", status)
+    try:
+        for process in (dies, other):
+            process.stdout.readline()
+        found = asyncio.run(look([dies.pid, other.pid]))
+    finally:
+        for process in (dies, other):
+            process.kill()
+            process.communicate()
+    assert looks.count(dies.pid) == look_number
+    assert found[dies.pid] == "dead" and found[other.pid].startswith("in\n")
+
+
+def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
+    made, _ = stuck
+
+    async def session():
+        same = {name: made[name] for name in ("c", "waits")}
+        return await asyncio.gather(*(where_stuck(same) for _ in range(4)))
+
+    first, *others = asyncio.run(session())
+    assert "hold_the_interpreter" in first and others == [first] * 3
+
+
+def test_what_cannot_be_found_out_is_said_and_hides_nothing(ray_cluster):
+    assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: where, Ray does not say"
+
+
+def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(stuck):
+    made, _ = stuck
+
+    async def session(seconds, body):
+        async with deadline_of(numbered("rollout", [made["python"]]), seconds, "sync: version 3 travels"):
+            await body()
+
+    async def inner():
+        async with deadline(0.01, "another"):
+            await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError) as late:
+        asyncio.run(session(0.1, lambda: asyncio.sleep(5)))
+    first, second, *_ = str(late.value).splitlines()
+    assert first == "stage sync: version 3 travels: not finished within 0.1 s"
+    assert second.startswith("rollout-0 (node ") and "sleep_in_python" in str(late.value)
+    with pytest.raises(TimeoutError) as other:
+        asyncio.run(session(5, inner))
+    assert str(other.value) == "stage another: not finished within 0.01 s"
+
+
+@pytest.mark.parametrize("budget", [1, 0])
+def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_cluster, caplog, budget):
+    """In the log, or in the error that ends the role."""
+    restarts = Restarts(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
+
+    async def session():
+        make = one_at_a_time(Stuck).options(num_cpus=0).remote
+        team = Team("reference", [lambda _: make()], restarts=restarts, start_s=LONG_S)
+        await team.ready()
+        team.workers[0].hold_the_interpreter.remote()
+        try:
+            async with asyncio.timeout(LONG_S):
+                return await team.call("ready")
+        finally:
+            await team.shutdown()
+            if budget:
+                kill(team.workers)
+
+    with caplog.at_level(logging.WARNING, "grpo_dist"):
+        if budget:
+            assert asyncio.run(session()) > 0
+            (text, *_) = [record.getMessage() for record in caplog.records]
+        else:
+            with pytest.raises(RuntimeError, match="reference-0 is lost") as lost:
+                asyncio.run(session())
+            text = str(lost.value)
+    first, second, *_ = text.splitlines()
+    assert first.startswith("reference-0 is lost (stage reference-0 says how it is: not finished within ")
+    assert second.startswith("reference-0 (node ") and "in hold_the_interpreter" in text

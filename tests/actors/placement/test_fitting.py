@@ -1,0 +1,236 @@
+"""What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+from test_placement import config, shape
+
+from actors import cluster
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
+from actors.placement.reservation import Room
+from grpo_dist.config import Grown
+from grpo_dist.errors import UserError
+from tests.support.patience import HANG_S
+
+GPU = Bundle("policy", gpus=1, cpus=1)
+
+
+def node(name, gpus, free_gpus, cpus=64.0, free_cpus=None):
+    return Node(name, cpus, gpus, cpus if free_cpus is None else free_cpus, free_gpus)
+
+
+def test_ranks_come_first_and_engines_are_whole():
+    demands = placement(shape(2, 2, 4), Resources(64, 16, shared=True), training=True)
+    assert bundles(demands) == [
+        Bundle("policy", 1, 1), Bundle("policy", 1, 1), Bundle("rollout", 4, 1), Bundle("rollout", 4, 1),
+        Bundle("rewards", 0, 1),
+    ]  # fmt: skip
+
+
+def test_engines_on_the_ranks_gpus_take_none():
+    demands = placement(shape(8, 4, 2), Resources(64, 8, shared=True), training=True)
+    assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
+
+
+def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
+    """Of nodes with 6 GPUs, 8 ranks would otherwise take 6 and 2, where no two engines of 4 fit."""
+    demands = placement(shape(8, 2, 4, where="colocated"), Resources(64, 12, shared=True), training=True)
+    wanted = [bundle for bundle in bundles(demands) if bundle.role == "policy"]
+    assert wanted == [Bundle("policy", 4, 4, workers=4)] * 2
+    assert fits(wanted, [node("a", 6, 6), node("b", 6, 6)])
+    assert not fits(wanted, [node("a", 6, 6), node("b", 2, 2)])
+    places = Room(wanted, "group").of("policy")
+    assert [(p["num_gpus"], p["num_cpus"]) for p in places] == [(1, 1)] * 8
+    assert too_large(wanted, [node("a", 2, 2)]).startswith(
+        "4 workers of `policy`, on whose GPUs one engine samples, take 4 GPU(s) and 4 CPU(s) of one node"
+    )
+    indices = [p["scheduling_strategy"].placement_group_bundle_index for p in places]
+    assert indices == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
+    wanted = shape(1, 1, where="separate")
+    assert bundles(placement(wanted, Resources(4, 0), training=True)) == []
+    two_nodes = Resources(5, 0, node_cpus=3, shared=True)  # one CPU is the driver's
+    assert bundles(placement(wanted, two_nodes, training=True)) == [
+        Bundle("policy", 0, 2), Bundle("rollout", 0, 2)
+    ]  # fmt: skip
+    assert bundles(placement(wanted, Resources(1, 0, shared=True), training=True)) == []  # one CPU for two
+
+
+def test_no_worker_gets_more_threads_than_a_node_has():
+    demands = placement(shape(1, 1, where="separate"), Resources(32, 0, node_cpus=4), training=True)
+    assert demands["policy"].threads == demands["rollout"].threads == 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "fit"),
+    [
+        ([4, 4], [8], True),
+        ([4, 4], [4, 4], True),
+        ([4, 4], [6, 2], False),  # eight are free, but no two times four on one node
+        ([1, 1, 6], [6, 2], True),  # the large one first
+        ([3, 3, 2, 2], [5, 5], True),
+        ([1], [], False),
+    ],
+)
+def test_each_worker_fits_on_one_node(wanted, free, fit):
+    nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
+    assert fits([Bundle("rollout", gpus, 1) for gpus in wanted], nodes) is fit
+
+
+def test_cpus_count_as_gpus_do():
+    assert fits([GPU, GPU], [node("a", 8, 8, cpus=2)]) and not fits([GPU] * 3, [node("a", 8, 8, cpus=2)])
+
+
+def test_what_no_node_is_large_enough_for_is_said_at_once():
+    wide = [Bundle("rollout", 16, 1)]
+    assert too_large(wide, [node("a", 8, 8), node("b", 16, 0)]) is None  # when b is free
+    problem = too_large(wide, [node("10.0.0.1", 8, 8), node("10.0.0.2", 8, 3)])
+    assert problem.splitlines() == [
+        "a worker of `rollout` takes 16 GPU(s) and 1 CPU(s) of one node, and none has as much:",
+        "  10.0.0.1: 8 of 8 GPU(s) and 64 of 64 CPU(s) free",
+        "  10.0.0.2: 3 of 8 GPU(s) and 64 of 64 CPU(s) free",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "free", "near"),
+    [
+        ((4, 4, 1), [8], {}),
+        ((4, 4, 1), [7], {"rollout.num_workers": 3}),  # three ranks cannot share the step's samples
+        ((1, 4, 1), [4], {"rollout.num_workers": 3}),
+        ((1, 1, 8), [4, 4], {"rollout.tensor_parallel_size": 4}),
+        ((2, 2, 4), [6], {"rollout.num_workers": 1}),
+        ((8, 8, 1), [1, 1], {"policy.num_workers": 1, "rollout.num_workers": 1}),
+        ((4, 4, 1), [1], None),
+        ((2, 2, 2), [0, 0], None),  # which is no cluster without GPUs
+    ],
+)
+def test_the_nearest_run_that_fits_keeps_most(wanted, free, near):
+    """Of ranks, engines, and GPUs of an engine, the product of the shares that are kept is the greatest."""
+    nodes = [node(str(i), 8, gpus) for i, gpus in enumerate(free)]
+    assert nearest(shape(*wanted, where="separate"), nodes, training=True) == near
+
+
+def test_engines_can_be_put_on_the_policys_gpus_where_nothing_says_otherwise():
+    """Eight GPUs are enough for both, so that `auto` has them apart, but four of them are taken."""
+    nodes = [node("a", 8, 4)]
+    assert nearest(shape(4, 4), nodes, training=True) == {"cluster.placement": "colocated"}
+    assert nearest(shape(4, 4), [node("a", 8, 8)], training=True) == {}
+    ahead = shape(4, 4, max_staleness=1)
+    assert nearest(ahead, nodes, training=True) == {"policy.num_workers": 2, "rollout.num_workers": 2}
+
+
+def test_without_gpus_fewer_threads_are_near():
+    """By default a run takes all CPUs that the cluster has but one, which the driver of a job has."""
+    asked, nodes = shape(1, 1, where="separate"), [node("a", 0, 0, cpus=16, free_cpus=9)]
+    wanted = bundles(placement(asked, Resources(16, 0, 16, shared=True), training=True))
+    assert fits(wanted, [node("a", 0, 0, cpus=16, free_cpus=15)])
+    assert not fits(wanted, nodes)
+    told = str(no_room(asked, wanted, nodes, 1.0))
+    assert told.endswith("There is room for rollout.threads=4 policy.threads=4")
+    uneven = [node("a", 0, 0, cpus=16), node("b", 0, 0, cpus=4)]  # 16 threads of each would reserve nothing
+    assert nearest(asked, uneven, training=True) == {"rollout.threads": 8, "policy.threads": 8}
+    taken = [node("a", 0, 0, cpus=16, free_cpus=1)]
+    assert nearest(asked, taken, training=True) is None
+
+
+def test_gpus_that_are_enough_in_all_but_not_on_nodes_are_told_of_at_once():
+    """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
+    wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
+    problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
+    assert problem.startswith("its nodes have no room for 4 times 4 GPUs of one node each (`rollout`)")
+    assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # when others have gone
+
+
+def test_room_that_came_too_late_is_said():
+    asked = shape(1, 1, where="separate")
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
+    assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")
+
+
+def test_nodes_that_an_autoscaler_adds_count_once():
+    to = Grown(nodes=2, gpus=8, cpus=64)
+    head, worker = node("head", 0, 0, cpus=4), node("a", 8, 2)
+    assert grown([head], None) == [head]
+    names = [n.name for n in grown([head, worker], to)]
+    assert names == ["head", "a", "an added node"]
+    assert grown([worker, worker, worker], to) == [worker] * 3
+    asked = _growing(shape(1, 1, where="separate"), to)
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
+    told = str(no_room(asked, wanted, [head], 1.0)).splitlines()
+    assert told[-1].startswith("It has not grown to 2 node(s) with 8 GPU(s) and 64 CPU(s) each")
+    smaller = node("b", 8, 0, cpus=63)  # its GPUs are what counts
+    assert len(grown([worker, smaller], to)) == 2
+    asked = _growing(shape(2, 1, where="separate"), to)
+    taken = str(no_room(asked, wanted, [head, node("a", 8, 2), smaller], 1.0))
+    assert "has not grown" not in taken and taken.endswith("There is room for policy.num_workers=1")
+    with pytest.raises(UserError, match=r"it has 16 with the nodes of `cluster\.grows_to`"):
+        placement(_growing(shape(16, 16, where="separate"), to), Resources(128, 16), training=True)
+
+
+def _growing(config, to):
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"grows_to": to})})
+
+
+def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    asked = _growing(config(), Grown(nodes=2, gpus=8, cpus=64))
+    for starts in (cluster.check_fits, cluster._connect):
+        with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
+            starts(asked)
+
+
+def test_an_evaluation_has_engines_alone():
+    asked = shape(4, 4, where="separate")
+    assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
+    wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
+    told = str(no_room(asked, wanted, [node("a", 8, 2)], 1.0))
+    assert told.endswith("There is room for rollout.num_workers=2")
+
+
+def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
+    a, b = node("a", 8, 8), node("b", 8, 8)
+    there = iter([[a], [a], [a, b]])
+    monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "expected", lambda config: next(there))
+    ours = cluster.Cluster(shape(8, 8, where="separate"))
+    with pytest.raises(UserError, match="16 GPUs are needed"):
+        asyncio.run(ours._placed(training=True))
+    ours._generation = 1
+    assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
+
+
+def test_the_address_of_a_job_server_is_refused_in_words(here):
+    """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]
+    environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 2, done.stderr
+    assert "error: cluster.address = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
+
+
+def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
+    asked = shape(4, 2, 2, where="separate")
+    nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
+    demands = placement(asked, Resources(128, 16, shared=True), training=True)
+    told = str(no_room(asked, bundles(demands), nodes, 300.0)).splitlines()
+    assert told == [
+        "cluster: no room for this run within `cluster.timeouts.room_s` = 300 s; it asks for",
+        "  policy: 4 x 1 GPU(s) and 1 CPU(s)",
+        "  rollout: 2 x 2 GPU(s) and 1 CPU(s)",
+        "  rewards: 1 x 1 CPU(s)",
+        "and has",
+        "  10.0.0.1: 4 of 8 GPU(s) and 60 of 64 CPU(s) free",
+        "  10.0.0.2: 2 of 8 GPU(s) and 64 of 64 CPU(s) free",
+        told[-1],
+    ]
+    assert told[-1] == "There is room for policy.num_workers=2"
+    nothing = str(no_room(config(), bundles(placement(config(), Resources(8, 2), training=True)), [], 1.0))
+    assert nothing.endswith("There is no room for a smaller one either; wait for other jobs, or add nodes")

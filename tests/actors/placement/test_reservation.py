@@ -1,0 +1,66 @@
+"""A run in a cluster of several nodes: its reservation beside another job (`multi_node_reservations`), an
+autoscaler (`multi_node_growth`), and an object store that is too small (`multi_node_spilling`).
+"""
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def on_nodes(script, **variables):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    command = [sys.executable, "-m", f"tests.support.{script}"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    return run
+
+
+@pytest.mark.evidence
+def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
+    run = on_nodes("multi_node_reservations")
+    told = run.stdout.splitlines()
+    begin = told.index("cluster: no room for this run within `cluster.timeouts.room_s` = 1 s; it asks for")
+    refusal = told[begin : told.index("placed")]
+    assert refusal[1:5] == [
+        "  policy: 2 x 1 GPU(s) and 1 CPU(s)",
+        "  rollout: 1 x 2 GPU(s) and 1 CPU(s)",
+        "  rewards: 1 x 1 CPU(s)",
+        "and has",
+    ]
+    assert sum(": 1 of 2 GPU(s) and 4 of 4 CPU(s) free" in line for line in refusal) == 1
+    assert refusal[-1] == "There is room for policy.num_workers=1"
+    assert told[told.index("placed") :] == [
+        "placed",
+        "replaced",
+        "given back",
+        "a worker of `rollout` takes 4 GPU(s) of one node, and none has as much:",
+    ]
+    assert re.search(r"waiting for room in the cluster \(\d+ of 60 s\): ", run.stderr)
+    assert "of 1 s): " not in run.stderr  # a short wait is not told of
+
+
+@pytest.mark.evidence
+def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    run = on_nodes("multi_node_growth", **token)
+    told = run.stdout.splitlines()
+    assert told[0].endswith("or set `cluster.grows_to` where an autoscaler adds them")
+    assert told[1:] == ["grown to 2 nodes"]
+    assert re.search(r"waiting for room in the cluster \(\d+ of 180 s\): ", run.stderr)
+
+
+@pytest.mark.evidence
+def test_batches_beyond_the_object_store_are_spilled_and_come_to_their_rank_whole():
+    run = on_nodes("multi_node_spilling")
+    assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]

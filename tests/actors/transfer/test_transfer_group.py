@@ -1,0 +1,100 @@
+"""Who sends to whom where engines share the policy's devices: two ranks under ZeRO-3, two receivers."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import ray
+import test_policy_ranks
+import torch
+
+from actors.transfer.stream import receive
+from actors.transfer.transport import open_transport
+from actors.transfer_group import TransferGroup
+from grpo_dist.config import WeightSync
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+
+class Receiver:
+    """The processes of an engine, as far as the transfer goes: each has its seat."""
+
+    def open_transfer(self, backend, seats, timeout_s):
+        self.seats = seats
+        self.transports = [open_transport(backend, seat, timeout_s=timeout_s) for seat in seats]
+
+    def receive(self, specs, bucket_bytes):
+        """What each process got, and the port its group met at."""
+        got = []
+        for transport in self.transports:
+            buckets = receive(transport, specs, bucket_bytes)
+            got.append({name: t.clone() for bucket in buckets for name, t in bucket})
+        return got, [seat.port for seat in self.seats]
+
+
+async def exchange(model_dir, *, beside):
+    policy = test_policy_ranks.start(model_dir, ranks=2, stage=3)
+    actor = ray.remote(Receiver).options(num_cpus=0)
+    receivers = [actor.remote() for _ in beside]
+    await policy.ready()
+    group = await TransferGroup.open(
+        "rollout",
+        policy,
+        receivers,
+        WeightSync(bucket_mb=1, backend="shared_memory"),
+        beside=beside,
+        timeout_s=HANG_S,
+    )
+    receiving = [receiver.receive.remote(group.specs, group.bucket_bytes) for receiver in receivers]
+
+    async def arrived(reference):
+        return await reference
+
+    arriving = [arrived(reference) for reference in receiving]
+    metrics = await asyncio.wait_for(group.send(arriving), HANG_S)
+    weights, _ = await test_policy_ranks.on_all(policy, "weights")
+    found = ray.get(receiving)
+    await policy.shutdown()
+    for receiver in receivers:
+        ray.kill(receiver)
+    assert metrics["sync/bytes"] == sum(t.numel() * 4 for t in weights.values())
+    for copies, _ in found:
+        for copy in copies:
+            assert copy.keys() == weights.keys()
+            assert all(torch.equal(copy[name], weights[name]) for name in weights)
+    return [port for _, ports in found for port in ports]
+
+
+@pytest.mark.evidence
+def test_every_process_gets_the_weights_from_the_rank_beside_it(ray_cluster, tiny_model):
+    ports = asyncio.run(exchange(tiny_model, beside=[1, 0]))
+    assert len(set(ports)) == len(ports) == 2  # groups of their own
+
+
+class Called:
+    """In the place of an actor: how long it is told to wait for the others."""
+
+    def __init__(self):
+        self.waits = []
+
+    def __getattr__(self, method):
+        async def call(*arguments):
+            if method == "open_transfer":
+                self.waits.append(arguments[-1])
+            return {"address": ("127.0.0.1", 1), "parameter_specs": [], "__ray_call__": "node"}.get(method)
+
+        return SimpleNamespace(remote=call)
+
+
+def test_ranks_do_not_wait_for_an_engine_as_long_as_it_waits_for_them():
+    """It may be lost while it does, and they have an update to make."""
+    rank, engine = Called(), Called()
+    policy = SimpleNamespace(ranks=[rank], device="cpu")
+
+    async def session():
+        group = await TransferGroup.open("rollout", policy, [engine], WeightSync(), timeout_s=300)
+        await group.again([engine], name="anew", timeout_s=300, ranks_busy_s=1800)
+
+    asyncio.run(session())
+    assert rank.waits == [300, 300] and engine.waits == [300, 2100]

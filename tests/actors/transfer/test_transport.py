@@ -1,0 +1,624 @@
+"""Transports of the weight sync between real processes, and the checksum of what they carry."""
+
+import ctypes
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from actors.transfer import shared_transport
+from actors.transfer.connections import Connections, Seat
+from actors.transfer.handshake import Stranger
+from actors.transfer.meeting import Meeting, met
+from actors.transfer.shared_transport import IpcTransport
+from actors.transfer.stream import receive, send
+from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
+from grpo_dist.errors import TransferLost, UserError
+from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.ranks import join as join_ranks
+from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, make_buckets, pack
+from grpo_dist.runtime.hardware import one_thread, transfer_backend
+from grpo_dist.runtime.rendezvous import NotAMember, check_members, meeting_point
+from tests.support.patience import HANG_S
+
+SECRET = b"of the group in these tests"
+CPU_KINDS = ["gloo", "shared_memory"]
+SPECS = [
+    ParameterSpec("a", "float32", (300, 7)),
+    ParameterSpec("b", "bfloat16", (3,)),
+    ParameterSpec("c", "float32", (5,)),
+    ParameterSpec("big", "float32", (9000,)),
+    ParameterSpec("d", "float32", (1,)),
+]
+# More than a connection takes while nobody reads.
+MANY = [ParameterSpec(str(i), "float32", (1 << 20,)) for i in range(12)]
+BUCKET = 9000  # bytes: a and b | c | big | d and more
+
+
+def weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {s.name: torch.randn(s.shape, generator=generator).to(s.torch_dtype) for s in SPECS}
+
+
+def join(backend, port, rank, size, timeout_s=HANG_S, secret=SECRET):
+    return open_transport(backend, Seat("127.0.0.1", port, rank, size, secret), timeout_s=timeout_s)
+
+
+def receiver(backend, port, rank, size, rounds, out):
+    transport = join(backend, port, rank, size)
+    for _ in range(rounds):
+        got = {n: t.clone() for bucket in receive(transport, SPECS, BUCKET) for n, t in bucket}
+        out.put((rank, {n: t.float().numpy() for n, t in got.items()}))
+    transport.close()
+
+
+def one_that(backend, port, action, up, reached):
+    """A receiver that reads one bucket and then does something else."""
+    up.set()  # everything is imported
+    transport = join(backend, port, 1, 2)
+    next(receive(transport, MANY, 1))
+    reached.set()
+    if action == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(HANG_S)
+
+
+def start(target, *arguments):
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def buckets_of(held):
+    return [[(spec.name, held[spec.name]) for spec in bucket] for bucket in make_buckets(SPECS, BUCKET)]
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+def test_two_receivers_get_every_byte_round_after_round(backend):
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    others = [start(receiver, backend, port, rank, 3, 2, out) for rank in (1, 2)]
+    transport = join(backend, port, 0, 3)
+    for seed in (1, 2):
+        held = weights(seed)
+        metrics = send(transport, buckets_of(held), SPECS, BUCKET)
+        assert metrics["sync/bytes"] == sum(spec.num_bytes for spec in SPECS)
+        for rank, got in [out.get(timeout=HANG_S) for _ in others]:
+            assert rank in (1, 2)
+            for name, tensor in held.items():
+                assert torch.equal(torch.from_numpy(got[name]), tensor.float())
+    transport.close()
+    for other in others:
+        other.join(HANG_S)
+        assert other.exitcode == 0
+
+
+@pytest.mark.parametrize("backend", CPU_KINDS)
+@pytest.mark.parametrize("action", ["die", "hang"])
+def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, action):
+    port, processes = free_port("127.0.0.1"), multiprocessing.get_context("spawn")
+    up, reached = processes.Event(), processes.Event()
+    other = start(one_that, backend, port, action, up, reached)
+    assert up.wait(HANG_S)
+    transport = join(backend, port, 0, 2, timeout_s=10.0)
+    many = [[(spec.name, torch.zeros(spec.shape))] for spec in MANY]
+    with pytest.raises((RuntimeError, TimeoutError)):
+        send(transport, many, MANY, 1)
+    assert reached.is_set() and (action == "die" or other.is_alive())
+    other.kill()
+    other.join()
+
+
+def test_who_cannot_send_any_more_still_gathers_with_the_other_ranks():
+    """Under ZeRO-3 they wait for this one in every bucket that is left."""
+
+    class Broken:
+        def outgoing(self, sizes):
+            yield torch.empty(sizes[0], dtype=torch.uint8)
+            raise RuntimeError("the other one is gone")
+
+    gathered = []
+
+    def buckets():
+        for bucket in buckets_of(weights(1)):
+            gathered.append([name for name, _ in bucket])
+            yield bucket
+
+    with pytest.raises(RuntimeError, match="is gone"):
+        send(Broken(), buckets(), SPECS, BUCKET)
+    assert gathered == [["a", "b", "c"], ["big"], ["d"]]
+
+
+def test_nobody_there_is_said_by_the_deadline():
+    with pytest.raises(TimeoutError):
+        join("shared_memory", free_port("127.0.0.1"), 0, 2, timeout_s=0.2)
+    with pytest.raises(ConnectionRefusedError):
+        join("shared_memory", free_port("127.0.0.1"), 1, 2, timeout_s=0.2)
+
+
+@contextmanager
+def intruders(port, *openings, count=1):
+    """Connections that say something of no use, once somebody listens; yields them as they are made."""
+    made, stop = [], threading.Event()
+
+    def intrude():
+        for said in openings * count:
+            while not stop.is_set():
+                try:
+                    made.append(socket.create_connection(("127.0.0.1", port), timeout=1))
+                    made[-1].sendall(said)
+                    break
+                except OSError:
+                    time.sleep(0.005)
+
+    thread = threading.Thread(target=intrude)
+    thread.start()
+    yield made
+    stop.set()
+    thread.join(HANG_S)
+    for each in made:
+        each.close()
+
+
+def of_another_group(port, refused):
+    try:
+        join("shared_memory", port, 1, 2, timeout_s=5.0, secret=b"of another group")
+    except ConnectionError:
+        refused.set()
+
+
+@pytest.mark.parametrize("count", [1, 50])
+def test_who_does_not_know_the_secret_neither_joins_nor_holds_up_nor_ends_a_transfer(count):
+    """Some say nothing, some anything, one tries with another secret; 50 of each are more than are kept."""
+    context = multiprocessing.get_context("spawn")
+    port, out, refused = free_port("127.0.0.1"), context.Queue(), context.Event()
+    held, begin = weights(1), time.monotonic()
+    with intruders(port, b"", b"short", b"x" * 500, count=count) as made:
+        others = [start(of_another_group, port, refused)]
+        member = receiver, "shared_memory", port, 1, 2, 1, out
+        threading.Timer(3.0, lambda: others.append(start(*member))).start()
+        transport = join("shared_memory", port, 0, 2)
+        send(transport, buckets_of(held), SPECS, BUCKET)
+        _, got = out.get(timeout=HANG_S)
+        assert len(made) == 3 * count and refused.wait(HANG_S)
+        for intruder in made:
+            assert len(all_of(intruder)) <= 32  # a question, and the end
+    assert all(torch.equal(torch.from_numpy(got[name]), held[name].float()) for name in held)
+    assert time.monotonic() - begin < HANG_S  # nobody's deadline was waited for
+    transport.close()
+    for other in others:
+        other.join(HANG_S)
+        assert other.exitcode == 0
+
+
+def all_of(connection):
+    heard = b""
+    with suppress(ConnectionError):
+        while piece := connection.recv(1000):
+            heard += piece
+    return heard
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_with_another_secret_is_in_no_group_of_gloo(rank):
+    """Nor is one that finds no member: neither is sent weights, or sends any."""
+    port, ended = free_port("127.0.0.1"), {}
+
+    def join_as(own, secret):
+        try:
+            ended[own] = join("gloo", port, own, 2, timeout_s=2.0, secret=secret)
+        except Exception as error:
+            ended[own] = error
+
+    secrets = [SECRET, SECRET]
+    secrets[rank] = b"of another group"
+    threads = [threading.Thread(target=join_as, args=each) for each in enumerate(secrets)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert isinstance(ended[0], TimeoutError) and isinstance(ended[1], ConnectionError)
+
+
+def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypatch):
+    """Its port is no secret: whoever looks for it can join in a rank's place."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port, refused = listening.getsockname()[1], []
+    found = Meeting(port, b"q" * 32, listening.detach())
+    monkeypatch.setattr("actors.transfer.transport.meet", lambda seat, timeout_s: found)
+
+    def rank_0():
+        try:
+            join("gloo", port, 0, 2)
+        except NotAMember as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=rank_0)
+    thread.start()
+    store = meeting_point("127.0.0.1", port, rank=1, world_size=2, timeout_s=60)
+    group = torch.distributed.ProcessGroupGloo(
+        torch.distributed.PrefixStore("weights", store), 1, 2, timedelta(seconds=60)
+    )
+    gathered = [[torch.empty(32, dtype=torch.uint8) for _ in range(2)]]
+    group.allgather(gathered, [torch.zeros(32, dtype=torch.uint8)]).wait()
+    thread.join(60)
+    assert len(refused) == 1 and "rank 1 of a process group does not know the secret" in refused[0]
+
+
+def test_ranks_of_the_policy_meet_where_members_alone_are_told(monkeypatch):
+    port, found = free_port("127.0.0.1"), {}
+
+    def meet_as(rank, secret, timeout_s):
+        try:
+            found[rank] = met(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+        except Exception as error:
+            found[rank] = error
+
+    def together(*secrets, timeout_s):
+        threads = [
+            threading.Thread(target=meet_as, args=(i, own, timeout_s)) for i, own in enumerate(secrets)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    together(SECRET, SECRET, timeout_s=60.0)
+    assert found[0].port == found[1].port != port and found[0].question == found[1].question
+    os.close(found[0].listening)
+    assert SECRET.decode() not in repr(found[0]) and found[1].listening is None
+    together(SECRET, b"another", timeout_s=1.0)
+    assert isinstance(found[0], TimeoutError) and isinstance(found[1], ConnectionError)
+
+
+def rank_of_the_policy(port, rank, out):
+    """Says what it adds up with the others, and the addresses at which it listens."""
+    join_ranks(met(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    out.put((float(total), {address.ip for address in listening()}))
+    torch.distributed.barrier()
+
+
+def test_ranks_that_know_the_secret_join_and_listen_at_the_address_they_meet_at_alone():
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    ranks = [start(rank_of_the_policy, port, rank, out) for rank in range(2)]
+    assert [out.get(timeout=300) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
+    for rank in ranks:
+        rank.join(60)
+
+
+def test_a_rank_without_the_secret_fails_the_proof_of_all():
+    proofs = []
+    check_members(lambda own: proofs.append(own) or [own], SECRET, b"q" * 32, 0)
+    check_members(lambda own: [proofs[0], own], SECRET, b"q" * 32, 1)
+    for others in ([torch.zeros_like(proofs[0])], [proofs[0].clone().fill_(1)]):
+        with pytest.raises(NotAMember, match=r"rank 0 .* does not know the secret"):
+            check_members(lambda own, others=others: [*others, own], SECRET, b"q" * 32, 1)
+    with pytest.raises(NotAMember):  # of another time
+        check_members(lambda own: [proofs[0], own], SECRET, b"p" * 32, 1)
+
+
+def test_who_listens_in_the_place_of_rank_0_is_not_believed():
+    """None of its words is read."""
+
+    def impostor(server):
+        with suppress(OSError):
+            while True:
+                connection, _ = server.accept()
+                connection.sendall(b"q" * 32)
+                connection.recv(64)
+                connection.sendall(pickle.dumps(SimpleNamespace(), protocol=0).ljust(64))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=impostor, args=(server,), daemon=True).start()
+        with pytest.raises(Stranger, match="who listens there does not belong to the transfer group"):
+            join("shared_memory", server.getsockname()[1], 1, 2, timeout_s=3.0)
+
+
+def test_a_secret_is_not_written_with_its_seat():
+    seat = Seat("127.0.0.1", 1, 0, 2, SECRET)
+    assert "secret" not in repr(seat) and SECRET.decode() not in f"{seat} {[seat]}"
+    assert pickle.loads(pickle.dumps(seat)).secret == SECRET
+
+
+def listening():
+    """Addresses at which this process does; Ray's are among them when other tests have started it."""
+    return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_group_of_gloo_meets_at_the_address_it_was_given_alone():
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    before = listening()
+    other = start(receiver, "gloo", port, 1, 2, 1, out)
+    transport = join("gloo", port, 0, 2)
+    addresses = {address.ip for address in listening() - before}
+    send(transport, buckets_of(weights(1)), SPECS, BUCKET)
+    transport.close()
+    other.join(HANG_S)
+    assert addresses == {"127.0.0.1"}
+
+
+def test_shared_memory_has_no_name_that_could_stay_behind():
+    before = set(os.listdir("/dev/shm"))
+    port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
+    other = start(receiver, "shared_memory", port, 1, 2, 2, out)
+    transport = join("shared_memory", port, 0, 2)
+    send(transport, buckets_of(weights(1)), SPECS, BUCKET)
+    named = {name for name in set(os.listdir("/dev/shm")) - before if not name.startswith("sem.")}
+    assert "grpo-dist" not in " ".join(named)
+    other.kill()
+    other.join()
+    with pytest.raises((RuntimeError, OSError)):
+        send(transport, buckets_of(weights(2)), SPECS, BUCKET)
+    transport.close()
+
+
+def test_cuda_handles_go_instead_of_bytes(monkeypatch):
+    """Up to the calls of CUDA: what is offered, and what the other side rebuilds on its own number of the
+    GPU.
+    """
+    made, rebuilt = [], []
+
+    def reduce_tensor(tensor):
+        made.append(tensor)
+        shape = (torch.Tensor, tensor.size(), tensor.stride(), 0, torch.storage.TypedStorage, torch.uint8, 0)
+        memory = (b"memory-%d" % len(made), 512, 64 * len(made), False)
+        return None, (*shape, *memory, b"counter", 3, b"\0event", True)
+
+    gpu = SimpleNamespace(uuid="GPU-1")
+    reductions = torch.multiprocessing.reductions
+    monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(shared_transport, "Connections", lambda *a, **k: None)
+    ends = [IpcTransport(Seat("", 0, rank, 2, SECRET), timeout_s=1) for rank in (0, 1)]
+    assert ends[0].device == torch.device("cuda", 3)
+    ends[0].device = torch.device("cpu")  # where the buffers of this test can lie
+    offer = ends[0]._make(100)
+    assert [len(buffer) for buffer in ends[0]._buffers] == [100, 100]
+    ends[1]._map(offer)
+    kind = (torch.Tensor, torch.Size([100]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3)
+    rest = (False, b"counter", 3, b"\0event", True)
+    assert rebuilt == [(*kind, b"memory-%d" % n, 512, 64 * n, *rest) for n in (1, 2)]
+    gpu.uuid = "GPU-2"
+    with pytest.raises(RuntimeError, match="policy is on GPU-1, this process on GPU-2"):
+        ends[1]._map(offer)
+    assert json.loads(offer)["gpu"] == "GPU-1"
+
+
+class Runs:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
+    """Also not of one who knows the secret: rank 0 offers something else than its buffers."""
+
+    def rank_0(port, offer):
+        connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0)
+        connections.tell(len(offer).to_bytes(4, "little") + offer)
+        ended.wait(60)
+        connections.close()
+
+    own = {"process": os.getpid(), "descriptor": 0, "bytes": 1}
+    offers = [pickle.dumps(Runs(tmp_path / "run")), b"", b"[" * 60_000, b"[]", b"\xff"]
+    changes = {"bytes": -1}, {"process": "../../x"}, {"x": 1}, {"descriptor": True}
+    offers += [json.dumps(own | change).encode() for change in changes] + [b"x" * 70_000]
+    for offer in offers:
+        port, ended = free_port("127.0.0.1"), threading.Event()
+        thread = threading.Thread(target=rank_0, args=(port, offer))
+        thread.start()
+        transport = join("shared_memory", port, 1, 2)
+        with pytest.raises(RuntimeError, match="what was said of the shared buffers is malformed"):
+            next(iter(transport.incoming([1])))
+        ended.set()
+        thread.join(60)
+        transport.close()
+    assert not (tmp_path / "run").exists()
+
+
+class Communicator:
+    """In the place of vLLM's, on a GPU whose broadcasts are done when ``done`` says so."""
+
+    def __init__(self, done):
+        self.done, self.sent, self.destroyed = done, [], 0
+
+    def broadcast(self, flat, src, stream):
+        self.sent.append((len(flat), src))
+
+    def destroy(self):
+        self.destroyed += 1
+
+    # of the stream and the event
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def query(self):
+        return self.done()
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """Makes the transport of a seat, up to the calls of CUDA and NCCL."""
+
+    def make(seat, done=lambda: True, timeout_s=HANG_S):
+        group = Communicator(done)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: group)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: group)
+        monkeypatch.setattr("actors.transfer.transport._nccl_group", lambda *_: group)
+        made = NcclTransport(seat, timeout_s=timeout_s)
+        assert made.device == torch.device("cuda", 3)
+        made.device = torch.device("cpu")  # where the buffers of this test can lie
+        return made, group
+
+    return make
+
+
+def one_beside_nccl(port, up):
+    with suppress(TransferLost):
+        connections = Connections(Seat("127.0.0.1", port, 1, 2, SECRET), HANG_S)
+        up.set()
+        connections.hear(1)
+
+
+def test_a_peer_that_dies_does_not_leave_the_others_in_nccl(nccl):
+    """Its broadcast is never done: NCCL waits for the one who is gone."""
+    up, port = multiprocessing.get_context("spawn").Event(), free_port("127.0.0.1")
+    peer = start(one_beside_nccl, port, up)
+    transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: False)
+    assert up.wait(HANG_S)
+    sending = iter(transport.outgoing([100, 50]))
+    next(sending)
+    next(sending)
+    assert group.sent == [(100, 0)] and not group.destroyed
+    threading.Timer(0.3, peer.kill).start()
+    with pytest.raises(TransferLost, match="a process of the transfer group is gone"):
+        next(sending)
+    assert group.destroyed == 1
+
+
+def test_who_is_left_by_rank_0_leaves_nccl_too(nccl):
+    port = free_port("127.0.0.1")
+    first = threading.Thread(
+        target=lambda: Connections(Seat("127.0.0.1", port, 0, 2, SECRET), HANG_S).close(), daemon=True
+    )
+    first.start()
+    transport, group = nccl(Seat("127.0.0.1", port, 1, 2, SECRET), done=lambda: False)
+    with pytest.raises(TransferLost):
+        next(iter(transport.incoming([100])))
+    assert group.destroyed == 1
+
+
+def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
+    port = free_port("127.0.0.1")
+    up = threading.Event()
+    other = threading.Thread(target=one_beside_nccl, args=(port, up), daemon=True)
+    other.start()
+    done = True
+    transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: done, timeout_s=3.0)
+    assert [len(buffer) for buffer in transport.outgoing([100, 50, 70])] == [100, 50, 70]
+    assert group.sent == [(100, 0), (50, 0), (70, 0)] and not group.destroyed
+    done = False
+    with pytest.raises(TimeoutError, match=r"NCCL's broadcast took more than 3 s"):
+        list(transport.outgoing([100]))
+    assert group.destroyed == 1
+    other.join(HANG_S)  # it notices
+
+
+def test_the_id_of_an_nccl_group_goes_to_its_members_alone(monkeypatch):
+    """Also with bytes of 0 in it, and to those alone who know the secret."""
+    own = bytes(range(128))
+
+    class Library:
+        def ncclGetUniqueId(self):
+            return SimpleNamespace(internal=(ctypes.c_byte * 128).from_buffer_copy(own))
+
+    wrapper = SimpleNamespace(NCCL_UNIQUE_ID_BYTES=128, NCCLLibrary=Library)
+    common = SimpleNamespace(uid_init_process_group=lambda *arguments: arguments)
+    vllm = "vllm.distributed"
+    monkeypatch.setitem(sys.modules, f"{vllm}.device_communicators.pynccl_wrapper", wrapper)
+    monkeypatch.setitem(sys.modules, f"{vllm}.weight_transfer.nccl_common", common)
+    port, made = free_port("127.0.0.1"), {}
+
+    def join_as(rank):
+        seat = Seat("127.0.0.1", port, rank, 3, SECRET)
+        made[rank] = _nccl_group(seat, Connections(seat, HANG_S), torch.device("cuda", rank + 4))
+
+    threads = [threading.Thread(target=join_as, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert made == {rank: (own, rank, 3, rank + 4) for rank in range(3)}
+
+
+def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
+    assert transfer_backend("auto", "cpu", one_host=True) == "shared_memory"
+    assert transfer_backend("auto", "cpu", one_host=False) == "gloo"
+    assert transfer_backend("auto", "cuda", one_host=True) == "nccl"
+    assert transfer_backend("gloo", "cpu", one_host=True) == "gloo"
+    assert transfer_backend("auto", "cuda", one_host=False, colocated=True) == "ipc"
+    assert transfer_backend("ipc", "cuda", one_host=False, colocated=True) == "ipc"
+    with pytest.raises(UserError, match="backend = shared_memory needs policy and engines on one host"):
+        transfer_backend("shared_memory", "cpu", one_host=False)
+    with pytest.raises(UserError, match=r"backend = ipc needs .* on the same GPUs.*cluster\.placement"):
+        transfer_backend("ipc", "cuda", one_host=True)
+
+
+def test_one_thread_is_given_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    with one_thread():
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def checksum(*parts):
+    sums = Checksum()
+    for part in parts:
+        sums.add(part)
+    return sums.value
+
+
+@pytest.mark.parametrize("count", [1, 3, 511, 512, 513, 5000])
+def test_the_checksum_notices_what_can_happen_to_bytes(count):
+    generator = torch.Generator().manual_seed(count)
+    flat = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    right = checksum(flat)
+    assert right == checksum(flat.clone())
+    for bit in range(8):
+        for where in {0, count // 2, count - 1}:
+            changed = flat.clone()
+            changed[where] ^= 1 << bit
+            assert checksum(changed) != right
+    assert checksum(flat[:-1]) != right
+    assert checksum(torch.cat([flat, flat[:1] * 0])) != right
+    assert checksum(flat, flat) != right
+    assert checksum(flat, flat[:0]) != right or count == 0
+    for _ in range(100 if count > 1 else 0):
+        i, j = torch.randint(0, count, (2,), generator=generator).tolist()
+        swapped = flat.clone()
+        swapped[i], swapped[j] = flat[j], flat[i]
+        assert (checksum(swapped) == right) == bool(flat[i] == flat[j])
+
+
+def test_the_checksum_notices_buckets_out_of_order():
+    a, b = (torch.full((1000,), n, dtype=torch.uint8) for n in (1, 2))
+    assert len({checksum(a, b), checksum(b, a), checksum(a, a), checksum(b, b), checksum(a)}) == 5
+
+
+def test_the_checksum_is_the_one_of_a_device_without_matrix_products_of_integers():
+    words = torch.randint(-(2**31), 2**31, (40, 128)).to(torch.int32)
+    weights_of_row = Checksum()._weights
+    assert torch.equal(words.mv(weights_of_row), (words * weights_of_row).sum(1, dtype=torch.int32))
+
+
+def test_what_does_not_fill_its_bucket_is_refused():
+    with pytest.raises(ValueError, match="12 bytes are to be packed into a bucket of 16"):
+        pack([torch.zeros(3)], torch.empty(16, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="more than the 8 bytes"):
+        pack([torch.zeros(3)], torch.empty(8, dtype=torch.uint8))

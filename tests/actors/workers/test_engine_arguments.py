@@ -1,0 +1,100 @@
+"""`rollout.engine`: what vLLM does not know, and what is not the user's to set, is refused before a run."""
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from actors.workers.engine_check import argument_problems
+from actors.workers.engine_settings import EngineSpec
+from grpo_dist.config.engine_arguments import engine_problems
+from grpo_dist.errors import UserError
+from grpo_dist.runs.vllm_arguments import vllm_problems
+from tests.support import fakes
+
+
+def problems(engine, device="cuda", **sections):
+    return list(engine_problems(fakes.config(rollout={"engine": engine}, **sections), device))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("seed", 3, "is set by seed"),
+        ("model", "other", "is set by model.path"),
+        ("dtype", "float16", "is set by model.dtype"),
+        ("max_model_len", 9, "is set by model.max_length"),
+        ("gpu_memory_utilization", 0.5, "is set by rollout.gpu_memory_utilization"),
+        ("weight_transfer_config", {}, "is set by weight_sync.backend"),
+        ("generation_config", "auto", "is set by sampling"),
+        ("logprobs_mode", "raw_logprobs", "the distribution that is sampled from"),
+        ("speculative_config", {"method": "ngram"}, "the distribution that is sampled from"),
+        ("quantization", "fp8", "the trainer's weights as they are"),
+        ("load_format", "dummy", "the trainer's weights as they are"),
+        ("hf_overrides", {}, "the trainer's weights as they are"),
+        ("kv_transfer_config", {}, "after a weight sync"),
+    ],
+)
+def test_arguments_that_would_make_numbers_wrong_are_refused_with_the_key_to_use(name, value, words):
+    (said,) = problems({name: value})
+    assert said.startswith(f"`rollout.engine.{name}` = {value}") and words in said
+    assert said.endswith("; remove it")
+
+
+def test_every_argument_that_this_project_sets_is_refused_but_for_those_that_change_no_number():
+    from test_engine_settings import arguments
+
+    own = {**arguments("cpu"), **arguments("cuda", colocated=True)}
+    free = {"block_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
+    free |= {"disable_log_stats"}
+    assert {name for name in own if not problems({name: own[name]})} == free
+
+
+def test_prompts_in_pieces_are_refused_where_the_engine_dies_of_them():
+    assert not problems({"enable_chunked_prefill": True}, "cuda")
+    assert "dies" in problems({"enable_chunked_prefill": True}, "cpu")[0]
+
+
+def test_a_cache_of_another_type_needs_a_correction():
+    cache = {"kv_cache_dtype": "fp8"}
+    assert not problems(cache)
+    uncorrected = {"algorithm": {"correction": {"kind": "none"}}}
+    assert "algorithm.correction.kind" in problems(cache, **uncorrected)[0]
+    assert not problems(cache, algorithm={"old_logprobs": "rollout"})
+
+
+def test_no_engine_is_made_with_refused_arguments(tmp_path):
+    with pytest.raises(UserError, match=r"rollout\.engine\.seed` = 3 is set by seed"):
+        EngineSpec.of(fakes.config(rollout={"engine": {"seed": 3}}), tmp_path)
+
+
+def test_names_and_types_are_those_of_the_engine():
+    known = {"block_size": int | None, "swap": float, "policy": "a type only for checkers"}
+    assert not list(argument_problems({"block_size": 64, "swap": 1, "policy": 3}, known))
+    (unknown,) = argument_problems({"blok_size": 64}, known)
+    assert unknown.endswith("has no such argument; did you mean `rollout.engine.block_size`?")
+    (text,) = argument_problems({"block_size": "64"}, known)
+    assert text == "`rollout.engine.block_size` = '64': input should be int, not str"
+    (truth,) = argument_problems({"block_size": True}, known)
+    assert truth.endswith("input should be int, not bool")
+
+
+def test_vllm_itself_is_asked_about_what_is_set(tiny_model):
+    """In a process of its own: names and types of its arguments, and then the engine's configuration."""
+    short = fakes.config(rollout={"engine": {"max_num_batched_tokens": 12}})
+    (said,) = vllm_problems(short, "cpu", tiny_model)
+    assert "max_num_batched_tokens (12) is smaller than max_model_len" in said
+
+
+def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("a process was started"))
+    assert not list(vllm_problems(fakes.config(), "cpu", tiny_model))
+    refused = fakes.config(rollout={"engine": {"seed": 3}})  # by the names alone, and said once
+    assert not list(vllm_problems(refused, "cpu", tiny_model))
+
+
+def test_an_engine_that_cannot_be_asked_is_a_problem(monkeypatch):
+    broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no vllm")
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: broken)
+    (said,) = vllm_problems(fakes.config(rollout={"engine": {"block_size": 64}}), "cpu", None)
+    assert "ImportError: no vllm" in said

@@ -1,0 +1,149 @@
+"""Mixtures of experts with a real engine and real ranks: both compute the same model, before and after an
+update.
+"""
+
+import asyncio
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+from test_engine import PROMPTS, World, difference
+from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, gradients_of, on_all, relative, start
+from transformers import AutoModelForCausalLM
+
+from actors.workers.policy import loss_settings
+from grpo_dist.config import LoRA, Optimizer, Policy
+from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from tests.support import made_groups
+from tests.support.drawn import drawn
+from tests.support.expert_models import SHAPES, expert_model
+
+pytestmark = pytest.mark.machine
+
+LIMIT = 1e-5  # nats, engine and trainer in float32
+
+
+class UpdatedWorker(OpenWorker):
+    """A rank that makes an optimiser update and shows the weights as transformers names them."""
+
+    def updated(self, batch):
+        self._trainer.update([batch])
+        buckets = self._trainer.iter_weights(10_000, as_held=True)
+        return {name: t.clone() for bucket in buckets for name, t in bucket}
+
+
+EAGER = {"enforce_eager": True}  # an engine that compiles nothing starts sooner
+
+
+def largest(model, sampled):
+    return max(difference(model, *pair) for pair in zip(PROMPTS, sampled, strict=True))
+
+
+def differences(model_dir, settings, engine=EAGER):
+    """Largest difference of engine and trainer from the checkpoint and after each of two updates with their
+    syncs; and of what was sampled before each of these updates, nats.
+    """
+    world = World(model_dir, settings, UpdatedWorker, **engine)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+        sampled = world.sample_all()
+        own, moved = [largest(model, sampled)], []
+        for seed in (1, 2):
+            batch = made_groups.batch(seed=seed, reference=False)
+            model.load_state_dict(ray.get(world.policy.ranks[0].updated.remote(batch)), strict=False)
+            model.tie_weights()
+            world.push()
+            moved.append(largest(model, sampled))
+            sampled = world.sample_all()
+            own.append(largest(model, sampled))
+        return own, moved
+    finally:
+        world.close()
+
+
+def trained(**settings):
+    return Policy(zero_stage=2, optimizer=Optimizer(lr=3e-3, schedule="constant"), **settings)
+
+
+@pytest.mark.parametrize("kind", drawn("experts", [(kind,) for kind in sorted(SHAPES)], 1))
+@pytest.mark.parametrize("engine", [EAGER, pytest.param({}, marks=pytest.mark.evidence)])
+def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_cluster, tmp_path, kind, engine):
+    own, moved = differences(expert_model(tmp_path, kind), trained(), engine)
+    assert max(own) < LIMIT
+    assert min(moved) > 0.05
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize(
+    ("kind", "changes", "settings"),
+    [
+        ("qwen3_moe", {"tie_word_embeddings": True}, {}),
+        ("qwen3_moe", {"moe_intermediate_size": 40}, {}),  # the engine fills it up to 64
+        ("qwen3_moe", {"mlp_only_layers": [0]}, {}),
+        ("qwen2_moe", {}, {"lora": LoRA(rank=4, alpha=8)}),
+        ("mixtral", {}, {"lora": LoRA(rank=4, alpha=8, sync="adapter")}),
+    ],
+)
+def test_so_are_they_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
+    own, moved = differences(expert_model(tmp_path, kind, **changes), trained(**settings))
+    assert max(own) < LIMIT
+    assert min(moved) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage"), [("mixtral", 3), *(pytest.param(k, 2, marks=pytest.mark.evidence) for k in SHAPES)]
+)
+def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_path, kind, stage):
+    """The gradient is that of float64; what is sent, in buckets smaller than a layer's experts, is what the
+    export holds, under the names of the first checkpoint; transformers reads it back.
+    """
+    model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
+    exact = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float64, experts_implementation="eager"
+    )
+    logprobs, _ = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
+    )
+    batch_loss(logprobs, batch, loss_settings(ALGORITHM))[0].backward()
+    expected = flat({name: p.grad for name, p in exact.named_parameters()})
+
+    async def train():
+        group = start(model_dir, ranks=2, stage=stage, micro_batch_tokens=40)
+        await group.ready()
+        await group.update(group.stage([batch]))
+        sent = (await on_all(group, "weights"))[0]
+        await group.export(tmp_path / "model", tokenizer_dir=model_dir)
+        await group.shutdown()
+        return sent
+
+    (gradients, _), _ = asyncio.run(
+        gradients_of(model_dir, batch, ranks=2, stage=stage, micro_batch_tokens=40)
+    )
+    assert relative(flat(gradients), expected) < 1e-5
+    sent, first = asyncio.run(train()), load_file(model_dir / "model.safetensors")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert sent.keys() == exported.keys() == first.keys()
+    assert all(torch.equal(sent[name], exported[name]) for name in sent)
+    assert all(not torch.equal(sent[name], first[name]) for name in sent if ".experts." in name)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+
+
+def test_only_kernels_that_read_packed_weights_are_made_again_by_a_sync():
+    """A GPU's kernel stays: captured graphs hold on to it, and its weights are shuffled at every reload."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from actors.transfer.vllm_receiver import repack_experts
+
+    model = torch.nn.ModuleDict()
+    for backend in UnquantizedMoeBackend:
+        method = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod)
+        torch.nn.Module.__init__(method)
+        method.unquantized_backend, method.moe_kernel = backend, object()
+        model[backend.name] = torch.nn.Module()
+        model[backend.name].quant_method = method
+    repack_experts(model)
+    assert [name for name, m in model.items() if m.quant_method.moe_kernel is None] == ["CPU"]

@@ -1,0 +1,481 @@
+"""Real DeepSpeed ranks: a step's gradient is that of the whole batch, however it is split. Most are forked,
+which is quicker than Ray's actors by the seconds that each of those imports.
+"""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.workers.policy import PolicyGroup, PolicyWorker, loss_settings
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
+from grpo_dist.health.bounds import Bound
+from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
+from tests.support import made_groups
+from tests.support.drawn import drawn
+
+pytestmark = pytest.mark.machine
+
+TEMPERATURE = 0.9
+BF16 = {"dtype": "bfloat16"}
+ALGORITHM = Algorithm(
+    kl=KL(coef=0.1), correction=Correction(kind="tis", high=2.0), aggregation="seq-mean-token-mean"
+)
+
+
+class OpenWorker(PolicyWorker):
+    """A rank that lets its gradients be looked at."""
+
+    def gradients(self, own):
+        metrics = self._trainer.accumulate(own)
+        gradients = self._trainer.gradients()
+        return gradients, metrics | self._trainer.step()
+
+    def spoil(self, rank):
+        """From now on one parameter's gradient is not a number on ``rank`` alone; None: as ever."""
+        if rank is None:
+            self._spoiled.remove()
+        else:
+            factor = torch.nan if rank == self._trainer.place.rank else 1.0
+            first = next(self._trainer.engine.module.parameters())
+            self._spoiled = first.register_hook(lambda gradient: gradient * factor)
+
+    def weights(self):
+        return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
+
+
+def start(
+    model_dir,
+    *,
+    ranks,
+    stage,
+    micro_batch_tokens=10_000,
+    epochs=1,
+    algorithm=ALGORITHM,
+    packing=True,
+    shared=1,
+    deepspeed=None,
+    lora=None,
+    dtype="float32",
+    worker=OpenWorker,
+    restarts=None,
+    **optimizer,
+):
+    return PolicyGroup(
+        Policy(
+            num_workers=ranks,
+            zero_stage=stage,
+            sequence_parallel=shared,
+            optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
+            deepspeed=deepspeed or {},
+            lora=lora,
+        ),
+        model=Model(path="tiny", packing=packing, dtype=dtype),
+        model_dir=str(model_dir),
+        algorithm=algorithm,
+        temperature=TEMPERATURE,
+        token_budget=micro_batch_tokens,
+        epochs=epochs,
+        total_updates=10,
+        timeouts=Timeouts(),
+        seed=0,
+        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
+        worker=worker,
+        restarts=restarts,
+    )
+
+
+async def on_all(group, method, *arguments):
+    return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
+
+
+async def gradients_of(model_dir, batch, **how):
+    group = start(model_dir, **how)
+    await group.ready()
+    shared = how.get("shared", 1)
+    own = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)]
+    results = await asyncio.gather(*calls)
+    weights = (await on_all(group, "weights"))[0]
+    await group.shutdown()
+    return results[0], weights
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return made_groups.batch()
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model, batch):
+    """Gradient of the whole batch at once, in float64, in this process, without DeepSpeed."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    logprobs, _ = module(padded(batch.tokens, batch.loss_mask))
+    loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
+    loss.backward()
+    return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens", "how"),
+    [
+        *drawn("one rank", [(1, 0, 10_000, {}), (1, 2, 40, {"packing": False})], 1),
+        *drawn("stages", [(2, 0, 40, {}), (2, 1, 10_000, {}), (2, 2, 40, {})], 1),
+        (2, 3, 40, {}),
+        *drawn(
+            "shared",
+            [
+                (2, 2, 40, {"shared": 2}),
+                (2, 3, 10_000, {"shared": 2}),
+                (4, 2, 40, {"shared": 2}),
+                (4, 0, 10_000, {"shared": 4}),
+            ],
+            1,
+        ),
+    ],
+)
+def test_gradient_is_that_of_the_whole_batch(
+    forked_ranks, tiny_model, batch, reference, ranks, stage, micro_batch_tokens, how
+):
+    """Over ranks, ZeRO stages, micro-batches, padded and packed rows, and ranks that share sequences (with as
+    many key heads as ranks, and with fewer).
+    """
+    how = how | {"ranks": ranks, "stage": stage, "micro_batch_tokens": micro_batch_tokens}
+    (gradients, metrics), _ = asyncio.run(gradients_of(tiny_model, batch, **how))
+    loss, expected = reference
+    assert metrics["loss/total"] == pytest.approx(loss, rel=1e-5)
+    assert relative(flat(gradients), expected) < 1e-5
+    assert metrics["policy/grad_norm"] == pytest.approx(float(expected.norm()), rel=1e-3)
+    assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
+
+
+@pytest.mark.parametrize(("ranks", "stage", "how"), [(2, 3, {}), (2, 2, {"shared": 2, "packing": True})])
+def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
+):
+    """Also with fewer rows than ranks. update == probe, update, to the last bit."""
+    batch = made_groups.batch(groups=2, samples=2)
+    batch = replace(batch, row_ids=torch.arange(len(batch)))
+    one = batch.select([2])
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, **how)
+        await group.ready()
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([batch]))
+        await group.load(tmp_path)
+        found = await group.logprobs(batch), await group.logprobs(one)
+        again = await group.update(group.stage([batch]))
+        await group.shutdown()
+        return found, expected, again
+
+    ((dtype, rows), (_, alone)), expected, again = asyncio.run(steps())
+    assert dtype == "float32" and sorted(rows) == [0, 1, 2, 3] and list(alone) == [2]
+    assert again == expected
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    with torch.no_grad():
+        values = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+            padded(batch.tokens, batch.loss_mask)
+        )[0]
+    for row, own in (rows | {4: alone[2]}).items():
+        mine = row if row < 4 else 2
+        assert torch.allclose(
+            torch.from_numpy(own).double(), values[mine][batch.loss_mask[mine]].double(), atol=1e-5
+        )
+
+
+def test_more_ranks_than_rows_still_give_the_gradient(forked_ranks, tiny_model):
+    small = made_groups.batch(groups=1, samples=1)
+
+    async def both():
+        (one, _), _ = await gradients_of(tiny_model, small, ranks=1, stage=0)
+        (two, _), _ = await gradients_of(tiny_model, small, ranks=2, stage=3)
+        return one, two
+
+    one, two = asyncio.run(both())
+    assert relative(flat(two), flat(one)) < 1e-5
+
+
+@pytest.mark.parametrize("stage", drawn("checkpoint", [(0,), (2,), (3,)], 1))
+def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_model, tmp_path, stage):
+    """update, save, update  ==  update, save, (another process) load, update."""
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    how = {"ranks": 2, "stage": stage, "schedule": "linear", "warmup_steps": 2}
+
+    async def uninterrupted():
+        group = start(tiny_model, **how)
+        await group.ready()
+        await group.update(group.stage([first]))
+        await group.save(tmp_path / "policy")
+        metrics = await group.update(group.stage([second]))
+        weights = (await on_all(group, "weights"))[0]
+        await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
+        await group.shutdown()
+        return metrics, weights
+
+    async def resumed():
+        group = start(tiny_model, **how)
+        await group.ready()
+        await group.load(tmp_path / "policy")
+        metrics = await group.update(group.stage([second]))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
+
+    metrics, weights = asyncio.run(uninterrupted())
+    again, same_weights = asyncio.run(resumed())
+    assert again == metrics
+    assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert exported.config.tie_word_embeddings
+    assert {n: p.shape for n, p in exported.named_parameters()} == {n: w.shape for n, w in weights.items()}
+    assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 2),
+)
+def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
+):
+    """update, update  ==  update, one with an infinite loss on one rank, one with a gradient that is NaN on
+    one, update: weights, optimiser and schedule.
+    """
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    # A row of one rank. The gradient of its k3 is finite: 1 - exp(-inf).
+    reference = second.ref_logprobs.clone()
+    reference[0] = -torch.inf
+    lost = replace(second, ref_logprobs=reference)
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        await group.ready()
+        await group.update(group.stage([first]))
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.load(tmp_path)
+        before = await on_all(group, "weights")
+        metrics = [await group.update(group.stage([lost]))]
+        await on_all(group, "spoil", ranks - 1)
+        metrics.append(await group.update(group.stage([second])))
+        await on_all(group, "spoil", None)
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    assert [m["health/skipped_updates"] for m in metrics] == [1, 1]
+    assert [m["health/bad_weights"] for m in metrics] == [0, 0]
+    assert metrics[0]["loss/total"] == math.inf  # not hidden
+    assert metrics[1]["loss/total"] == expected[0]["loss/total"]
+    assert again[0] == expected[0] and again[0]["health/skipped_updates"] == 0
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "how"),
+    drawn("beyond a bound", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 1),
+)
+def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
+    forked_ranks, tiny_model, tmp_path, ranks, stage, how
+):
+    """update, update  ==  update, one beyond a bound of its KL, one beyond one of its gradient, update."""
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+
+    async def steps():
+        group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
+        await group.ready()
+        await group.update(group.stage([first]))
+        await group.save(tmp_path)
+        expected = await group.update(group.stage([second])), await on_all(group, "weights")
+        await group.load(tmp_path)
+        before = await on_all(group, "weights")
+        kl, norm = expected[0]["ref/kl"], expected[0]["policy/grad_norm"]
+        beyond = [
+            Bound("kl_above", "ref/kl", kl / 2, above=True),
+            Bound("grad_norm_spike", "policy/grad_norm", norm / 2, above=True),
+        ]
+        within = [replace(bound, value=3 * bound.value) for bound in beyond]
+        metrics = [await group.update(group.stage([second]), bounds=[bound]) for bound in beyond]
+        between = await on_all(group, "weights")
+        again = await group.update(group.stage([second]), bounds=within), await on_all(group, "weights")
+        await group.shutdown()
+        return expected, before, metrics, between, again
+
+    expected, before, metrics, between, again = asyncio.run(steps())
+    for told, key in zip(metrics, ("kl_above", "grad_norm_spike"), strict=True):
+        assert told.pop("health/skipped_updates") == told.pop(f"health/refused_{key}") == 1
+        assert told | {"health/skipped_updates": 0} == expected[0]
+    assert again[0] == expected[0]
+    for ours, theirs in ((between, before), (again[1], expected[1])):
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_weights_that_are_lost_are_told(forked_ranks, tiny_model):
+    """A step so long that weights leave the range of float32."""
+
+    async def step():
+        group = start(tiny_model, ranks=1, stage=3, lr=1e30, weight_decay=1e30)
+        await group.ready()
+        metrics = await group.update(group.stage([made_groups.batch()]))
+        await group.shutdown()
+        return metrics
+
+    metrics = asyncio.run(step())
+    assert metrics["health/bad_weights"] == 1 and metrics["health/skipped_updates"] == 0
+
+
+def test_a_missing_checkpoint_is_refused_by_name(forked_ranks, tiny_model, tmp_path):
+    async def load():
+        group = start(tiny_model, ranks=1, stage=2)
+        await group.ready()
+        try:
+            await group.load(tmp_path / "nothing")
+        finally:
+            await group.shutdown()
+
+    with pytest.raises(ValueError, match=r"nothing: no policy state; use another checkpoint"):
+        asyncio.run(load())
+
+
+FAMILY = {
+    "epochs with old log-probs": ({"policy_loss": "ppo_clip"}, 2),
+    "sequence ratios and an entropy bonus": (
+        {"policy_loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "entropy_coef": 0.05}, 2,
+    ),
+    "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KL()}, 1),
+    "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KL()}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", drawn("family", [(name,) for name in FAMILY], 1))
+def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny_model, name):
+    """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
+    changes, epochs = FAMILY[name]
+    algorithm = Algorithm(**changes)
+    batches = [made_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
+    own = [replace(b, rollout_logprobs=near_the_models(tiny_model, b)) for b in batches]
+
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=epochs, **how)
+        await group.ready()
+        metrics = await group.update(group.stage(own))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return metrics, weights
+
+    one, weights = asyncio.run(step(ranks=1, stage=0))
+    two, same = asyncio.run(step(ranks=2, stage=3, micro_batch_tokens=40))
+    first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    before = flat({n: p.detach() for n, p in first.named_parameters()})
+    moved, moved_too = flat(weights) - before, flat(same) - before
+    assert float(moved.norm()) > 0
+    # Adam divides by the gradient's size, so that rounding shows where a gradient is all but 0.
+    assert relative(moved_too, moved) < 1e-2
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    if algorithm.old_logprobs == "trainer":
+        assert one["first_update/policy/ratio_max"] == 1.0
+
+
+@torch.no_grad()
+def near_the_models(model_dir, batch):
+    """What an engine a little off would have reported."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
+    )
+    noise = 0.1 * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(8))
+    return torch.where(batch.loss_mask, logprobs + noise, 0.0)
+
+
+@pytest.mark.parametrize(
+    "how", [{"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3, "micro_batch_tokens": 40}]
+)
+def test_ranks_tell_what_each_row_that_has_an_id_was_given_before_it_moved_the_weights(
+    forked_ranks, tiny_model, batch, how
+):
+    marked = replace(batch, row_ids=torch.arange(len(batch)))
+
+    async def step():
+        group = start(tiny_model, epochs=2, **how)
+        await group.ready()
+        await group.update(group.stage([marked]))
+        told = await group.token_logprobs()
+        await group.update(group.stage([batch]))
+        nothing = await group.token_logprobs()
+        await group.shutdown()
+        return told, nothing
+
+    told, nothing = asyncio.run(step())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
+    with torch.no_grad():
+        expected, _ = module(padded(batch.tokens, batch.loss_mask))
+    assert sorted(told) == list(range(len(batch))) and nothing == {}
+    for row, values in told.items():
+        torch.testing.assert_close(
+            torch.from_numpy(values), expected[row][batch.loss_mask[row]].float(), atol=1e-5, rtol=1e-5
+        )
+
+
+def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_model):
+    """One sample on two ranks: old log-probs, the entropy threshold and two epochs all need both."""
+    algorithm = Algorithm(top_entropy_share=0.5, kl=KL())
+    small = made_groups.batch(groups=1, samples=1, reference=False)
+
+    async def step(**how):
+        group = start(tiny_model, algorithm=algorithm, epochs=2, **how)
+        await group.ready()
+        metrics = await group.update(group.stage([small, small]))
+        await group.shutdown()
+        return metrics
+
+    one, two = asyncio.run(step(ranks=1, stage=0)), asyncio.run(step(ranks=2, stage=3))
+    assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer_on"),
+    # On the CPU the optimiser is compiled first.
+    [(2, "none"), *(pytest.param(*how, marks=pytest.mark.evidence) for how in ((1, "none"), (3, "cpu")))],
+)
+def test_states_that_were_away_come_back_bit_by_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
+    """Two steps with all states moved to host memory in between are two steps."""
+
+    async def two_steps(*, away):
+        zero = {"zero_optimization": {"offload_optimizer": {"device": optimizer_on}}}
+        group = start(tiny_model, ranks=2, stage=stage, deepspeed=zero)
+        await group.ready()
+        await group.update(group.stage([batch]))
+        if away:
+            await group.offload_states()
+            await group.reload_states()
+        await group.update(group.stage([batch]))
+        weights = (await on_all(group, "weights"))[0]
+        await group.shutdown()
+        return weights
+
+    expected, got = (asyncio.run(two_steps(away=away)) for away in (False, True))
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())

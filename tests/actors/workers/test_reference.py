@@ -1,0 +1,105 @@
+"""The reference as a real Ray actor: its log-probs, and how it takes on the policy."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from actors.reference_sync import ReferenceSync
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.workers.reference import ReferencePool
+from grpo_dist.config import Algorithm, Model, Policy, Reference, Timeouts, WeightSync
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
+from grpo_dist.types import Prompt, Rollout
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+PROMPT = Prompt("p", np.array([11, 12, 13], np.int32), "1", "made")
+ROLLOUTS = tuple(
+    Rollout("p", i, np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", "", np.zeros(len(ids)))
+    for i, ids in enumerate(([20, 21, 22, 1], [30, 1], [40]))
+)
+
+
+class MovedWorker(PolicyWorker):
+    """A rank whose weights can be moved away from the checkpoint's."""
+
+    def move(self):
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in self._trainer.engine.module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        return {n: p.detach().clone() for n, p in self._trainer.engine.module.model.named_parameters()}
+
+
+@torch.no_grad()
+def expected(model):
+    module = TokenLogprobs(model, temperature=0.7, chunk_mib=8)
+    out = []
+    for rollout in ROLLOUTS:
+        ids = torch.tensor(np.concatenate([PROMPT.token_ids, rollout.completion_ids]).astype(np.int64))[None]
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, 3:] = True
+        out.append(module(padded(ids, mask))[0][0, 3:].numpy())
+    return out
+
+
+def close(ours, theirs):
+    return all(np.abs(a - b).max() < 1e-5 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def start(ray_cluster, tiny_model):
+    def start():
+        return ReferencePool(
+            Reference(micro_batch_tokens=16), model=Model(path="tiny"), model_dir=str(tiny_model),
+            temperature=0.7, chunk_mib=8, options=OPTIONS,
+        )  # fmt: skip
+
+    return start
+
+
+@pytest.mark.evidence
+def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(start, tiny_model, tmp_path):
+    async def session():
+        policy = PolicyGroup(
+            Policy(zero_stage=2), model=Model(path="tiny"), model_dir=str(tiny_model), algorithm=Algorithm(),
+            temperature=0.7, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
+            options=OPTIONS, worker=MovedWorker,
+        )  # fmt: skip
+        pool = start()
+        await asyncio.gather(policy.ready(), pool.ready())
+        frozen = await pool.logprobs(PROMPT, ROLLOUTS)
+        moved = await policy.ranks[0].move.remote()
+        settings = WeightSync(bucket_mb=1, backend="gloo")
+        sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=HANG_S)
+        await sync.refresh()
+        mixed = await pool.logprobs(PROMPT, ROLLOUTS)
+        await pool.save(tmp_path / "reference.safetensors")
+        await sync.refresh()
+        twice = await pool.logprobs(PROMPT, ROLLOUTS)
+        await pool.shutdown()
+        await policy.shutdown()
+        again = start()
+        await again.ready()
+        await again.load(tmp_path / "reference.safetensors")
+        restored = await again.logprobs(PROMPT, ROLLOUTS)
+        await again.shutdown()
+        return frozen, moved, mixed, twice, restored
+
+    frozen, moved, mixed, twice, restored = asyncio.run(session())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert close(frozen, expected(model))
+    for share, got in ((0.25, mixed), (1 - 0.75**2, twice)):
+        for name, parameter in model.named_parameters():
+            parameter.data = first[name].lerp(moved[name], share)
+        model.tie_weights()
+        assert close(got, expected(model)) and not close(got, frozen)
+    assert all(np.array_equal(a, b) for a, b in zip(mixed, restored, strict=True))

@@ -1,0 +1,211 @@
+"""Reward workers and reward model workers as real actors: one group in, one scored group out."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+import ray
+
+from actors.cluster import Cluster
+from actors.placement.demands import Resources, placement
+from actors.workers.reward import RewardPool, RewardWorker
+from actors.workers.reward_model import RewardModelPool
+from grpo_dist.config import Config, Model, Rewards
+from grpo_dist.demo.tokenizer import END, character_tokenizer
+from grpo_dist.errors import UserError
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.runtime.hardware import thread_environment
+from grpo_dist.types import Prompt, Rollout, Sampling
+from tests.support.made_classifiers import BY_HAND, by_hand
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+PROMPT = Prompt("p", np.array([1], np.int32), "2", "test", "1+1")
+TEXTS = ["1\n\n\\boxed{2}", "3\n\n\\boxed{2}", "1\n\n\\boxed{3}"]
+
+
+def rollouts(texts):
+    tokenizer = character_tokenizer()
+    end = tokenizer.convert_tokens_to_ids(END)
+    made = []
+    for i, text in enumerate(texts):
+        ids = np.array([*tokenizer(text)["input_ids"], end], np.int32)
+        zeros = np.zeros(len(ids), np.int32)
+        made.append(Rollout("p", i, ids, zeros.astype(np.float32), "stop", text, zeros))
+    return tuple(made)
+
+
+@pytest.fixture(scope="module")
+def groups(ray_cluster, tiny_model, tmp_path_factory):
+    """Two groups, scored by functions, an outcome model and a process model of two workers, at once."""
+    directory = tmp_path_factory.mktemp("models")
+    settings = Rewards.model_validate(
+        {
+            "processes_per_worker": 1,
+            "functions": [
+                {"function": "math"},
+                {"function": "overlong", "kwargs": {"buffer_tokens": 20}, "weight": 0.5, "gate": "math"},
+            ],
+            "models": [
+                {
+                    "name": "quality",
+                    "path": by_hand(directory / "o", "outcome", template=False),
+                    "weight": 0.25,
+                    "gate": "math",
+                },
+                {
+                    "name": "steps",
+                    "path": by_hand(directory / "p", "process"),
+                    "kind": "process",
+                    "step_mark": "",
+                    "reduce": "last",
+                    "num_workers": 2,
+                    "weight": 2.0,
+                },
+            ],
+        }
+    )
+
+    async def run():
+        models = [
+            RewardModelPool(m, policy=Model(path="x"), policy_dir=str(tiny_model), options=OPTIONS)
+            for m in settings.models
+        ]
+        pool = RewardPool(settings, max_new_tokens=24, models=models, options=OPTIONS)
+        await pool.ready()
+        try:
+            return await asyncio.gather(*(pool.score(PROMPT, rollouts(TEXTS[:n])) for n in (3, 1)))
+        finally:
+            await pool.shutdown()
+
+    return asyncio.run(run())
+
+
+def test_functions_and_models_come_to_one_reward(groups):
+    """Completions of 6 tokens: 1, 2 line breaks, the box of \\boxed{, 2, }, and EOS make 7; 4 are free of
+    punishment, so overlong is -(7 - 4) / 20. quality is read at "}": 0. steps at "}": 0, too.
+    """
+    group = groups[0]
+    assert [len(r.completion_ids) for r in group.rollouts] == [7, 7, 7]
+    assert list(group.reward_parts) == ["math", "overlong", "quality", "steps"]
+    assert group.reward_parts["overlong"] == pytest.approx([-0.15] * 3)
+    assert group.reward_parts["quality"] == pytest.approx([0.0] * 3)
+    assert group.reward_parts["steps"] == pytest.approx([0.0] * 3)
+    assert group.rewards == pytest.approx([0.925, 0.925, 0.0])
+    assert group.outcomes == ("correct", "correct", "wrong")
+
+
+def test_steps_travel_with_the_group(groups):
+    scores = [own.tolist() for own in groups[0].step_rewards]
+    assert [s[0] for s in scores] == pytest.approx([BY_HAND["1"], BY_HAND["3"], BY_HAND["1"]])
+    assert [ends.tolist() for ends in groups[0].step_ends] == [[2, 6]] * 3
+    assert len(groups[1].step_rewards) == 1
+
+
+def test_steps_survive_a_table(groups, tmp_path):
+    write_groups(tmp_path / "g.parquet", [groups[0]])
+    (back,) = read_groups(tmp_path / "g.parquet", {"p": PROMPT})
+    for name in ("step_rewards", "step_ends"):
+        ours, theirs = getattr(groups[0], name), getattr(back, name)
+        assert [a.dtype for a in ours] == [b.dtype for b in theirs]
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.evidence
+def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_cluster, tiny_model, tmp_path):
+    """The engine's random model answers nothing right; the process model scores whatever it says."""
+    model = {"name": "steps", "path": by_hand(tmp_path, "process"), "kind": "process", "weight": 2.0}
+    config = Config.model_validate(
+        {
+            "model": {"path": "demo:tiny"},
+            "data": {"train": [{"path": "demo:add3"}]},
+            "sampling": {"max_new_tokens": 8},
+            "rollout": {"kv_cache_gib": 0.25, "enforce_eager": True, "threads": 1},
+            "rewards": {"models": [model]},
+        }
+    )
+
+    async def run():
+        async with Cluster(config) as cluster:
+            samplers = await cluster.start_evaluation(tiny_model)
+            assert ray.get_actor("reward-model-steps-0")
+            sampled = await samplers.rollouts.sample(
+                PROMPT, seeds=[1, 2], sampling=Sampling(max_new_tokens=8)
+            )
+            return await samplers.rewards.score(PROMPT, sampled)
+
+    group = asyncio.run(run())
+    assert group.reward_parts["steps"] == pytest.approx([BY_HAND["\n"]] * 2)
+    assert group.rewards == pytest.approx(group.reward_parts["math"] + 2.0 * BY_HAND["\n"])
+    assert [ends[-1] for ends in group.step_ends] == [len(r.completion_ids) - 1 for r in group.rollouts]
+    assert _gone("reward-model-steps-0")
+
+
+def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path, caplog):
+    """Two workers fail for the same reason; an actor's own log has no reader."""
+    (tmp_path / "failing_rewards.py").write_text(
+        "def fails(completion, answer):\n    raise OSError('no disk')\n"
+    )
+    settings = Rewards.model_validate(
+        {
+            "processes_per_worker": 1,
+            "functions": [{"name": "mine", "function": "failing_rewards:fails"}],
+            "code_paths": [str(tmp_path)],
+        }
+    )
+    workers = [RewardWorker(settings, max_new_tokens=24) for _ in range(2)]
+
+    class InTurn:
+        async def call(self, method, *arguments, attempts):
+            workers.append(workers.pop(0))
+            return getattr(workers[0], method)(*arguments)
+
+    pool = object.__new__(RewardPool)
+    pool.team, pool.models, pool._told = InTurn(), [], set()
+    with caplog.at_level("WARNING"):
+        groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
+    for worker in workers:
+        worker.close()
+    assert all(np.isnan(group.rewards).all() for group in groups)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "reward mine: OSError: no disk; a sample without a score counts as not scored"
+
+
+def _gone(actor):
+    """Whether no actor of that name is alive, within half a minute."""
+    end = time.monotonic() + HANG_S
+    while time.monotonic() < end:
+        try:
+            ray.get_actor(actor)
+        except ValueError:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def config():
+    return Config.model_validate(
+        {
+            "model": {"path": "demo:tiny"},
+            "data": {"train": [{"path": "demo:add3"}]},
+            "rewards": {"models": [{"name": "a", "path": "x", "num_workers": 2}, {"name": "b", "path": "y"}]},
+        }
+    )
+
+
+def test_placement_counts_reward_models():
+    demands = placement(config(), Resources(8, 5), training=True)
+    assert placement(config(), Resources(8, 4), training=True)["rollout"].shared  # with one less, in turns
+    assert (demands["reward_models"].workers, demands["reward_models"].gpus) == (3, 1)
+    assert placement(config(), Resources(8, 0), training=False)["reward_models"].gpus == 0
+    with pytest.raises(UserError, match="reward_models 3 x 1") as refusal:
+        placement(config(), Resources(8, 3), training=True)
+    assert "4 GPUs are needed" in str(refusal.value) and "`rewards.models`" in str(refusal.value)
+    with pytest.raises(
+        UserError, match=r"rewards\.models\[\*\]\.num_workers` = 3 but the cluster has 2 CPUs"
+    ):
+        placement(config(), Resources(2, 0), training=True)

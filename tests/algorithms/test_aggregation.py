@@ -1,0 +1,64 @@
+"""The aggregation modes: golden values, and sums over any split add up to the whole."""
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from tests.support.numbers_by_hand import NAN, mask_of
+
+LENGTHS = [5, 3, 1, 4, 2, 5, 2, 3]
+GOLDEN = {
+    "token-mean": 1.7960,
+    "seq-mean-token-mean": 1.85625,
+    "seq-mean-token-sum": 5.6125,
+    "seq-mean-token-sum-norm": 1.12250,
+}
+
+
+@pytest.mark.parametrize(("mode", "expected"), GOLDEN.items())
+@pytest.mark.parametrize("number", [float, int])
+def test_aggregation_has_its_golden_values(mode, expected, number):
+    losses = torch.arange(40.0).view(8, 5) / 10
+    value = aggregate(
+        losses, mask_of(LENGTHS, 5), mode, num_tokens=number(25), num_sequences=number(8), max_tokens=5
+    )
+    assert float(value) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_partial_sums_over_any_split_add_up_to_the_whole(mode):
+    generator = torch.Generator().manual_seed(2)
+    losses = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    mask = mask_of(LENGTHS, 5)
+    how = {"num_tokens": 25.0, "num_sequences": 8.0, "max_tokens": 5}
+    whole = aggregate(losses, mask, mode, **how)
+    for cut in range(9):
+        parts = [aggregate(losses[rows], mask[rows], mode, **how) for rows in (slice(cut), slice(cut, None))]
+        assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-13)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_nothing_unmasked_has_loss_and_gradient_zero(mode):
+    losses = torch.full((3, 4), NAN, requires_grad=True)
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    value = aggregate(losses, mask, mode, num_tokens=0.0, num_sequences=0.0, max_tokens=4)
+    value.backward()
+    assert value.item() == 0.0 and torch.equal(losses.grad, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_without_tokens_is_no_sequence(mode):
+    losses = torch.arange(12.0).view(3, 4)
+    mask = mask_of([2, 0, 3], 4)
+    with_empty = aggregate(losses, mask, mode, num_tokens=5.0, num_sequences=2.0, max_tokens=4)
+    rows = [0, 2]
+    without = aggregate(losses[rows], mask[rows], mode, num_tokens=5.0, num_sequences=2.0, max_tokens=4)
+    assert float(with_empty) == float(without)
+
+
+def test_an_unknown_aggregation_is_refused():
+    with pytest.raises(ValueError, match="'mean': expected one of token-mean, seq-mean-token-mean"):
+        aggregate(
+            torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), "mean",
+            num_tokens=1.0, num_sequences=1.0, max_tokens=1,
+        )  # fmt: skip

@@ -1,0 +1,201 @@
+"""Importance corrections for samplers that are not quite the policy."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.offpolicy import KINDS, LEVELS, correction
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.policy.loss import LossSettings, batch_loss
+from grpo_dist.types import TrainBatch
+from tests.support.numbers_by_hand import INF, close, mask_of, row
+
+RATIOS = row(0.25, 1.0, 1.5, 4.0, 7.0)  # the last is masked
+MASK = torch.tensor([[True, True, True, True, False]])
+
+
+def weights_of(kind, level, low, high):
+    zeros = torch.zeros_like(RATIOS)
+    return correction(RATIOS.log(), zeros, MASK, kind=kind, level=level, low=low, high=high)
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "low", "high", "expected", "outside"),
+    [
+        ("tis", "token", 0.0, 2.0, [0.25, 1.0, 1.5, 2.0, 0.0], 1),
+        ("tis", "token", 0.5, 2.0, [0.5, 1.0, 1.5, 2.0, 0.0], 2),
+        ("mis", "token", 0.5, 2.0, [0.0, 1.0, 1.5, 0.0, 0.0], 2),
+        ("icepop", "token", 0.5, 5.0, [0.0, 1.0, 1.5, 4.0, 0.0], 1),
+        # The product is 1.5, the geometric mean 1.5 ** 0.25 = 1.1067.
+        ("tis", "sequence", 0, 2, [1.5, 1.5, 1.5, 1.5, 0.0], 0),
+        ("tis", "sequence", 0, 1.2, [1.2, 1.2, 1.2, 1.2, 0.0], 4),
+        ("mis", "sequence", 0, 1.2, [0.0, 0.0, 0.0, 0.0, 0.0], 4),
+        ("mis", "geometric", 0, 1.2, [1.1066819, 1.1066819, 1.1066819, 1.1066819, 0.0], 0),
+        ("icepop", "geometric", 0, 1.2, [0.25, 1.0, 1.5, 4.0, 0.0], 0),
+        ("icepop", "geometric", 0, 1.1, [0.0, 0.0, 0.0, 0.0, 0.0], 4),
+    ],
+)
+def test_corrections_bound_or_mask_by_token_or_sequence(kind, level, low, high, expected, outside):
+    weights, stats = weights_of(kind, level, low, high)
+    close(weights, [expected])
+    assert int(stats["outside"]) == outside
+    by_level = {"token": RATIOS[MASK], "sequence": row(*[1.5] * 4), "geometric": row(*[1.5**0.25] * 4)}
+    unbounded = by_level[level]
+    assert float(stats["weight"]) == pytest.approx(float(unbounded.sum()))
+    assert float(stats["weight_max"]) == pytest.approx(float(unbounded.max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_equal_logprobs_have_weight_one_and_weights_carry_no_gradient(kind, level):
+    logprobs = (-torch.rand(2, 6)).requires_grad_()
+    mask = mask_of([4, 6], 6)
+    weights, _ = correction(
+        logprobs, logprobs.detach().clone(), mask, kind=kind, level=level, low=0.5, high=2
+    )
+    assert torch.equal(weights, mask.float()) and not weights.requires_grad
+    assert weights.dtype == torch.float32
+
+
+def test_extreme_ratios_stay_finite():
+    logprobs = torch.tensor([[0.0, -1e4, 0.0]])
+    rollout = torch.tensor([[-1e4, 0.0, -INF]])
+    mask = torch.tensor([[True, True, True]])
+    weights, _ = correction(logprobs, rollout, mask, kind="tis", level="token", low=0.1, high=2.0)
+    close(weights, [[2.0, 0.1, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "sis"}, "kind 'sis', level 'token': expected kind tis, mis, icepop"),
+        ({"level": "word"}, "level 'word'"),
+        ({"low": 2.0, "high": 2.0}, "low = 2.0, high = 2.0: expected 0 <= low < high"),
+    ],
+)
+def test_an_unknown_correction_is_refused(change, message):
+    how = {"kind": "tis", "level": "token", "low": 0.0, "high": 2.0} | change
+    with pytest.raises(ValueError, match=message):
+        correction(RATIOS, RATIOS, MASK, **how)
+
+
+def test_one_vetoed_token_drops_its_sequence_and_no_other():
+    train = torch.log(row(1.0, 0.05, 1.0).repeat(2, 1))
+    train[1, 1] = 0.0
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    how = {"kind": "tis", "level": "token", "low": 0.0, "high": 2.0}
+    weights, stats = correction(train, torch.zeros_like(train), mask, **how, veto=0.1)
+    close(weights, torch.tensor([[0.0, 0, 0], [1, 1, 1]]))
+    assert float(stats["dropped"]) == 3
+    weights, _ = correction(train, torch.zeros_like(train), mask, **how, veto=0.01)
+    close(weights, train.exp())
+    mask[0, 1] = False  # a masked token cannot veto
+    weights, stats = correction(train, torch.zeros_like(train), mask, **how, veto=0.1)
+    close(weights, torch.tensor([[1.0, 0, 1], [1, 1, 1]]))
+    assert float(stats["weight_sq"]) == 5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("gap", [30.0, 80.0])
+def test_old_logprobs_far_below_both_others_leave_loss_and_gradient_exact(gap, level):
+    """Weight exp(-gap) times ratio exp(gap): the product is what counts, and it is 1."""
+    logprobs = torch.zeros(1, 1, requires_grad=True)
+    old, rollout = torch.full((1, 1), -gap), torch.zeros(1, 1)
+    batch = one_token_batch(old, rollout)
+    settings = LossSettings(correction_kind="tis", correction_level=level)
+    loss, _ = batch_loss(logprobs, batch, settings)
+    loss.backward()
+    exact = math.exp(gap) * math.exp(-gap)
+    assert [loss.item(), logprobs.grad.item()] == [pytest.approx(exact, rel=1e-5)] * 2
+
+
+def one_token_batch(old, rollout):
+    mask = torch.ones_like(old, dtype=torch.bool)
+    return TrainBatch(
+        tokens=torch.zeros(old.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
+        advantages=torch.full_like(old, -1.0), rollout_logprobs=rollout, ref_logprobs=None, old_logprobs=old,
+        num_tokens=float(mask.sum()), num_sequences=float(len(old)), max_tokens=old.shape[1],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_ratio", [-80.0, -30.0, -1e-3, 0.0, 30.0, 80.0])
+def test_weights_equal_their_definition_in_float64(kind, level, log_ratio):
+    train, mask = torch.tensor([[log_ratio, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    low, high = 1e-20, 1e20
+    own = [float(v) for v in train[0].double()]
+    over = {"token": own, "sequence": [sum(own)] * 2, "geometric": [sum(own) / 2] * 2}[level]
+    expected = []
+    for w, token in zip(map(math.exp, over), map(math.exp, own), strict=True):
+        inside = low <= w <= high
+        bounded = {"tis": min(max(w, low), high), "mis": w * inside, "icepop": token * inside}
+        expected.append(bounded[kind])
+    weights, _ = correction(train, torch.zeros(1, 2), mask, kind=kind, level=level, low=low, high=high)
+    expected = torch.tensor([expected], dtype=torch.float64)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=0)
+
+
+def test_bounds_and_vetoes_below_two_in_a_billion_act():
+    train = torch.tensor([[-25.0, 0.0], [-22.0, 0.0]])  # 1.4e-11, 2.8e-10
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    how = {"kind": "mis", "level": "token", "high": 2.0}
+    weights, _ = correction(train, torch.zeros(2, 2), mask, low=1e-10, **how)
+    assert (weights[0, 0], weights[0, 1]) == (0.0, 1.0) and weights[1, 0] > 0
+    weights, stats = correction(train, torch.zeros(2, 2), mask, low=0.0, veto=1e-10, **how)
+    assert weights[0].tolist() == [0.0, 0.0] and weights[1].min() > 0 and float(stats["dropped"]) == 2
+
+
+def test_an_infinite_ratio_of_a_dropped_sequence_leaves_the_others_alone():
+    """A vetoed sequence, whose ratio overflows float32, beside a healthy one."""
+    logprobs = torch.zeros(2, 1, requires_grad=True)
+    old, rollout = torch.tensor([[-200.0], [0.0]]), torch.zeros(2, 1)
+    for name in ("ppo_clip", "gspo", "gmpo"):
+        settings = LossSettings(policy_loss=name, correction_kind="tis", correction_veto=1e-6)
+        loss, _ = batch_loss(logprobs, one_token_batch(old, rollout), settings)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert loss.item() == 0.5 and gradient.tolist() == [[0.0], [0.5]], name
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_of_the_engine_drops_its_sequence_under_every_correction(kind, level):
+    rollout = torch.tensor([[0.0, math.nan, 0.0], [0.0, 0.0, math.nan]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    how = {"kind": kind, "level": level, "low": 0.5, "high": 2.0}
+    weights, stats = correction(torch.zeros(2, 3), rollout, mask, **how)
+    assert weights.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
+    assert (float(stats["dropped"]), float(stats["outside"]), float(stats["weight"])) == (3, 3, 2)
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("old", ["trainer", "rollout"])
+def test_a_nan_of_the_engine_has_the_same_loss_with_and_without_correction(kind, old):
+    logprobs, rollout = torch.zeros(2, 2, requires_grad=True), torch.tensor([[0.0, math.nan], [0.0, 0.0]])
+    batch = one_token_batch(rollout if old == "rollout" else torch.zeros(2, 2), rollout)
+    loss, stats = batch_loss(logprobs, batch, LossSettings(correction_kind=kind, old_logprobs=old))
+    loss.backward()
+    assert loss.item() == 0.5 and logprobs.grad.tolist() == [[0.0, 0.0], [0.25, 0.25]]
+    assert all(value.isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advantage):
+    """Old log-probs as far below and above both others as float32 has numbers for."""
+    gaps = torch.tensor([[0.0], [1e-3], [5.0], [-5.0], [30.0], [-30.0], [59.0], [61.0], [80.0], [-80.0]])
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        logprobs = torch.full(gaps.shape, -2.0, dtype=dtype, requires_grad=True)
+        batch = one_token_batch(logprobs.detach() - gaps.to(dtype), logprobs.detach() + 0.25)
+        batch = replace(batch, advantages=torch.full_like(batch.advantages, advantage))
+        settings = LossSettings(policy_loss=name, correction_kind=kind, aggregation="seq-mean-token-sum")
+        for i in range(len(gaps)):  # one by one: the largest would hide the others
+            loss, _ = batch_loss(logprobs[i : i + 1], batch.select([i]), settings)
+            (gradient,) = torch.autograd.grad(loss, logprobs)
+            results.append((float(loss.detach()), float(gradient[i])))
+    single, exact = torch.tensor(results, dtype=torch.float64).chunk(2)
+    torch.testing.assert_close(single, exact, rtol=2e-4, atol=1e-30)

@@ -1,0 +1,61 @@
+"""What all of the maths has in common: masked positions never matter, and the registries are complete."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.kl import KL_ESTIMATORS
+from grpo_dist.algorithms.lookup import named
+from grpo_dist.algorithms.offpolicy import correction
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
+from grpo_dist.batch.credit_assignment import PROCESS
+from grpo_dist.config import KL, Algorithm
+from tests.support.numbers_by_hand import INF, NAN, mask_of
+
+
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF, 1e30, -1e30])
+def test_garbage_at_masked_positions_changes_nothing(garbage):
+    generator = torch.Generator().manual_seed(3)
+    clean = [torch.randn(3, 5, generator=generator, dtype=torch.float64) for _ in range(4)]
+    mask = mask_of([5, 2, 0], 5)
+    results = []
+    for fill in (0.0, garbage):
+        logprobs, old, rollout, advantages = (torch.where(mask, t, fill) for t in clean)
+        logprobs.requires_grad_()
+        losses, stats = ppo_clip(logprobs, old, advantages, mask, dual_clip=2.0)
+        weights, more = correction(old, rollout, mask, kind="tis", level="sequence", low=0.0, high=2.0)
+        total = aggregate(
+            losses * weights, mask, "token-mean", num_tokens=7.0, num_sequences=2.0, max_tokens=5
+        )
+        (gradient,) = torch.autograd.grad(total, logprobs)
+        assert torch.equal(gradient[~mask], torch.zeros(8, dtype=torch.float64))
+        assert torch.equal(losses[~mask], torch.zeros(8, dtype=torch.float64))
+        results.append([total.detach(), gradient, losses.detach(), weights, *stats.values(), *more.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_registries_hold_what_the_configuration_offers():
+    def choices(name):
+        return set(get_args(Algorithm.model_fields[name].annotation))
+
+    assert choices("advantage") == set(ADVANTAGES) | {PROCESS}
+    assert choices("policy_loss") == set(POLICY_LOSSES)
+    assert choices("aggregation") == set(MODES)
+    assert set(get_args(KL.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "words"),
+    [
+        (ADVANTAGES, "grop", "advantage 'grop': expected one of grpo, dr_grpo.*did you mean grpo"),
+        (POLICY_LOSSES, "vespo", "policy loss 'vespo': expected one of policy_gradient, ppo_clip"),
+        (KL_ESTIMATORS, "k4", "KL estimator 'k4': expected one of k1, k2, k3"),
+    ],
+)
+def test_an_unknown_name_lists_the_known_ones(registry, name, words):
+    what = words.split(" '")[0]
+    with pytest.raises(ValueError, match=words):
+        named(registry, name, what)

@@ -1,0 +1,170 @@
+"""Every policy loss beyond PPO's: values and gradients worked by hand, and what all have in common."""
+
+import math
+
+import pytest
+import torch
+
+from grpo_dist.algorithms.aggregation import MODES, aggregate
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, cispo, dppo_tv, policy_gradient, sapo
+from grpo_dist.algorithms.sequence_losses import gmpo, gspo
+from tests.support.numbers_by_hand import close, mask_of, row
+
+
+def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
+    """Losses and gradients of tokens with these ratios; log-probs are -1 unless given."""
+    new = row(*([-1.0] * len(ratios) if logprobs is None else logprobs)).requires_grad_()
+    old = new.detach() - torch.log(row(*ratios))
+    losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    return losses.detach(), gradient, {name: float(value) for name, value in stats.items()}
+
+
+def test_policy_gradient_ignores_the_ratio():
+    losses, gradient, stats = one_row(policy_gradient, [1.0, 3.0], [2.0, -1.0])
+    close(losses, row(-2, 1))
+    close(gradient, row(-2, 1))
+    assert stats["ratio_max"] == pytest.approx(3)
+
+
+def test_cispo_bounds_the_weight_and_keeps_every_gradient():
+    how = {"clip_low": 0.5, "clip_high": 1.0}
+    losses, gradient, stats = one_row(cispo, [0.1, 1.5, 4.0, 4.0], [1.0, 1.0, 1.0, -2.0], **how)
+    close(gradient, row(-0.5, -1.5, -2.0, 4.0))
+    close(losses, row(0.5, 1.5, 2.0, -4.0))  # - weight * A * log-prob, which is -1
+    assert stats["clip_low"] == 1 and stats["clip_high"] == 2
+
+
+def test_sapo_has_ppos_gradient_on_policy_and_fades_away_from_it():
+    losses, gradient, _ = one_row(sapo, [1.0, 1.0], [1.0, -1.0], tau_positive=1.0, tau_negative=2.0)
+    close(losses, row(-2.0, 1.0))  # 4 / tau * sigmoid(0)
+    close(gradient, row(-1.0, 1.0))
+    _, gradient, _ = one_row(sapo, [3.0], [1.0], tau_positive=1.5)
+    gate = 1 / (1 + math.exp(-3.0))
+    close(gradient, row(-4 * gate * (1 - gate) * 3), 1e-12)
+
+
+def test_dppo_looks_at_how_far_the_probability_moved():
+    """From 0.001 to 0.002 is a ratio of 2 and no move; from 0.4 to 0.8 is one."""
+    logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
+    ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
+    _, gradient, stats = one_row(dppo_tv, ratios, advantages, logprobs=logprobs, clip_low=0.2, clip_high=0.3)
+    close(gradient, row(-2.0, 0.0, 2.0, 0.0, -0.4), 1e-12)
+    assert stats["clip_low"] == stats["clip_high"] == 1
+    _, gradient, _ = one_row(dppo_tv, [50.0], [1.0], logprobs=[-9.0], ratio_cap=20)
+    close(gradient, row(-20.0))
+
+
+def test_gspo_takes_the_geometric_mean_of_the_sequence():
+    ratios = [1.1, 0.95, 1.0]
+    s = (1.1 * 0.95) ** (1 / 3)
+    losses, gradient, _ = one_row(gspo, ratios, [2.0] * 3, clip_low=0.1, clip_high=0.1)
+    close(losses, row(*[-2 * s] * 3), 1e-12)
+    close(gradient, row(*[-2 * s] * 3), 1e-12)
+    losses, gradient, stats = one_row(gspo, ratios, [2.0] * 3, clip_low=1e-3, clip_high=1e-3)
+    close(losses, row(*[-2 * 1.001] * 3), 1e-12)
+    assert not gradient.any() and stats["clip_high"] == 3
+
+
+def test_gspo_is_the_sequence_form_under_every_aggregation():
+    torch.manual_seed(0)
+    mask = mask_of([4, 2, 3], 4)
+    new = (torch.randn(3, 4, dtype=torch.float64) - 3).requires_grad_()
+    old = new.detach() + 0.1 * torch.randn(3, 4, dtype=torch.float64)
+    advantages = torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64).expand(3, 4)
+    how = {"num_tokens": 9.0, "num_sequences": 3.0, "max_tokens": 4}
+    for mode in MODES:
+        losses, _ = gspo(new, old, advantages, mask, clip_low=0.5, clip_high=0.5)
+        (ours,) = torch.autograd.grad(aggregate(losses, mask, mode, **how), new)
+        mean = (torch.where(mask, new - old, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True)).exp()
+        (theirs,) = torch.autograd.grad(aggregate(-mean * advantages, mask, mode, **how), new)
+        close(ours, theirs, 1e-12)
+
+
+def test_gmpo_clips_tokens_before_their_mean():
+    log_ratios, bound = [0.1, 0.9, -0.9], 0.4
+    ratios = [math.exp(d) for d in log_ratios]
+    s = math.exp((0.1 + bound - 0.9) / 3)
+    losses, gradient, stats = one_row(gmpo, ratios, [2.0] * 3, clip_low=bound, clip_high=bound)
+    close(losses, row(*[-2 * s] * 3), 1e-12)
+    close(gradient, row(-2 * s, 0.0, -2 * s), 1e-12)  # three tokens carry s, each a third of its gradient
+    assert stats["clip_high"] == 1 and stats["clip_low"] == 0
+    s = math.exp((0.1 + 0.9 - bound) / 3)
+    losses, gradient, stats = one_row(gmpo, ratios, [-1.0] * 3, clip_low=bound, clip_high=bound)
+    close(gradient, row(s, s, 0.0), 1e-12)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [1.5, -0.5, 0.0])
+def test_on_policy_every_loss_has_the_policy_gradient(name, advantage):
+    """Summed over a sequence; the sequence losses share it out among their tokens."""
+    _, gradient, stats = one_row(POLICY_LOSSES[name], [1.0] * 4, [advantage] * 4)
+    close(gradient, row(*[-advantage] * 4), 1e-12)
+    assert stats["ratio"] == 4 and stats["clip_low"] == stats["clip_high"] == 0
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("log_ratio", [20.0, -20.0])
+def test_extreme_ratios_give_finite_losses_and_gradients(name, dtype, log_ratio):
+    new = torch.full((2, 3), -25.0, dtype=dtype, requires_grad=True)
+    old = new.detach() - log_ratio
+    advantages = torch.tensor([[1.0], [-1.0]], dtype=torch.float32).expand(2, 3)
+    losses, stats = POLICY_LOSSES[name](new, old, advantages, torch.ones(2, 3, dtype=torch.bool))
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.isfinite().all() and gradient.isfinite().all()
+    assert all(value.isfinite() for value in stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_where_masked_reaches_no_loss(name, garbage):
+    torch.manual_seed(1)
+    mask = mask_of([3, 0, 4], 4)
+    inputs = [torch.randn(3, 4, dtype=torch.float64) for _ in range(3)]
+    results = []
+    for fill in (0.0, garbage):
+        new, old, advantages = (torch.where(mask, t, fill) for t in inputs)
+        new.requires_grad_()
+        losses, stats = POLICY_LOSSES[name](new, old, advantages, mask)
+        (gradient,) = torch.autograd.grad(losses.sum(), new)
+        assert not losses.detach()[~mask].any() and not gradient[~mask].any()
+        results.append([losses.detach(), gradient, *stats.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
+def test_a_bad_token_keeps_its_gradient_where_the_ratio_is_largest(name):
+    """Nothing bounds a ratio for A < 0: at 70 nats, past the cut for tokens that are bounded, it is exact."""
+    new = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((1, 2), -70.0), torch.full((1, 2), -1.0), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert losses.tolist() == [[pytest.approx(math.exp(70))] * 2]
+    assert gradient.tolist() == [[pytest.approx(math.exp(70))] * 2]
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_a_sequence_ratio_that_overflows_is_no_nan_where_the_advantage_is_zero(name):
+    new = torch.zeros(2, 2, requires_grad=True)
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    losses, _ = POLICY_LOSSES[name](new, torch.full((2, 2), -200.0), torch.zeros(2, 2), mask)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert not losses.any() and not gradient.any()
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logprobs_are_clipped_as_the_numbers_they_are(name, dtype):
+    """Bounds of 3e-4 are finer than bfloat16: differences and means must not be rounded to it."""
+    generator = torch.Generator().manual_seed(2)
+    old = -8 * torch.rand(64, 32, generator=generator)
+    new = (old + 2e-3 * torch.randn(64, 32, generator=generator)).to(dtype)
+    advantages = torch.randn(64, 1, generator=generator).expand(64, 32)
+    mask = torch.ones(64, 32, dtype=torch.bool)
+    _, exact = POLICY_LOSSES[name](new.double(), old.to(dtype).double(), advantages, mask)
+    losses, stats = POLICY_LOSSES[name](new, old.to(dtype), advantages, mask)
+    assert losses.dtype == torch.float32
+    assert {k: float(stats[k]) for k in ("clip_low", "clip_high")} == {
+        k: float(exact[k]) for k in ("clip_low", "clip_high")
+    }

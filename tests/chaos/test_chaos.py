@@ -1,0 +1,488 @@
+"""The short form of `make chaos`: a real job that loses one of everything. And the checks of it, each shown
+something that it has to tell.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.loop.ledger import imbalance
+from tests.chaos import room, verdict
+from tests.chaos.__main__ import Chaos, ChaosOfNodes, _ended, _kinds, _options, long_groups, short_groups
+from tests.chaos.events import Event
+from tests.chaos.faults import Connection, CutConnection, NodeLoss, Skip, Worker, reset
+from tests.chaos.find import MARK, Family, is_of_ray
+from tests.chaos.job import End, Line
+from tests.chaos.play import STILL_S, Plan, Play
+from tests.chaos.report import goodput, table
+from tests.support.patience import HANG_S, wait_for_end
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = [{"step": i, "reward/mean": i / 10, "reward/unscored": 0.0, "time/step_s": 1.0} for i in (1, 2, 3, 4)]
+
+
+def changed(step, **values):
+    return [line | values if line["step"] == step else line for line in LINES]
+
+
+def test_a_step_that_is_missing_or_there_twice_is_told():
+    assert verdict.unfinished(LINES, 4) is None
+    assert "[1, 2, 3, 4], expected 1 to 5" in verdict.unfinished(LINES, 5)
+    assert "[1, 2, 3, 4, 4]" in verdict.unfinished([*LINES, LINES[-1]], 4)
+
+
+def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended():
+    everything = [kind for kind in _kinds() if "starting" not in kind]
+    assert sorted(f.kind for group in long_groups(None, everything) for f in group) == sorted(everything)
+    assert {len(group) for group in long_groups(None, everything)} == {1, 2, 5}
+    for refusal, wanted, kills in (
+        (None, everything, False),
+        (None, ["torn file"], True),
+        ("no", everything, True),
+    ):
+        groups = long_groups(refusal, wanted)
+        (torn,) = [f for group in groups for f in group if f.kind == "torn file"]
+        assert torn.kills == kills
+    short = {f.kind for group in short_groups(None) for f in group}
+    at_syncs = {kind for kind in everything if kind.endswith("_weights")}
+    assert set(everything) - short == {"SIGKILL driver", "SIGTERM driver", *at_syncs} and len(at_syncs) == 4
+
+
+def test_the_long_form_has_as_many_of_each_kind_as_asked_for(tmp_path):
+    """Also of reward models, of ranks that stop in the middle of a sync, and of nodes."""
+    options, counts = _options(["--each", "20"]), Counter()
+    for form in (Chaos, ChaosOfNodes):
+        whole = form(options, tmp_path / form.__name__, room.Room(tmp_path, None))
+        plan = whole._plan()
+        counts.update(fault.kind for fault in [f for group in plan.groups for f in group] + plan.starting)
+    assert set(counts.values()) == {20}
+    models = ("SIGKILL reward-model-quality", "SIGSTOP reward-model-quality")
+    nodes = ("node of rollout lost", "node of policy lost", "node of reward lost")
+    assert {*models, "SIGSTOP policy at send_weights", *nodes, *_kinds()} == set(counts)
+    assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", room.Room(tmp_path, None)).kinds
+    only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", room.Room(tmp_path, None))
+    assert only.kinds == [nodes[1]] and not Chaos.kinds.fget(only)
+
+
+def test_the_node_that_is_lost_has_a_worker_of_the_role(monkeypatch):
+    workers, lost = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], []
+    monkeypatch.setattr("chaos.faults.doing", lambda worker: "sample")
+    nodes = SimpleNamespace(holds=lambda worker: worker.pid == 2, lose=lost.append)
+    family = SimpleNamespace(of_role=lambda role: workers)
+    job = SimpleNamespace(family=family, nodes=nodes, last_step=lambda: 3)
+    event = NodeLoss("rollout").strike(job, Random(0))
+    assert lost == [workers[1]] and event.victim is workers[1]
+    assert (event.kind, event.role, event.phase) == ("node of rollout lost", "rollout", "sample")
+    nodes.holds = lambda worker: False
+    with pytest.raises(Skip, match="head node"):
+        NodeLoss("rollout").strike(job, Random(0))
+    job.nodes = None
+    with pytest.raises(Skip, match="no nodes"):
+        NodeLoss("rollout").strike(job, Random(0))
+
+
+def test_processes_of_nodes_are_no_part_of_a_job_on_them():
+    mine = uuid.uuid4().hex
+    command = [sys.executable, "-c", "input()  # ray::IDLE"]
+    with subprocess.Popen(command, env=os.environ | {MARK: mine}) as idle:
+        try:
+            assert [p.pid for p in Family(mine).living()] == [idle.pid]
+            assert Family(mine, spared=is_of_ray).living() == []
+        finally:
+            idle.kill()
+
+
+def test_on_a_busy_machine_a_loss_may_be_noticed_late_and_not_never():
+    late = lost("SIGKILL rollout", at=100.0, noticed=160.0)
+    assert "after 60.0 s" in verdict.unnoticed([late])
+    assert verdict.unnoticed([late], verdict.BUSY) is None
+    node = lost("node of rollout lost", at=100.0, noticed=140.0)
+    assert verdict.unnoticed([node]) is None
+    late.noticed = None
+    assert "never noticed" in verdict.unnoticed([late], verdict.BUSY)
+    gone = lost("SIGKILL rollout", at=50.0, exit_code=0, launch_ended=0)
+    slow = lost("SIGKILL rollout", 0.0, 25.0)
+    assert "no recovery in 60.0 s" in verdict.unrecovered([gone], [slow, gone], 110.0)
+    assert verdict.unrecovered([gone], [slow, gone], 110.0, verdict.BUSY) is None
+    assert "never seen" in verdict.unrecovered([gone], [gone], 110.0, verdict.BUSY)
+
+
+def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
+    path.write_text("".join(lines))
+    assert imbalance(path, steps=2, prompts_per_step=2) is None
+    path.write_text("".join([*lines, lines[-1]]))
+    assert "once each" in imbalance(path, steps=2, prompts_per_step=2)
+
+
+def test_books_that_the_run_itself_finds_wrong_are_told():
+    end = "trained.\nledger: 8 prompts sampled = 8 trained\n"
+    assert verdict.unbalanced(end) is None
+    warned = end + "but the ledger does not balance: ledger.jsonl: prompt p3 was sampled 2 times. Bye\n"
+    assert verdict.unbalanced(warned) == "ledger.jsonl: prompt p3 was sampled 2 times"
+    assert verdict.unbalanced("trained.\n") == "no totals at the end of the run"
+
+
+@pytest.mark.parametrize(("version", "fresh"), [(0, False), (1, True), (2, False)])
+def test_a_token_of_other_weights_than_the_step_is_told(tmp_path, version, fresh):
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    for step, versions in ((1, [0, 0]), (2, [1, version])):
+        rows = pa.table({"uid": ["a"], "policy_versions": [versions]})
+        pq.write_table(rows, samples / f"step_{step:06d}.parquet")
+    found = verdict.stale(tmp_path, 2)
+    assert found is None if fresh else f"prompt a: tokens of versions [{version}]" in found
+    assert (verdict.stale(tmp_path, 2, max_staleness=1) is None) == (version < 2)
+    (samples / "step_000001.parquet").unlink()
+    assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
+
+
+def test_log_probs_of_other_weights_are_told():
+    assert verdict.mismatched(changed(2, **{"mismatch/logprob_diff_max": 9e-7})) is None
+    assert "step 2: log-probs differ by up to 2.0e-01" in verdict.mismatched(
+        changed(2, **{"mismatch/logprob_diff_max": 0.2})
+    )
+
+
+def test_another_number_is_told_and_another_clock_is_not():
+    assert verdict.difference(changed(2, **{"time/step_s": 9.0, "restarts/rollout": 1.0}), LINES) is None
+    assert verdict.difference(changed(3, **{"reward/mean": 0.31}), LINES).startswith(
+        "step 3, reward/mean: 0.31"
+    )
+    assert verdict.unscored(changed(3, **{"reward/unscored": 1.0})) == [3]
+
+
+def test_another_accuracy_is_told():
+    assert verdict.inaccurate(changed(1, **{"reward/mean": 0.12}), LINES) is None
+    better = [line | {"reward/mean": 0.9 + line["reward/mean"] / 10} for line in LINES]
+    assert "mean reward 0.9250, undisturbed 0.2500" in verdict.inaccurate(better, LINES)
+
+
+def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
+    """Its parent is gone, and with it the way to find it by descent."""
+    mine = uuid.uuid4().hex
+    family, others = Family(mine), Family("another")
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {MARK: mine}, check=True, timeout=HANG_S)
+    assert others.living() == []
+    assert "time.sleep(60)" in verdict.orphans(family, seconds=0.1)
+    others.kill()
+    assert len(family.living()) == 1
+    family.kill()
+    assert verdict.orphans(family, seconds=HANG_S) is None
+
+
+def test_a_file_of_shared_memory_that_nobody_uses_is_told():
+    assert verdict.left_in_memory(["a"], ["a", "b"], in_use=["b"]) is None
+    assert verdict.left_in_memory(["a"], ["a", "b"]) == "1 file(s) of shared memory: b"
+
+
+def test_a_loss_that_nobody_noticed_in_time_is_told():
+    late = Event("SIGKILL rollout", at=100.0, step=3, phase="sample", role="rollout", noticed=120.0)
+    assert verdict.unnoticed([late]) == "SIGKILL rollout at step 3 was noticed after 20.0 s"
+    late.noticed = 101.0
+    assert verdict.unnoticed([late]) is None
+    late.noticed = None
+    assert "never noticed" in verdict.unnoticed([late])
+
+
+def lost(kind, at, recovered=None, **values):
+    return Event(kind, at=at, step=3, phase="sample", role="rollout", recovered=recovered, **values)
+
+
+def test_a_stage_that_hangs_for_no_reason_is_told():
+    late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
+    assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 70.0)]) is None
+    assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
+    for far in ([], [lost("SIGSTOP rollout", 40.0)], [lost("SIGSTOP rollout", 201.0)]):
+        assert verdict.hung([late], far).startswith("stage sample: batch 7 sampled came to no end in 120 s")
+
+
+def test_an_engine_that_never_comes_back_is_told_also_when_the_other_one_finishes_the_job():
+    finished = {"exit_code": 0, "launch_ended": 0}
+    gone = lost("SIGKILL rollout", at=50.0, **finished)
+    others = [lost("SIGKILL rollout", 0.0, 25.0), lost("SIGSTOP rollout", 30.0, 78.5, noticed=44.0)]
+    reference = Event("SIGKILL reference", at=0.0, step=3, phase="idle", role="reference", recovered=99.0)
+    after_start = lost("SIGKILL rollout", 0.0, 90.0, exit_code=1, launch_ended=0)
+
+    def found(last_step_at):
+        return verdict.unrecovered([*others, gone], [reference, after_start, *others, gone], last_step_at)
+
+    assert found(84.0) is None  # 34 s were left, and one took 34.5 s
+    assert found(90.0) == "SIGKILL rollout at step 3: no recovery in 40.0 s, elsewhere it took 34.5 s at most"
+    alone = verdict.unrecovered([gone], [reference, after_start, gone], 51.0)
+    assert alone == "SIGKILL rollout at step 3: no recovery in 1.0 s, elsewhere it was never seen"
+    assert verdict.unrecovered([gone], [gone], 49.0) is None  # no step after it that could show anything
+    hung = lost("SIGSTOP rollout", at=40.0, noticed=50.0, **finished)
+    assert verdict.unrecovered([hung], [*others, hung], 84.0) is None
+    assert "no recovery in 40.0 s" in verdict.unrecovered([hung], [*others, hung], 90.0)
+    forgotten = lost("SIGKILL rollout", at=83.0)  # open, and no launch has ended since
+    assert "no recovery in 1.0 s" in verdict.unrecovered([forgotten], [*others, forgotten], 84.0)
+    ended_by_it = Event("SIGKILL driver", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0)
+    assert verdict.unrecovered([ended_by_it], [ended_by_it], 90.0) is None
+
+
+def ended_by(kind, code, launch=0):
+    return Event(kind, at=0.0, step=3, phase="sample", exit_code=code, launch_ended=launch)
+
+
+def test_an_end_of_what_should_be_survived_is_told():
+    found = verdict.ended([1, 0], [ended_by("SIGKILL policy", 1)])
+    assert found == "SIGKILL policy at step 3 ended the run with 1, expected no end"
+    found = verdict.ended([143, 0], [ended_by("SIGTERM driver", 143)])
+    assert found == "SIGTERM driver at step 3 ended the run with 143, expected [75]"
+    fine = [("SIGTERM driver", 75), ("SIGKILL driver", -9), ("disk full", 1), ("torn file", -9)]
+    assert all(verdict.ended([code, 0], [ended_by(kind, code)]) is None for kind, code in fine)
+    assert verdict.ended([1, 0], [ended_by("SIGKILL policy", 1), ended_by("disk full", 1)]) is None
+    assert verdict.ended([0], [Event("SIGKILL policy", at=0.0, step=3, phase="sample")]) is None
+    assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job's own end
+
+
+def test_an_end_without_a_reason_is_told_also_next_to_one_with_a_reason():
+    assert verdict.ended([0], []) is None
+    assert verdict.ended([1, 1, 0], []) == "launch 0 ended with 1, and nothing had been done to it"
+    starting = ended_by("SIGTERM driver, starting", -15, launch=1)
+    own = [ended_by("disk full", 1), starting]
+    assert verdict.ended([1, -15, 0], own) is None
+    found = verdict.ended([1, -15, 1, 0], own)
+    assert found == "launch 2 ended with 1, and nothing had been done to it"
+
+
+def falling_job(codes):
+    """A job whose launches finish a step each, and end with ``codes`` whatever is done to them."""
+    job = SimpleNamespace(begins=[], ends=[], lines=[], family=SimpleNamespace(living=list))
+
+    def poll():
+        job.ends.append(End(time.monotonic(), codes[len(job.ends)]))
+        return job.ends[-1]
+
+    job.launch = lambda: job.begins.append(time.monotonic())
+    job.poll, job.is_warm, job.was_warm = poll, lambda: True, lambda: True
+    job.steps = lambda: [(at, step) for step, at in enumerate(job.begins, 1)]
+    job.last_step = lambda: len(job.begins)
+    return job
+
+
+def test_what_a_job_did_on_its_own_is_known_after_the_play():
+    job = falling_job([1, 1, 0])
+    play = Play(job, Plan([], []), steps=3, rng=Random(0), say=lambda _: None)
+    play.run()
+    codes = [end.code for end in job.ends]
+    assert (codes, play.events) == ([1, 1, 0], [])
+    assert "launch 0 ended with 1" in verdict.ended(codes, play.events)
+
+
+def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
+    whole = Chaos(_options(["--steps", "4"]), tmp_path, room.Room(tmp_path, None))
+    job = falling_job([])
+    job.begins, job.ends, job.run_dir = [1.0, 2.0], [End(1.5, 1), End(60.0, 0)], tmp_path
+    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
+    whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
+    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    found = whole._judge(job, LINES)
+    assert "no recovery in 0.2 s, elsewhere it was never seen" in found["recovered"]
+    assert found["survived"] == "launch 0 ended with 1, and nothing had been done to it"
+    assert not whole._held(job, found) and f"job1: survived: {found['survived']}" in whole._problems
+    before.recovered = 2.0
+    assert whole._judge(job, LINES)["recovered"] is None
+    assert whole._held(job, {"recovered": None})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "role", "told"),
+    [([], "rollout", True), (["max_staleness=1"], "policy", True), (["max_staleness=1"], "rollout", False)],
+)
+def test_other_numbers_are_told_but_for_those_of_an_engine_that_came_back_ahead(
+    tmp_path, monkeypatch, overrides, role, told
+):
+    whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, room.Room(tmp_path, None))
+    job = falling_job([])
+    job.begins, job.ends, job.run_dir = [1.0], [End(60.0, 0)], tmp_path
+    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
+    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    assert bool(whole._judge(job, LINES)["same numbers"]) == told
+
+
+def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
+    job = falling_job([0])
+    play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)
+    job.begins = [1.0, 3.0]
+    over, open_ = (Event("connection cut", at=2.0, step=step, phase="policy-policy") for step in (1, 2))
+    play._open = [(CutConnection(), over), (CutConnection(), open_)]
+    play._tend()
+    assert (over.recovered, over.exit_code) == (3.0, None)
+    assert (open_.recovered, open_.exit_code) == (None, 0)
+
+
+@pytest.fixture
+def chaos(tmp_path, monkeypatch):
+    """Jobs that only count: each takes a group from the plan, and breaks the promises that `broken` says."""
+    options = _options(["--only", "SIGKILL rollout", "--each", "9"])
+    whole = Chaos(options, tmp_path, room.Room(tmp_path, "everyone's"))
+    whole.broken, whole.stuck, whole.calm_codes, names = {}, None, [0], []
+
+    def job(name):
+        whole._jobs.append(name)
+        codes = whole.calm_codes if name == "undisturbed" else [0]
+        return SimpleNamespace(
+            disk=SimpleNamespace(name=name),
+            run_dir=tmp_path,
+            ends=[End(0.0, code) for code in codes],
+            steps=lambda: [(0.0, 1), (1.0, 2)],
+            family=SimpleNamespace(kill=lambda: names.append(name)),
+        )
+
+    def play(job, plan):
+        del plan.groups[:1]
+        if job.disk.name == whole.stuck:
+            whole._problems.append(f"{job.disk.name}: finished: no step")
+        return job.disk.name != whole.stuck
+
+    whole.played = names
+    monkeypatch.setattr(whole, "_job", job)
+    monkeypatch.setattr(whole, "_play", play)
+    monkeypatch.setattr(whole, "_of_every_job", lambda job, events: {"survived": _ended(job, events)})
+    monkeypatch.setattr(whole, "_judge", lambda job, _: {"noticed": whole.broken.get(job.disk.name)})
+    monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
+    return whole
+
+
+def test_the_next_job_comes_also_after_one_that_broke_a_promise(chaos):
+    chaos.broken = {"job2": "one never was", "job4": "another never was"}
+    assert chaos.run() == ["job2: noticed: one never was", "job4: noticed: another never was"]
+    assert chaos.played == [f"job{i}" for i in range(1, 10)]
+
+
+def test_no_job_comes_after_three_that_broke_a_promise(chaos):
+    chaos.broken = dict.fromkeys(("job1", "job3", "job4"), "never")
+    assert len(chaos.run()) == 3 and chaos.played == ["job1", "job2", "job3", "job4"]
+
+
+def test_no_job_comes_after_one_that_is_stuck(chaos):
+    chaos.stuck = "job2"
+    assert chaos.run() == ["job2: finished: no step"]
+    assert chaos.played == ["job1"]
+
+
+def test_an_undisturbed_run_that_was_started_again_is_none(chaos):
+    chaos.calm_codes = [1, 0]
+    assert chaos.run() == ["undisturbed: survived: launch 0 ended with 1, and nothing had been done to it"]
+    assert chaos.played == []
+
+
+def test_an_end_that_does_not_say_why_is_told():
+    full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
+    assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
+    assert verdict.silent([full], {0: "OSError: [Errno 28] No space left on device"}) is None
+    torn = Event(
+        "torn file", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0, torn="state.json"
+    )
+    said = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
+    assert "no later launch named it" in verdict.silent([torn], {0: said, 1: "resuming"})
+    assert verdict.silent([torn], {0: "", 1: said}) is None
+
+
+def test_what_ended_the_run_is_made_good_by_a_later_launch_alone():
+    """It finishes the step it is in, and saves it, before it ends as it was asked to."""
+    steps = [(1.0, 1), (2.5, 2), (3.0, 3)]
+    job = SimpleNamespace(lines=[], steps=lambda: steps, ends=[End(4.0, 75)])
+    event = Event("SIGTERM driver", at=2.0, step=1, phase="running", exit_code=75, launch_ended=0)
+    assert not event.look(job)
+    steps.append((30.0, 4))
+    assert event.look(job) and event.recovered == 30.0
+
+
+def test_recovery_is_the_one_in_its_place_and_a_further_step():
+    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
+    event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
+    assert not event.look(job)
+    job.lines = [
+        SimpleNamespace(at=3.0, text="(raylet) A worker died.\x1b[0mrollout-0 is lost (killed); restart 1"),
+        SimpleNamespace(at=9.0, text="rollout-0 serves again"),
+    ]
+    assert event.look(job)
+    assert (event.noticed, event.recovered) == (3.0, 9.0)
+    assert "7.0 s" in table([event], {"disk full": "no mounts here"})
+    assert goodput([(0.0, 1), (10.0, 6)], undisturbed_s=1.0) == 0.5
+
+
+def test_a_connection_is_reset_under_both_of_its_ends():
+    code = (
+        "import socket\n"
+        "server = socket.create_server(('127.0.0.1', 0))\n"
+        "one = socket.create_connection(server.getsockname())\n"
+        "other, _ = server.accept()\n"
+        "print(one.fileno(), flush=True)\n"
+        "try: other.recv(1)\n"
+        "except ConnectionResetError: print('reset', flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        descriptor = int(child.stdout.readline())
+        reset(Connection(psutil.Process(child.pid), descriptor, "one-other"))
+        assert child.stdout.readline() == "reset\n"
+
+
+def test_workers_of_a_role_are_those_of_this_job_that_run():
+    mine = uuid.uuid4().hex
+    family = Family(mine)
+    code = "import time; time.sleep(60)  # grpo_dist.rewards.child"
+    with subprocess.Popen([sys.executable, "-c", code], env=os.environ | {MARK: mine}) as child:
+        try:
+            assert [p.pid for p in family.of_role("grader")] == [child.pid]
+            job = SimpleNamespace(family=family, last_step=lambda: 3)
+            event = Worker("grader", signal.SIGSTOP).strike(job, Random(0))
+            assert event.victim.pid == child.pid
+            while family.of_role("grader"):
+                time.sleep(0.01)
+            assert len(family.living()) == 1
+        finally:
+            child.kill()
+
+
+def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ended():
+    """Otherwise nobody would make room again on the disk that it ended of."""
+    gone = SimpleNamespace(is_running=lambda: False)
+    job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
+    event = Event("disk full", at=2.0, step=1, phase="running", victim=gone)
+    assert not event.look(job)
+    event.exit_code = 1
+    assert event.look(job)
+
+
+# Beside other tests, unlike other runs of all parts: it must stand other work, and mostly waits for them.
+# It ends itself when its job finishes no step for long.
+@pytest.mark.long
+@pytest.mark.timeout(0)
+def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
+    """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "tests.chaos", "--short", "--steps", "24", "rollout.num_workers=1"]
+    environment = os.environ | {"PYTHONPATH": paths}
+    with (tmp_path / "said").open("w") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        try:
+            wait_for_end(process, lambda: (tmp_path / "said").stat().st_size, hang_s=2 * STILL_S)
+        finally:
+            process.terminate()  # it ends what it started
+            process.wait(timeout=HANG_S)
+    said = (tmp_path / "said").read_text()
+    print(said)
+    assert process.returncode == 0, said[-6000:]

@@ -1,0 +1,151 @@
+"""The configuration refuses what cannot be used, in one message that says where and what to do."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.files import ConfigError, dump_config, load_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+BASE = """
+model: {path: demo:add3}
+data: {train: [{path: demo:add3}]}
+steps: 5
+name: "x-${steps}"
+"""
+
+
+@pytest.fixture
+def base(tmp_path):
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def test_overrides_win_and_interpolation_follows_them(base):
+    config = load_config(base, ["steps=7", "data.train.0.max_rows=9", "policy.optimizer.lr=1e-5"])
+    assert (config.steps, config.name, config.data.train[0].max_rows) == (7, "x-7", 9)
+    assert config.policy.optimizer.lr == 1e-5
+
+
+def test_defaults_are_merged_first_and_the_file_wins(base, tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text("defaults: [base.yaml]\nsteps: 9\nbatch: {prompts_per_step: 4}\n")
+    config = load_config(child)
+    assert (config.steps, config.name, config.batch.prompts_per_step) == (9, "x-9", 4)
+
+
+def test_resolved_configuration_loads_to_the_same_tree(base, tmp_path):
+    config = load_config(base, ["algorithm.kl.coef=0.01"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "algorithms").glob("*.yaml")))
+def test_every_preset_fits_the_demo_and_survives_being_written_and_read(tmp_path, preset):
+    models = "rewards.models=[{name: steps, path: /a/model, kind: process}]"
+    more = [models] if preset == "process" else []
+    config = load_config(CONFIGS / "demo.yaml", [*more, f"+algorithm={preset}", "rollout.threads=2"])
+    again = tmp_path / "again.yaml"
+    again.write_text(dump_config(config))
+    assert load_config(again) == config
+    assert config.rollout.threads == 2
+
+
+def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
+    config = load_config(base, ["algorithm.dual_clip=3", "+algorithm=sapo", "algorithm.tau_negative=1.5"])
+    assert (config.algorithm.policy_loss, config.algorithm.dual_clip) == ("sapo", None)
+    assert (config.algorithm.tau_negative, config.steps) == (1.5, 5)
+    assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
+
+
+def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
+    own = base.parent / "algorithms"
+    own.mkdir()
+    (own / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
+    assert load_config(base, ["+algorithm=mine"]).algorithm.advantage == "rloo"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+algorithm=dap", ["NAME one of cispo, dapo", "did you mean +algorithm=dapo?"]),
+        ("+algorithms=dapo", ["expected +algorithm=NAME"]),
+        ("algorithm.tau_positive=2", ["`algorithm.tau_positive` = 2.0", "ppo_clip", "clip_low, clip_high"]),
+        ("algorithm.add_token_level_kl=true", ["`algorithm.kl.coef` = 0"]),
+        ("algorithm.policy_loss=grpo", ["`algorithm.policy_loss` = 'grpo'", "'ppo_clip'"]),
+        ("algorithm={advantage: pass_at_k, pass_k: 8}", ["`algorithm.pass_k` = 8", "below"]),
+        ("algorithm={advantage: rloo, std: group}", ["`algorithm.std` = group contradicts"]),
+        ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
+        ("algorithm.advantage=process", ["`rewards.models` has no model", "add one"]),
+        ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
+        ("algorithm={advantage: gdpo, reward_clip: 2}", ["`algorithm.reward_clip` = 2.0", "on its own"]),
+        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` does nothing without"]),
+        ("dynamic_sampling.oversample=2", ["does nothing without dynamic_sampling.enabled=true"]),
+        ("reference.refresh_mix=0.5", ["does nothing without reference.refresh_every"]),
+        ("algorithm={policy_loss: policy_gradient, old_logprobs: rollout}", ["has none; remove it"]),
+        ("reference.refresh_every=5", ["`reference.refresh_every` needs a reference"]),
+        ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
+        ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
+        ("policy.optimizer.learning_rate=1", ["unknown key `policy.optimizer.learning_rate`"]),
+        ("lr=1", ["unknown key `lr`", "did you mean `policy.optimizer.lr`?"]),
+        ("policy.optimizer.lr=-1", ["`policy.optimizer.lr` = -1", "greater than 0"]),
+        ("steps=abc", ["`steps` = 'abc'", "integer"]),
+        ("policy.num_workers=3", ["`policy.num_workers` = 3", "128", "use 2 or 4"]),
+        (
+            "batch.updates_per_step=3",
+            ["`batch.prompts_per_step` = 16", "`batch.updates_per_step` = 3", "use 2 or 4"],
+        ),
+        ("evaluation.k=[1,4]", ["evaluation", "samples_per_prompt = 1"]),
+        ("model.max_length=100", ["`model.max_length` = 100", "1024"]),
+        ("algorithm.correction.low=3", ["algorithm.correction", "low = 3.0", "high = 2.0"]),
+        ("steps", ["key=value"]),
+        ("name=../evil", ["`name`"]),
+        ("model.path=sft", ["needs an `sft` section"]),
+    ],
+)
+def test_bad_value_is_refused_with_key_value_and_remedy(base, override, words):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, [override])
+    message = str(refusal.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_missing_and_malformed_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such configuration file"):
+        load_config(tmp_path / "none.yaml")
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
+        load_config(bad)
+    bad.write_text("- 1\n")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        load_config(bad)
+
+
+def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("defaults: [b.yaml]\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
+            ["nothing that bounds a second update", "set both to 1"],
+        ),
+        (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can teach too"]),
+        (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
+        (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
+    ],
+)
+def test_settings_that_contradict_each_other_across_sections(base, overrides, words):
+    with pytest.raises(ConfigError) as refusal:
+        load_config(base, overrides)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)

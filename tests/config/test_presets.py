@@ -1,0 +1,86 @@
+"""What an algorithm preset sets stands in one place, and its name in the run and its report."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config import presets
+from grpo_dist.config.files import dump_config, load_config
+from grpo_dist.runs.identity import fingerprint
+from grpo_dist.tools.report.run_dir import about
+from tests.support.good_inputs import CONFIG
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def base(tmp_path):
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    return tmp_path / "base.yaml"
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_the_documents_say_what_every_preset_sets(name):
+    """All of the file but what is the default anyway."""
+    page = (ROOT / "configs" / "README.md").read_text()
+    part = page.partition("<!-- begin generated: presets -->")[2]
+    (row,) = [line for line in part.splitlines() if line.startswith(f"| `{name}` | ")]
+    own = presets.differences(name)
+    assert own and set(own) <= set(presets.settings(name))
+    for key in own:
+        assert f"`{key.removeprefix('algorithm.')}` " in row
+
+
+def test_what_grpo_and_dapo_set_beside_the_default():
+    assert presets.differences("grpo") == {
+        "algorithm.aggregation": "seq-mean-token-mean",
+        "algorithm.kl.coef": 0.04,
+    }
+    assert presets.differences("dapo") == {
+        "algorithm.clip_high": 0.28,
+        "dynamic_sampling.enabled": True,
+    }
+    default = "| none (the default) | `advantage` grpo, `std` group, `policy_loss` ppo_clip"
+    assert default in presets.table()
+
+
+def test_a_configuration_carries_the_name_of_its_preset(base):
+    assert load_config(base).algorithm.preset is None
+    assert load_config(base, ["+algorithm=dapo"]).algorithm.preset == "dapo"
+    built = base.with_name("built.yaml")
+    built.write_text(f"defaults: [base.yaml, {ROOT}/configs/algorithms/grpo.yaml]\nseed: 3\n")
+    assert load_config(built).algorithm.preset == "grpo"
+    own = base.parent / "algorithms"
+    own.mkdir()
+    (own / "mine.yaml").write_text("algorithm: {policy_loss: gspo}\n")
+    assert load_config(base, ["+algorithm=mine"]).algorithm.preset == "mine"
+
+
+def test_the_name_changes_nothing(base):
+    named = load_config(base, ["+algorithm=grpo"])
+    unnamed = named.model_copy(update={"algorithm": named.algorithm.model_copy(update={"preset": None})})
+    assert fingerprint(named) == fingerprint(unnamed)
+    assert fingerprint(named) != fingerprint(load_config(base))
+
+
+def test_a_run_says_its_preset_and_what_is_changed_of_it(base):
+    def said(*overrides):
+        return presets.described(load_config(base, overrides))
+
+    assert said() == "algorithm: no preset, the defaults"
+    assert said("algorithm.clip_high=0.3") == (
+        "algorithm: no preset, the defaults with clip_high set in the configuration"
+    )
+    assert said("+algorithm=dapo") == "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true"
+    assert said("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
+        "algorithm: preset grpo; changed from it: algorithm.kl.coef=0.1"
+    )
+
+
+def test_the_report_of_a_run_has_the_name(base):
+    run = base.parent / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
+    assert about(run, [])["config"]["algorithm.preset"] == "gspo"
+    script = (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
+    assert 'about.config["algorithm.preset"]' in script

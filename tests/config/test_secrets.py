@@ -1,0 +1,301 @@
+"""Secrets of a configuration are written nowhere."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from grpo_dist.cli import main
+from grpo_dist.config import Config
+from grpo_dist.config.files import ConfigError, dump_config, load_config
+from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text
+from grpo_dist.rewards.registry import check_rewards
+from grpo_dist.tools.recipe.config import Stage
+from grpo_dist.tools.recipe.record import begin, differences
+from tests.support import fakes
+from tests.support.fake_openai import StandIn
+
+
+def config(key: str) -> Config:
+    kwargs = {
+        "base_url": f"https://me:{key}@host/v1",
+        "api_key_env": "JUDGE_KEY",
+        "max_tokens": 8,
+        "extra_body": {"hf_token": key, "nested": [{"Authorization": f"Bearer {key}"}]},
+    }
+    return fakes.config(rewards={"functions": [{"function": "judge", "kwargs": kwargs}]})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key",
+        "API_KEY",
+        "openai-api-key",
+        "hf_token",
+        "token",
+        "client_secret",
+        "password",
+        "passwd",
+        "aws_secret_access_key",
+        "private_key",
+        "credentials",
+        "Authorization",
+        "Proxy-Authorization",
+        "api_keys",
+        "apiKeys",
+        "access_tokens",
+        "HF_TOKENS",
+        "client_secrets",
+        "passwords",
+        "pwd",
+        "db_passwd",
+        "passphrase",
+        "credential",
+        "Cookie",
+        "Set-Cookie",
+        "cookies",
+        "pass",
+        "db_pass",
+        "smtp.pass",
+        "key",
+        "openai_key",
+        "ssh_keys",
+        "signingKey",
+        "auth",
+        "basic_auth",
+        "auth_header",
+        "bearer",
+        "tokens",
+        "my_tokens",
+        "api_key_2",
+        "clientSecret",
+        "userpassword",
+        "judge.api.key",
+        "join_token",
+        "userpass",
+        "passcode",
+        "gcp_creds",
+    ],
+)
+def test_values_of_secret_keys_are_hidden(key):
+    assert masked([{key: "abc"}]) == [{key: "***"}]
+    assert masked({key: ["abc", "", ["d"]]}) == {key: ["***", "", ["***"]]}
+    assert masked({key: {"host": "abc", "more": [None]}}) == {key: {"host": "***", "more": [None]}}
+
+
+def test_a_password_may_be_a_number_and_a_token_s_number_is_none():
+    assert masked({"password": 12345678, "api_keys": [1]}) == {"password": "***", "api_keys": ["***"]}
+    assert masked({"pad_token": 0, "end_token": [5]}) == {"pad_token": 0, "end_token": [5]}
+    assert masked({"use_token": True}) == {"use_token": True}
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("https://h/v1?api_key=abc&token=d", "https://h/v1?api_key=***&token=***"),
+        ("see https://h/?n=1&access-token=d#top, or not", "see https://h/?n=1&access-token=***#top, or not"),
+        ("https://h/v1beta?key=abc&alt=sse", "https://h/v1beta?key=***&alt=sse"),
+        ("/bucket?X-Amz-Signature=ab&X-Amz-Date=1", "/bucket?X-Amz-Signature=***&X-Amz-Date=1"),
+        ("https://me:p@ss@host/v1?a=b", "https://***@host/v1?a=b"),
+    ],
+)
+def test_secrets_in_urls_are_hidden(url, shown):
+    assert masked({"base_url": url, "more": [url]}) == {"base_url": shown, "more": [shown]}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "api_key_env",
+        "max_tokens",
+        "buffer_tokens",
+        "stop_tokens",
+        "aggregation",
+        "tokenizer",
+        "secretary",
+        "max_new_tokens",
+        "token_values_every",
+        "tokens_per_second",
+        "token_ids",
+        "answer_key",
+        "reward_fn_key",
+        "key_columns",
+        "keys",
+        "pass_k",
+        "pass_rate",
+        "pass@8",
+        "pass_at_1",
+        "forward_pass",
+        "auth_mode",
+        "authors",
+        "monkey",
+        "eos_token",
+        "end_token",
+        "think_token",
+        "mask_token",
+        "truncated_tokens",
+        "lookahead_tokens",
+        "rationale_key",
+        "ref_key",
+    ],
+)
+def test_other_values_stay(key):
+    assert masked({key: "abc", "url": "http://host:8000/v1?a=b@c"}) == {
+        key: "abc",
+        "url": "http://host:8000/v1?a=b@c",
+    }
+
+
+def test_no_key_of_the_configuration_is_taken_for_a_secret():
+    plain = fakes.config().model_dump(mode="json")
+    assert masked(plain) == plain
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("--env=HF_TOKEN=sesame", "--env=HF_TOKEN=***"),
+        ("--sbatch=--export=ALL,HF_TOKEN=sesame", "--sbatch=--export=ALL,HF_TOKEN=***"),
+        ("--api-key=sesame", "--api-key=***"),
+        ("--header=Authorization: Bearer sesame", "--header=Authorization: ***"),
+        ("a={function: judge, kwargs: {api_key: sesame}}", "a={function: judge, kwargs: {api_key: '***'}}"),
+        ("a.kwargs.api_key={sesame: 1", "a.kwargs.api_key=***"),
+        ('a={kwargs: {api_key: "sesame}}', "a={kwargs: {api_key: ***"),
+        ("http://me:sesame@host/data", "http://***@host/data"),
+        *((same, same) for same in ("steps=3", "a=[1, 2]", "a={b: [1,2]}", "--verbose", "+algorithm=dapo")),
+        *((same, same) for same in ("a=b=c", "--env=A=b", "sampling.max_new_tokens=8", "algorithm.pass_k=2")),
+    ],
+)
+def test_a_command_line_is_recorded_without_the_secrets_in_its_words(argument, shown):
+    assert masked_setting(argument) == shown
+
+
+def test_a_secret_that_is_a_word_of_its_own_is_hidden_too():
+    words = ["submit", "--env", "HF_TOKEN=sesame", "--token", "sesame", "--prompt-tokens", "7", "-v"]
+    assert masked_command(words) == [
+        "submit", "--env", "HF_TOKEN=***", "--token", "***", "--prompt-tokens", "7", "-v",
+    ]  # fmt: skip
+
+
+def test_a_message_has_neither_what_is_assigned_to_a_secret_name_nor_a_known_secret():
+    tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
+    said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
+    assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("auth: [sesame, 'open 2'], steps: 4", "auth: [***], steps: 4"),
+        ("api_keys=[sesame, open", "api_keys=[***"),
+        ("auth: {user: sesame, pass: 'open'}; steps", "auth: {***}; steps"),
+        ("cannot run: x --api-key sesame --steps 4", "cannot run: x --api-key *** --steps 4"),
+        ("use --env NAME or --secret NAME", "use --env NAME or --secret NAME"),
+    ],
+)
+def test_all_that_a_message_assigns_to_a_secret_name_is_hidden(said, shown):
+    assert masked_text(said) == shown
+
+
+BASE = "model: {path: m}\ndata: {train: [{path: t}]}\n"
+IN_A_FILE = [
+    "rewards: {functions: {function: judge, kwargs: {api_key: SESAME}}}",
+    "rewards: {functions: [[{api_key: SESAME}]]}",
+    "rewards: {functions: [{function: judge, kwargs: 'api_key=SESAME'}]}",
+    "rewards: {functions: [{function: judge, kwargs: [{api_keys: [SESAME, b]}]}]}",
+    'rewards: {functions: [{function: judge, kwargs: {api_key: "${SESAME"}}]}',
+    "a: {api_key: !SESAME x}",
+    "tracking: {wandb: {enabled: {api_key: SESAME}}}",
+    'tracking: {mlflow: {enabled: "http://me:SESAME@host/"}}',
+]
+AS_OVERRIDES = [
+    "rewards.functions.0.kwargs.api_key=SESAME",
+    'judge.api_key="SESAME',
+    "steps.api_key=SESAME",
+    'rewards={functions: [{function: judge, kwargs: {api_key: "SESAME}}]}',
+    'rewards.functions=[{function: judge, kwargs: {api_key: "${SESAME"}}]',
+    "rewards.functions=[{function: judge, weight: [{password: SESAME}]}]",
+    "=judge.api_key=SESAME",
+    "steps={auth: [open, SESAME]",
+    "rewards.functions=[{tokens: [open, 'SESAME']}, ",
+    "rewards.functions=['--api-key SESAME']",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides"), [(own, []) for own in IN_A_FILE] + [("", [own]) for own in AS_OVERRIDES]
+)
+def test_no_error_of_a_configuration_shows_a_secret(tmp_path, text, overrides):
+    path = tmp_path / "a.yaml"
+    path.write_text(BASE + text)
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, overrides)
+    assert "SESAME" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"extra_body": [{"api_key": "SESAME"}]},
+        {"max_retries": {"password": "SESAME"}},
+        {"base_url": "http://me:SESAME@127.0.0.1:9/v1?api_key=SESAME", "max_retries": 0},
+    ],
+)
+def test_no_error_of_a_reward_shows_a_secret(kwargs):
+    function = {"function": "judge", "kwargs": {"base_url": "http://127.0.0.1:9", "model": "m"} | kwargs}
+    with pytest.raises(ValueError) as refused:
+        check_rewards(fakes.config(rewards={"functions": [function]}).rewards, max_new_tokens=8)
+    assert "SESAME" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "a.yaml", "model.path=https://me:SESAME@host/x"],
+        ["train", "a.yaml", "data.train=[{path: 'https://me:SESAME@host/x'}]"],
+        ["train", "https://me:SESAME@host/a.yaml"],
+        ["train", "a.yaml", "--api-key", "SESAME"],
+        ["train", "a.yaml", "--password=SESAME"],
+    ],
+)
+def test_no_error_of_a_command_shows_a_secret(tmp_path, monkeypatch, capfd, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(BASE)
+    try:
+        assert main(words) == 2
+    except SystemExit as refused:
+        assert refused.code == 2
+    shown = capfd.readouterr()
+    assert "***" in shown.err and "SESAME" not in shown.out + shown.err
+
+
+def test_a_judge_that_repeats_its_key_does_not_bring_it_into_messages(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "SESAME-OPEN")
+    repeated = b'{"error": {"message": "Incorrect API key provided: SESAME-OPEN"}}'
+    with StandIn(lambda body, number: (401, repeated, {})) as server:
+        kwargs = {"base_url": server.base_url, "model": "m", "api_key_env": "JUDGE_KEY", "max_retries": 0}
+        rewards = fakes.config(rewards={"functions": [{"function": "judge", "kwargs": kwargs}]}).rewards
+        with pytest.raises(ValueError, match="HTTP 401") as refused:
+            check_rewards(rewards, max_new_tokens=8)
+    assert "SESAME" not in str(refused.value)
+
+
+def test_null_and_empty_are_no_secrets():
+    assert masked({"token": None, "secret": ""}) == {"token": None, "secret": ""}
+
+
+def test_what_is_written_of_a_run_has_no_secrets_and_loads_again(tmp_path):
+    text = dump_config(config("s3cret"))
+    assert "s3cret" not in text and "https://***@host/v1" in text and "api_key_env: JUDGE_KEY" in text
+    again = Config.model_validate(OmegaConf.to_container(OmegaConf.create(text)))
+    assert again.rewards.functions[0].kwargs["extra_body"]["hf_token"] == "***"
+
+
+def test_a_stage_s_record_has_none_and_tells_all_the_same_that_one_has_changed(tmp_path):
+    """What looks like a secret may be something else, which decides the result."""
+    old, new = (
+        begin(Stage("s", "grpo", tmp_path, c, c, ()), {}) for c in (config("s3cret"), config("another"))
+    )
+    assert "s3cret" not in str(old) and old.settings == new.settings
+    assert differences(old, new) == ["what *** stands for has changed"]
+    plain = fakes.config()
+    assert begin(Stage("s", "grpo", tmp_path, plain, plain, ()), {}).inputs == {}

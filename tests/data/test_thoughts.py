@@ -1,0 +1,125 @@
+"""Thoughts in tags: found in the prompt that a chat template renders, and heeded by every reward."""
+
+import pytest
+
+from grpo_dist.config import Rewards
+from grpo_dist.data.prompts import build_prompts
+from grpo_dist.data.readers import Row
+from grpo_dist.data.thoughts import is_kept, thought_of
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.rewards.answers import Answers
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer
+from grpo_dist.rewards.thought import outside_thought, shown_by, thought_for
+from grpo_dist.types import Prompt, Thought
+from tests.support.made_answers import answers, spec
+
+OPENS = Thought(prompt="opens")
+# The ends of the generation prompts of chat templates as published.
+R1 = "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜><think>\n"
+QWQ = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+QWEN3_SILENT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+V3_1_SILENT = "<｜begin▁of▁sentence｜><｜User｜>2+2?<｜Assistant｜></think>"
+X_R1 = "The reasoning is in <THINK> </THINK> tags. User: 2+2? Assistant: Let me solve it.\n<THINK>"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "thought"),
+    [
+        (R1, "", OPENS),
+        (QWQ, "", OPENS),
+        (QWEN3_SILENT, "", Thought(prompt="closes")),
+        (V3_1_SILENT, "", Thought(prompt="closes")),
+        (X_R1, "", Thought("<THINK>", "</THINK>", "opens")),
+        ("Show it in <reasoning> tags. 2+2?", "", Thought("<reasoning>", "</reasoning>")),
+        ("2+2?", "{% if '[THINK]' in m %}", Thought("[THINK]", "[/THINK]")),
+        ("What does <think> do?\n2+2?", "", Thought()),
+        ("2+2?", "", Thought()),
+    ],
+)
+def test_tags_and_whether_the_prompt_opens_them_are_read_from_its_text(prompt, template, thought):
+    assert thought_of(prompt, template) == thought
+
+
+def built(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
+    tokenizer = character_tokenizer()
+    head, mark, tail = tokenizer.chat_template.partition("<|assistant|>")
+    tokenizer.chat_template = head + mark + ending + tail
+    rows = [Row("2+2?", "4", "made", "made:1", {})]
+    prompts, _ = build_prompts(
+        rows, tokenizer, use_chat_template=use_chat_template, max_prompt_tokens=200, **settings
+    )
+    return prompts[0]
+
+
+def test_a_prompt_knows_the_thought_that_its_chat_template_opens():
+    assert built("").thought == Thought()
+    assert built("<think>").thought == OPENS
+    assert built("<think></think>").thought == Thought(prompt="closes")
+    assert built("", instruction="Think first. <THINK>", use_chat_template=False).thought == Thought(
+        "<THINK>", "</THINK>", "opens"
+    )
+
+
+def test_a_closing_tag_that_completions_lose_opens_nothing():
+    class Loses:
+        def __call__(self, text, **_):
+            return {"input_ids": [1]}
+
+        def decode(self, ids, **_):
+            return ""
+
+    assert is_kept("</think>", character_tokenizer()) and not is_kept("</think>", Loses())
+
+
+def test_settings_come_before_what_the_prompt_shows():
+    found = Thought("<THINK>", "</THINK>", "opens")
+    assert thought_for(found, Rewards()) == found
+    assert thought_for(found, Rewards(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
+    own = Rewards(thought_tags=("[[", "]]"), prompt_opens_thought=True)
+    assert thought_for(Thought(), own) == Thought("[[", "]]", "opens")
+    with pytest.raises(ValueError, match="thought_tags"):
+        Rewards(thought_tags=("<think>", "<think>"))
+
+
+@pytest.mark.parametrize(
+    ("completion", "thought", "outside"),
+    [
+        ("a \\boxed{4}", OPENS, ""),
+        ("a</think>\\boxed{4}", OPENS, "a</think>\\boxed{4}"),
+        ("a</think>b<think>c", OPENS, "a</think>b"),
+        ("a<think>b", Thought(), "a"),
+        ("<think>a<think>b</think>c", Thought(), "<think>a<think>b</think>c"),
+        ("a[[b", Thought("[[", "]]"), "a"),
+    ],
+)
+def test_an_unclosed_thought_is_cut_off(completion, thought, outside):
+    assert outside_thought(completion, thought) == outside
+
+
+def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
+    assert shown_by(["a \\boxed{4}", "b</think>4"], Rewards()) == OPENS
+    assert shown_by(["<think>a</think>4", "a"], Rewards()) == Thought()
+    assert shown_by(["b</think>4"], Rewards(prompt_opens_thought=False)) == Thought()
+
+
+GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")
+
+
+def test_every_reward_heeds_the_thought_that_a_prompt_opens():
+    specs = [spec(name, name) for name in ("math", "exact", "numeric", "format")]
+    with GraderPool(1, timeout_s=60.0) as pool:
+        scorer = Scorer(specs, pool)
+        group = answers(GROUP, "4")
+        closed = scorer.score(group)
+        opened = scorer.score(
+            Answers(*[getattr(group, name) for name in group.__slots__[:-1]], thought=OPENS)
+        )
+    assert {name: part.tolist() for name, part in opened.parts.items()} == {
+        "math": [1.0, 0.0, 1.0],
+        "exact": [1.0, 0.0, 1.0],
+        "numeric": [1.0, 0.0, 1.0],
+        "format": [1.0, 0.0, 0.0],
+    }
+    assert opened.outcomes == ["correct", "no_answer", "correct"]
+    assert closed.parts["format"].tolist() == [0.0, 0.0, 1.0]

@@ -1,0 +1,246 @@
+"""Estimates from samples, against numbers worked by hand and against counting every subset."""
+
+import asyncio
+import math
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+from math import comb
+
+import numpy as np
+import pytest
+
+from grpo_dist.evaluation.estimates import estimate, mean_of, of_problem, pass_at_k, summarise, wilson
+from grpo_dist.evaluation.sampling import EvalSet, evaluate
+from grpo_dist.evaluation.votes import final_answers, majority_at_k, numbered
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+from tests.support import fakes
+from tests.support.patience import HANG_S
+
+NAN = float("nan")
+
+
+def flags(text: str) -> np.ndarray:
+    """ "10x" -> right, wrong, not scorable."""
+    return np.array([NAN if c == "x" else float(c) for c in text], dtype=np.float32)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    for n in range(1, 7):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                hits = sum(any(i < c for i in subset) for subset in combinations(range(n), k))
+                assert pass_at_k(n, c, k) == pytest.approx(hits / comb(n, k), abs=1e-12)
+
+
+def test_pass_at_k_stays_exact_where_binomials_overflow():
+    exact = 1 - comb(9_990, 500) / comb(10_000, 500)
+    assert pass_at_k(10_000, 10, 500) == pytest.approx(exact, rel=1e-12)
+
+
+def test_pass_at_k_from_too_few_samples_is_refused():
+    with pytest.raises(ValueError, match="pass@3 cannot be estimated from 2 samples"):
+        pass_at_k(2, 1, 3)
+
+
+def test_summary_of_three_problems_worked_by_hand():
+    summary = summarise([flags("1000"), flags("1100"), flags("0000")], [1, 2])
+    # pass@1: 1/4, 1/2, 0. pass@2: 1 - 3/6, 1 - 1/6, 0.
+    assert summary["pass@1"] == pytest.approx(0.25)
+    assert summary["pass@1_stderr"] == pytest.approx(0.25 / np.sqrt(3))
+    assert summary["pass@2"] == pytest.approx((1 / 2 + 5 / 6) / 3)
+    assert summary["pass@2_stderr"] == pytest.approx(np.std([1 / 2, 5 / 6, 0], ddof=1) / np.sqrt(3))
+    assert summary["avg@4"] == pytest.approx(0.25)
+    assert set(summary) == {f"{n}{s}" for n in ("pass@1", "pass@2", "avg@4") for s in ("", "_stderr")}
+
+
+def test_what_could_not_be_scored_is_left_out_and_not_counted_as_wrong():
+    summary = summarise([flags("1x"), flags("01"), flags("xx")], [1, 2])
+    assert summary["pass@1"] == pytest.approx((1 + 0.5) / 2)  # the third problem has no scored sample
+    assert summary["pass@2"] == 1.0  # only the second has two
+    assert np.isnan(summary["pass@2_stderr"])
+    assert summary["avg@2"] == pytest.approx((1 + 0.5) / 2)
+
+
+def test_order_of_samples_and_problems_does_not_matter():
+    rng = np.random.default_rng(0)
+    problems = [rng.choice([0.0, 1.0, NAN], size=8) for _ in range(20)]
+    shuffled = [rng.permutation(p) for p in rng.permutation(np.array(problems))]
+    first, second = summarise(problems, [1, 2, 4]), summarise(shuffled, [1, 2, 4])
+    assert first == pytest.approx(second, rel=1e-12)
+    assert first["pass@1"] < first["pass@2"] < first["pass@4"]
+
+
+def test_one_sample_a_problem_gives_accuracy_with_its_binomial_error():
+    summary = summarise([flags("1")] * 30 + [flags("0")] * 70, [1])
+    assert summary == pytest.approx({"pass@1": 0.3, "pass@1_stderr": np.sqrt(0.3 * 0.7 / 99)})
+
+
+def test_nothing_to_estimate_from_is_nan_and_not_zero():
+    assert all(np.isnan(v) for v in summarise([flags("xx")], [1]).values())
+    assert all(np.isnan(v) for v in summarise([], [1]).values())
+
+
+# Votes
+
+
+def vote_by_counting(correct, answers, k):
+    """Over every subset of k: the right share of those answers that lead."""
+    right = {a for a, c in zip(answers, correct, strict=True) if c}
+    outcomes = []
+    for subset in combinations(answers, k):
+        counts = Counter(a for a in subset if a != -1)
+        leading = [a for a, n in counts.items() if n == max(counts.values())]
+        outcomes.append(Fraction(sum(a in right for a in leading), max(1, len(leading))))
+    return float(sum(outcomes) / len(outcomes))
+
+
+def test_a_vote_worked_by_hand():
+    correct, answers = [1, 1, 0, 0, 0], [0, 0, 1, 1, 2]
+    assert majority_at_k(correct, answers, 5) == pytest.approx(1 / 2)  # two answers lead
+    assert majority_at_k(correct, answers, 3) == pytest.approx(13 / 30)  # 3 subsets won, 4 three-way ties
+    assert majority_at_k([1, 0, 0], [0, -1, -1], 3) == 1.0  # who has no answer has no vote
+    assert majority_at_k([0, 0], [-1, -1], 2) == 0.0  # and where nobody has one the vote is lost
+    assert majority_at_k([1, 0, 0, 0], [0, 1, 2, 3], 4) == pytest.approx(1 / 4)  # all tie
+
+
+def test_the_expected_vote_is_the_mean_over_all_subsets():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        answers = rng.integers(-1, 4, size=int(rng.integers(1, 9))).tolist()
+        correct = [float(answer == 0) for answer in answers]
+        for k in range(1, len(answers) + 1):
+            exact = vote_by_counting(correct, answers, k)
+            assert majority_at_k(correct, answers, k) == pytest.approx(exact, abs=1e-12)
+
+
+def test_a_vote_of_one_or_two_is_the_share_of_right_samples():
+    correct, answers = [1, 1, 0, 0, 0], [0, 0, 1, 1, 2]
+    assert majority_at_k(correct, answers, 1) == pytest.approx(2 / 5)
+    assert majority_at_k(correct, answers, 2) == pytest.approx(2 / 5)
+
+
+def test_votes_of_more_samples_than_binomials_have_room_for():
+    answers = [0] * 1100 + [1] * 900
+    assert 0.99 < majority_at_k([float(a == 0) for a in answers], answers, 1000) <= 1.0
+
+
+def test_a_vote_of_more_samples_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
+        majority_at_k([1, 0], [0, 1], 3)
+
+
+def test_what_one_problem_says():
+    found = of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
+    # The unscored sample has no vote: of 4, the right answer leads with 2. Of 3: {0,0,*} 2 of 4 subsets win,
+    # the other two have three answers each.
+    expected = {"pass@1": 1 / 2, "pass@3": 1.0, "pass@4": 1.0, "avg@5": 1 / 2, "maj@3": 2 / 3, "maj@4": 1.0}
+    assert found == pytest.approx(expected | {"cons@5": 1.0})
+    assert set(of_problem(flags("10"), [1])) == {"pass@1", "avg@2"}  # answers that cannot be compared
+    assert of_problem(flags("xx"), [1], [0, 1]) == {}
+
+
+def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_is_long():
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            await asyncio.sleep(0.5 * int(prompt.answer))
+            return await super().sample(prompt, **request)
+
+    async def stuck():
+        return "rollout-0 is in sample"
+
+    def evaluated(limit_s):
+        settings = fakes.config(
+            cluster={"timeouts": {"sample_s": limit_s}}, evaluation={"samples_per_prompt": 1, "k": [1]}
+        )
+        sets = [EvalSet("held", fakes.prompts(4))]  # done after 0, 0.5, 1 and 1.5 s
+        world = Slow()
+        return run_virtually(lambda: evaluate(settings, world.workers(), sets, world, step=0, explain=stuck))
+
+    assert "eval/held/pass@1" in evaluated(1.2)
+    with pytest.raises(TimeoutError, match=r"evaluate: held \(4 prompts\)(.|\n)*rollout-0 is in sample"):
+        evaluated(0.2)
+
+
+def test_answers_are_numbered_as_mathematics():
+    with GraderPool(2, timeout_s=HANG_S) as pool:
+        texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]
+        assert final_answers(texts, lambda: pool) == ["1.50", "18", "", "x+1"]
+        answers = ["0.5", "\\frac12", "", "3", "x+1", "3.00", "1+x", "\\frac{6}{2}", "y"]
+        correct = [1.0, 1.0] + [0.0] * 7
+        assert numbered(answers, correct, lambda: pool) == [0, 0, -1, 3, 4, 3, 4, 3, 8]
+
+
+def test_numbers_and_equal_texts_are_compared_without_a_process():
+    def never():
+        raise AssertionError("a process was asked")
+
+    answers = ["12", "12.0", "1,200", "1200", "$7$", "\\text{A}", " A", "8"]
+    assert numbered(answers[:5], [0.0] * 5, never) == [0, 0, 2, 2, 4]
+    assert numbered(answers[5:7], [0.0] * 2, never) == [0, 0]
+    assert final_answers(["\\boxed{7}"], never) == ["7"]
+
+
+# Intervals
+
+
+def test_wilson_s_interval_has_the_published_numbers():
+    # Newcombe 1998 (Stat. Med. 17:857), Table I, method 3: 81/263, 15/148, 0/20, 1/29.
+    for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
+                                    (1, 29, 0.0061, 0.1718)):  # fmt: skip
+        assert wilson(right / count, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_yes_or_no_answers_have_wilson_s_own_interval():
+    found = estimate([1.0] * 8 + [0.0] * 2, samples=10)
+    assert (found.low, found.high) == pytest.approx(wilson(0.8, 10))
+    assert found.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
+    none = estimate([0.0] * 30, samples=480)  # 16 samples each tell as little as one of other problems
+    assert (none.low, none.high) == pytest.approx(wilson(0.0, 30))
+
+
+def test_problems_that_differ_less_than_coins_count_for_more_but_never_for_more_than_their_samples():
+    values = [0.25, 0.5, 0.75, 0.5] * 4
+    # Student's 97.5 % quantile for 15 degrees of freedom is 2.1314.
+    effective = 16 * 0.25 / np.var(values, ddof=1) * (1.95996 / 2.1314) ** 2
+    assert (estimate(values, samples=256).low, estimate(values, samples=256).high) == pytest.approx(
+        wilson(0.5, effective), rel=1e-4
+    )
+    assert estimate([0.5] * 4, samples=8).low == pytest.approx(wilson(0.5, 8)[0])
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """30 problems of which most are easy or hard, 16 samples each: as AIME is measured."""
+    rng, covered, runs = np.random.default_rng(0), 0, 2000
+    for _ in range(runs):  # deviation of the share: 0.005
+        shares = rng.beta(0.3, 0.7, size=30)
+        values = rng.binomial(16, shares) / 16
+        found = estimate(values.tolist(), samples=480)
+        covered += found.low <= 0.3 <= found.high
+    assert 0.938 < covered / runs < 0.967
+
+
+def test_the_mean_of_sets_counts_small_sets_as_much_as_large_ones():
+    large, small = estimate([1.0] * 90 + [0.0] * 10, samples=100), estimate([1.0, 0.0], samples=2)
+    mean = mean_of([large, small])
+    assert mean.value == pytest.approx((0.9 + 0.5) / 2) and mean.problems == 102
+    assert mean.stderr == pytest.approx(math.sqrt(0.9 * 0.1 / 99 + 0.5 * 0.5 / 1) / 2, rel=1e-9)
+    nothing = mean_of([estimate([0.0] * 40, samples=40), estimate([0.0] * 10, samples=10)])
+    assert nothing.low == 0.0
+    assert nothing.high == pytest.approx(math.hypot(wilson(0.0, 40)[1], wilson(0.0, 10)[1]) / 2)
+
+
+def test_a_set_without_a_single_right_answer_leaves_the_mean_of_sets_as_open_as_itself():
+    none, most = estimate([0.0] * 30, samples=30), estimate([1.0] * 90 + [0.0] * 10, samples=100)
+    mean = mean_of([none, most])
+    assert (mean.value, mean.low) == pytest.approx((0.45, 0.45 - (0.9 - 0.8256) / 2), abs=1e-4)
+    assert mean.high == pytest.approx(0.45 + math.hypot(0.1135, 0.9448 - 0.9) / 2, abs=1e-4)
+    rng, covered, runs = np.random.default_rng(0), 0, 1000
+    for _ in range(runs):
+        found = mean_of([
+            estimate(rng.binomial(1, share, count).tolist(), samples=count)
+            for share, count in ((0.03, 30), (0.9, 500))
+        ])  # fmt: skip
+        covered += found.low <= (0.03 + 0.9) / 2 <= found.high
+    assert 0.93 < covered / runs < 0.97  # from the errors of the two alone: 0.74

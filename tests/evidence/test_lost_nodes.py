@@ -1,0 +1,30 @@
+"""A run on several nodes that loses two of them; the cluster's other tenant notices nothing. Some minutes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.loop.ledger import LEDGER, imbalance
+from tests.support.multi_node_run import STEPS, lines
+
+pytestmark = pytest.mark.evidence
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.timeout(4 * 3600)
+def test_a_run_survives_the_loss_of_its_nodes_and_leaves_others_alone(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.support.multi_node_run", str(tmp_path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * 3600)
+    said = (tmp_path / "said.txt").read_text()
+    print(run.stdout)
+    assert run.returncode == 0, run.stderr[-3000:] + said[-5000:]
+    told = lines(tmp_path / "run")
+    assert [line["step"] for line in told] == list(range(1, STEPS + 1))
+    assert imbalance(tmp_path / "run" / LEDGER, steps=STEPS, prompts_per_step=4) is None
+    assert sum(line["restarts/rollout"] for line in told) >= 1
+    assert sum(line["restarts/policy"] for line in told) >= 1

@@ -1,0 +1,37 @@
+"""States on a disk, on real ranks: the same numbers as without, also from a checkpoint.
+
+DeepSpeed compiles its file access at first use, which takes minutes.
+"""
+
+import asyncio
+
+import pytest
+from test_offload import agree, two_updates
+
+from grpo_dist.config import Offload
+
+pytestmark = pytest.mark.evidence
+
+
+def needs_aio():
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible():
+        pytest.skip("libaio and its header are not here")
+
+
+NVME = {
+    "optimiser": {"optimizer": "nvme"},
+    "all": {"optimizer": "nvme", "parameters": "nvme"},
+}
+
+
+@pytest.mark.parametrize("name", NVME)
+def test_offload_to_nvme_trains_as_without(ray_cluster, tiny_model, tmp_path, name):
+    needs_aio()
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    offload = Offload(**NVME[name], nvme_path=str(disk))
+    result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", zero_stage=3, offload=offload))
+    agree(result, asyncio.run(two_updates(tiny_model, zero_stage=2)))
+    assert any(f.stat().st_size for f in disk.rglob("*") if f.is_file())

@@ -1,0 +1,32 @@
+"""A run that remembers all there is to remember is killed and resumed: the same numbers, line by line."""
+
+import pytest
+from test_end_to_end import metrics, run, without_clock
+
+pytestmark = pytest.mark.evidence
+
+EVERYTHING = (
+    "steps=4", "checkpoint.every=2", "max_staleness=1", "policy.optimizer.schedule=constant",
+    "algorithm.advantage=opo", "algorithm.policy_loss=gspo", "algorithm.entropy_coef=0.01",
+    "algorithm.top_entropy_share=0.5", "algorithm.kl.estimator=k3+", "algorithm.kl.target=0.01",
+    "batch.updates_per_step=2", "batch.epochs_per_batch=2", "dynamic_sampling.enabled=true",
+    "dynamic_sampling.max_extra_prompts=2", "reference.refresh_every=1", "reference.refresh_mix=0.5",
+    "data.order=pass_rate", "evaluation.before=false",
+)  # fmt: skip
+
+
+def test_with_all_that_a_run_remembers_a_resumed_one_has_the_same_numbers(tmp_path):
+    """Renewed reference, steered KL weight, prompts by pass rate and their replacements, a batch ahead."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for directory in (whole, killed):
+        directory.mkdir()
+    run(whole, *EVERYTHING)
+    run(killed, *EVERYTHING, check=False, kill_after="step_000002")
+    done = run(killed, *EVERYTHING)
+    assert "resuming from runs/run/checkpoints/step_000002" in done.stdout
+    lines = without_clock(metrics(whole))
+    assert without_clock(metrics(killed)) == lines
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert lines[-1]["rollout/staleness_max"] == 1
+    assert len({line["ref/kl_coef"] for line in lines}) > 1
+    assert all(line["mismatch/logprob_diff_max"] < 1e-5 for line in lines[:1])

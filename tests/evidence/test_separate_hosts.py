@@ -1,0 +1,137 @@
+"""A run on hosts with addresses of their own: engine and policy on different ones, one of which is cut off
+from the network; another host joins and takes its place. Some minutes.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_dist.loop.ledger import LEDGER, imbalance
+from tests.support.separate_hosts import hosts, refusal
+
+pytestmark = pytest.mark.evidence
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, LIMIT_S = 16, 3600.0
+LISTED = """
+import json, logging, ray
+from ray._private.state import actors
+ray.init(address="auto", logging_level=logging.ERROR, log_to_driver=False)
+alive = [known for known in actors().values() if known["State"] == "ALIVE"]
+print("LISTED " + json.dumps({known["ActorClassName"]: known["Address"]["IPAddress"] for known in alive}))
+"""
+
+
+@contextmanager
+def started(command, **options):
+    """A process for the block, and all that it started."""
+    process = subprocess.Popen(command, **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            whole = psutil.Process(process.pid)
+            for member in (*whole.children(recursive=True), whole):
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+        process.wait()
+
+
+class Lan:
+    """A Ray cluster of such hosts, without one for the head's."""
+
+    def __init__(self, made, directory, stack):
+        self._hosts, self._stack, self._log = made, stack, directory / "ray.txt"
+        self.head = made.add()
+        paths = str(ROOT)
+        self.environment = os.environ | {
+            "PYTHONPATH": paths,
+            # Sockets below it have short paths.
+            "RAY_TMPDIR": stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp")),
+            "RAY_ADDRESS": f"{self.head}:6379",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        self._node(self.head, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false")
+        wait(lambda: "Ray runtime started" in self._log.read_text(), "the head comes up")
+
+    def join(self):
+        """Another host with one CPU."""
+        self._node(self._hosts.add(), f"--address={self.head}:6379", "--num-cpus=1")
+
+    def wait_for(self, count):
+        """So many have joined."""
+        waiting = [sys.executable, "-m", "grpo_dist.tools.submit.nodes", str(count), "--within", str(LIMIT_S)]
+        subprocess.run(self._hosts.command(self.head, *waiting), env=self.environment, check=True)
+
+    def _node(self, address, *options):
+        ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+        command = self._hosts.command(address, *ray, f"--node-ip-address={address}", *options)
+        log = self._stack.enter_context(self._log.open("a"))
+        self._stack.enter_context(started(command, env=self.environment, stdout=log, stderr=log))
+
+    def homes(self):
+        """Address of each kind of actor."""
+        command = self._hosts.command(self.head, sys.executable, "-c", LISTED)
+        asked = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        return json.loads(asked.stdout.partition("LISTED ")[2] or "{}")
+
+
+def wait(condition, what):
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(1.0)
+
+
+def steps_of(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def training(directory):
+    overrides = [
+        f"output_dir={directory}", f"rewards.code_paths=[{ROOT / 'tests/support'}]", f"steps={STEPS}",
+        "cluster.placement=separate", "max_staleness=1", "rollout.num_workers=1", "policy.num_workers=1",
+        "algorithm.kl.coef=0",
+    ]  # fmt: skip
+    return [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "tests/chaos/job.yaml"), *overrides]
+
+
+def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
+    if reason := refusal():
+        pytest.skip(reason)
+    run_dir, said = tmp_path / "run", tmp_path / "said.txt"
+    with ExitStack() as stack:
+        made = stack.enter_context(hosts())
+        lan = Lan(made, tmp_path, stack)
+        for count in (2, 3):  # one after the other: in the directory that they share two at once get stuck
+            lan.join()
+            lan.wait_for(count)
+        told = stack.enter_context(said.open("w"))
+        command = made.command(lan.head, *training(tmp_path))
+        run = stack.enter_context(started(command, env=lan.environment, stdout=told, stderr=told))
+        wait(lambda: len(steps_of(run_dir)) >= 3 or run.poll() is not None, "the first steps")
+        assert run.poll() is None, said.read_text()[-3000:]
+        homes = lan.homes()
+        assert len({homes["RolloutWorker"], homes["PolicyWorker"], lan.head}) == 3, homes
+        made.cut(homes["RolloutWorker"])
+        lan.join()
+        assert run.wait(LIMIT_S) == 0, said.read_text()[-3000:]
+    lines = steps_of(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert sum(line["restarts/rollout"] for line in lines) >= 1
+    # What came over the network is what was sent: later steps train on samples that are a step old.
+    assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
+    assert all(line["sync/bytes"] > 0 for line in lines)
+    assert imbalance(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None
+    print(f"engine at {homes['RolloutWorker']} cut off, policy at {homes['PolicyWorker']}: all steps done")

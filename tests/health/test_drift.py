@@ -1,0 +1,294 @@
+"""A run that goes wrong slowly is warned of, whatever its configuration says; a healthy one is not."""
+
+import asyncio
+import dataclasses
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Health
+from grpo_dist.driver import run
+from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
+from grpo_dist.runs.checkpoint import State, load_progress
+from tests.support import fakes
+
+REWARD, ENTROPY = "reward/mean", "policy/entropy"
+CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
+
+
+def followed(values_of):
+    """``values_of``: metric -> its value of each step. -> what is remembered at the end, what was said, by
+    step, and how many metrics drifted at each.
+    """
+    known, said, counts = {}, {}, []
+    for step, values in enumerate(zip(*values_of.values(), strict=True), 1):
+        known = follow(known, step, dict(zip(values_of, values, strict=True)))
+        counts.append(drifting(known))
+        if messages := list(begun(known, step)):
+            said[step] = messages
+    return known, said, counts
+
+
+def warned_at(metric, values):
+    return list(followed({metric: values})[1])
+
+
+def flat(value, steps=20):
+    return [value] * steps
+
+
+# --- when it warns, and when it does not
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "near", "beyond"),
+    [
+        (REWARD, 0.75, 0.375, 0.359375),  # half of it is 0.375
+        (ENTROPY, 2.0, 0.2, 0.1875),  # a tenth is 0.2
+        (CUT, 0.0, 0.484375, 0.5),
+        (CUT, 0.3125, 0.609375, 0.625),  # twice is 0.625
+        (GARBAGE, 0.0, 0.484375, 0.5),
+        (GARBAGE, 0.3125, 0.609375, 0.625),
+    ],
+)
+def test_each_warns_at_its_threshold_and_not_on_the_near_side(metric, before, near, beyond):
+    """20 steps at ``before`` and 20 at the other: at the 40th step the recent mean is what those are."""
+    assert warned_at(metric, flat(before) + flat(near, 40)) == []
+    (step,) = warned_at(metric, flat(before) + flat(beyond, 40))
+    assert step <= 40
+
+
+def test_a_mean_over_the_latest_20_steps_decides():
+    """From 2 to 0: of k steps at 0 the mean is 2 (20 - k) / 20; below 0.2 with k = 19, at 0.2 with 18."""
+    assert warned_at(ENTROPY, flat(2.0) + flat(0.0)) == [39]
+    # Of 0 cut off and k steps with all: k / 20, at least 0.5 with k = 10.
+    assert warned_at(CUT, flat(0.0) + flat(1.0)) == [30]
+    assert warned_at(CUT, flat(0.0) + flat(1.0, 9) + flat(0.0)) == []
+
+
+def test_a_reward_is_compared_with_its_best_20_steps_wherever_they_are():
+    """It rises to 0.8 in steps 21 to 40, and falls to 0.2: half of 0.8 is 0.4. After k steps at 0.2 the mean
+    is 0.8 - 0.03 k: below 0.4 with k = 14.
+    """
+    known, said, _ = followed({REWARD: flat(0.1) + flat(0.8) + flat(0.2)})
+    best = known[REWARD].reference
+    assert (best.first, best.last, best.mean, best.steps) == (21, 40, pytest.approx(0.8), 20)
+    (message,) = said[54]
+    assert list(said) == [54]
+    assert message == (
+        "reward/mean drifts: 0.38 over steps 35 to 54, lower by more than half of the best, 0.8 over steps "
+        "21 to 40. This only warns; what acts on it is `health.reward_below_share`"
+    )
+
+
+def test_a_reward_that_is_never_above_0_falls_by_half_of_its_best_all_the_same():
+    """From -1 that is a fall to less than -1.5; from 0, any that is more than chance. Of -1 and 1, 40 % of
+    them right, the mean is -0.2, with all wrong -1.
+    """
+    assert warned_at(REWARD, flat(-1.0) + flat(-1.5, 40)) == []
+    assert len(warned_at(REWARD, flat(-1.0) + flat(-1.5625, 40))) == 1
+    assert len(warned_at(REWARD, flat(0.0) + flat(-5.0))) == 1
+    draw = random.Random(0)
+    wrong = [sum(draw.choice((-1, -1, -1, 1, 1)) for _ in range(32)) / 32 for _ in range(300)]
+    assert warned_at(REWARD, wrong) == []
+    (step,) = warned_at(REWARD, wrong + flat(-1.0))
+    assert step <= 310
+
+
+def test_a_fall_that_chance_explains_is_none():
+    """Steps of 0.75 and -0.25 in turn differ by 1, which is a variance of 0.5. Best are the first 5, with
+    mean 0.35, and the error of the difference to that of 20 is sqrt(0.5 / 5 + 0.5 / 20) = 0.354. A fall to 0
+    is less than 5 of those, 1.77, as one to -1.25 is, by 1.6; one to -2 is more, by 2.35.
+    """
+    known, said, _ = followed({REWARD: [0.75, -0.25] * 10})
+    best = known[REWARD].reference
+    assert (best.first, best.last, best.mean) == (1, 5, pytest.approx(0.35)) and not said
+    assert known[REWARD].scatter == pytest.approx(0.5) and known[REWARD].pairs == 19
+    for mean, times in ((0.0, 0), (-1.25, 0), (-2.0, 1)):
+        assert len(warned_at(REWARD, [0.75, -0.25] * 10 + [mean + 0.5, mean - 0.5] * 10)) == times
+
+
+@pytest.mark.parametrize("since", [5, 6, 8, 9, 12, 20])
+def test_a_collapse_within_the_first_steps_is_seen(since):
+    """32 samples a step, from step ``since`` on as a policy that a too high rate has ruined."""
+    draw = np.random.default_rng(since)
+
+    def share(before, after):
+        return list(draw.binomial(32, flat(before, since - 1) + flat(after, 101 - since)) / 32)
+
+    right, wrong = share(0.5, 0.03), share(0.4, 0.0)
+    for metric, values in {REWARD: right, CUT: share(0.05, 0.98), GARBAGE: share(0.02, 0.9)}.items():
+        (step,) = warned_at(metric, values)
+        assert step <= 32
+    (step,) = warned_at(REWARD, [2 * value - 1 for value in wrong])
+    assert step <= 32
+    assert len(warned_at(ENTROPY, flat(1.0, since - 1) + flat(0.02, 101 - since))) == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "before", "after", "scatter"),
+    [(REWARD, 0.6, 0.3, 0.08), (ENTROPY, 2.0, 0.2, 0.02), (CUT, 0.05, 0.5, 0.08), (GARBAGE, 0.3, 0.6, 0.08)],
+)
+def test_what_stays_at_its_threshold_is_warned_of_once_or_twice(metric, before, after, scatter):
+    """For 1000 steps, each of which scatters about it: after each that is beyond it, many are not."""
+    draw = random.Random(0)
+    values = [draw.gauss(level, scatter) for level in flat(before, 50) + flat(after, 1000)]
+    assert 1 <= len(warned_at(metric, values)) <= 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rewards_that_scatter_about_0_or_are_rare_are_silent_and_a_collapse_of_them_is_not(seed):
+    """32 samples a step: -1 or 1, as often right as wrong; 0 or 1, right one time in 200, or three in ten."""
+    draw = random.Random(seed)
+    even = [sum(draw.choice((-1, 1)) for _ in range(32)) / 32 for _ in range(500)]
+    rare = [sum(draw.random() < 0.005 for _ in range(32)) / 32 for _ in range(500)]
+    third = [sum(draw.random() < 0.3 for _ in range(32)) / 32 for _ in range(500)]
+    assert warned_at(REWARD, even) == warned_at(REWARD, rare) == warned_at(REWARD, third) == []
+    assert len(warned_at(REWARD, even + flat(-1.0))) == 1
+    assert len(warned_at(REWARD, third + flat(0.0))) == 1
+
+
+def test_a_model_that_never_said_anything_else_is_silent():
+    """With random weights: nothing ends, all is garbage, and no reward is above 0."""
+    garbage = flat(0.75) + flat(1.0, 40)
+    _, said, counts = followed({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
+    assert not said and not any(counts)
+
+
+def test_a_healthy_run_is_silent():
+    """It learns, its entropy halves, and its completions grow tenfold without being cut off."""
+    steps = [k / 200 for k in range(200)]
+    _, said, counts = followed({
+        REWARD: [0.1 + 0.7 * k for k in steps],
+        ENTROPY: [1.0 - 0.5 * k for k in steps],
+        CUT: [0.05 * k for k in steps],
+        GARBAGE: flat(0.0, 200),
+        "rollout/length_tokens": [200 + 1800 * k for k in steps],
+    })  # fmt: skip
+    assert not said and counts == [0] * 200
+
+
+def test_nothing_is_said_of_fewer_than_20_steps():
+    known, said, _ = followed({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
+    assert not said
+    assert known[ENTROPY].reference == Period(1, 5, 1.0, 5) and known[CUT].reference == Period(1, 5, 0.0, 5)
+    known, _, _ = followed({ENTROPY: flat(5.0, 4)})
+    assert known[ENTROPY].reference is None
+
+
+@pytest.mark.parametrize("lacking", [math.nan, math.inf, None])
+def test_a_step_that_lacks_a_metric_is_left_out(lacking):
+    """Of every third step nothing is known of the entropy: 20 values take 29 steps, and the others decide."""
+    known, said = {}, {}
+    values = iter(flat(2.0) + flat(0.0, 19))
+    for step in range(1, 60):
+        value = lacking if step % 3 == 0 else next(values, None)
+        known = follow(known, step, {} if value is None else {ENTROPY: value})
+        if messages := list(begun(known, step)):
+            said[step] = messages
+    first = known[ENTROPY].reference
+    assert (first.first, first.last, first.mean) == (1, 7, 2.0)  # 5 values
+    assert list(said) == [58]  # the 39th value
+    assert said[58][0].startswith("policy/entropy drifts: 0.1 over steps 29 to 58, less than a tenth of 2 ")
+    assert known[ENTROPY].since == 58 and drifting(follow(known, 60, {})) == 1
+
+
+def test_it_warns_when_it_begins_and_again_only_after_it_was_over():
+    """With k of the latest 20 steps all cut off the share is k / 20: at least 0.5 from step 30 on, at least
+    0.4 to step 52.
+    """
+    cut = flat(0.0) + flat(1.0) + flat(0.0, 20) + flat(1.0, 20)
+    _, said, counts = followed({CUT: cut})
+    assert list(said) == [30, 70]
+    assert [step for step, count in enumerate(counts, 1) if count] == [*range(30, 53), *range(70, 81)]
+
+
+def test_several_are_counted_and_each_is_said_with_the_bound_that_acts_on_it():
+    values = {
+        REWARD: flat(0.75) + flat(0.0), ENTROPY: flat(2.0) + flat(0.0),
+        CUT: flat(0.25) + flat(1.0), GARBAGE: flat(0.0) + flat(1.0),
+    }  # fmt: skip
+    _, said, counts = followed(values)
+    assert counts[-1] == 4 and sum(map(len, said.values())) == 4
+    for drift in DRIFTS:
+        assert drift.key in Health.model_fields
+        (message,) = [m for messages in said.values() for m in messages if m.startswith(f"{drift.metric} ")]
+        assert message.endswith(f"steps 1 to 5. This only warns; what acts on it is `health.{drift.key}`")
+
+
+# --- in the loop
+
+
+class Drifting(fakes.World):
+    """From step ``since`` on nothing is right, all is garbage, and the policy is sure of itself."""
+
+    def __init__(self, since, sampled=0):
+        super().__init__(jitter=False)
+        self._since, self._scored, self._first = since, sampled * 4, sampled
+
+    async def score(self, prompt, rollouts):
+        group = await super().score(prompt, rollouts)
+        step, self._scored = self._scored // 4 + 1, self._scored + 1
+        lost = step >= self._since
+        rewards = np.zeros(2, np.float32) if lost else np.array([0.0, 1.0 - step / 100], np.float32)
+        return dataclasses.replace(group, rewards=rewards, garbage=2 if lost else 0)
+
+    async def update(self, batches, *, kl_coef, bounds):
+        step = self._first + len(self.updates) + 1
+        told = await super().update(batches, kl_coef=kl_coef, bounds=bounds)
+        return told | {ENTROPY: 0.01 if step >= self._since else 1.0 - step / 100}
+
+
+def train(world, **kwargs):
+    config = fakes.config(steps=48, checkpoint={"every": 1})
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), [], world, world, **kwargs))
+    clocked = ("time/", "throughput/")
+    return {
+        step: {name: value for name, value in metrics.items() if not name.startswith(clocked)}
+        for step, metrics in world.logged.items()
+    }
+
+
+def test_with_defaults_a_run_that_drifts_is_warned_of_and_goes_on():
+    """From step 25 on. The reward of step k was 0.5 - k / 200, at best 0.4475 over steps 1 to 20; at step 33
+    it is 0.22275. Half of the latest 20 steps are garbage at step 34. Of the entropy, 1 - k / 100, the first
+    5 steps have the mean 0.97, and the latest 20 0.0855 at step 42, 0.124 before.
+    """
+    world = Drifting(since=25)
+    logged = train(world)
+    assert len(world.updates) == 48 and not world.kept_aside
+    assert [text.split(" drifts")[0] for text in world.warnings] == [
+        f"step 33: {REWARD}", f"step 34: {GARBAGE}", f"step 42: {ENTROPY}",
+    ]  # fmt: skip
+    assert world.warnings[1] == (
+        "step 34: rollout/garbage_share drifts: 0.5 over steps 15 to 34, at least twice the least, 0 over "
+        "steps 1 to 5. This only warns; what acts on it is `health.garbage_above`"
+    )
+    assert [logged[step][DRIFTING] for step in (1, 24, 32, 33, 34, 48)] == [0, 0, 0, 1, 2, 3]
+
+
+def through_a_checkpoint(progress, tmp_path):
+    """``progress`` with its health as a checkpoint keeps it."""
+    state = State(0, "", "", health=json.loads(json.dumps(dataclasses.asdict(progress.health))))
+    return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
+
+
+def test_a_run_that_goes_on_from_any_step_warns_and_counts_as_if_it_had_not_ended(tmp_path):
+    whole = Drifting(since=25)
+    logged = train(whole)
+    for step in range(1, 48):
+        resumed = Drifting(since=25, sampled=step)
+        resumed.version = step
+        again = train(resumed, start=step, progress=through_a_checkpoint(whole.saved[step], tmp_path))
+        assert again == {later: logged[later] for later in range(step + 1, 49)}
+        due = [w for w in whole.warnings if int(w.split(":")[0].removeprefix("step ")) > step]
+        assert resumed.warnings == due
+        assert resumed.saved[48].health == whole.saved[48].health
+
+
+def test_what_is_remembered_does_not_grow_with_the_run():
+    known, _, _ = followed({drift.metric: flat(0.5, 500) for drift in DRIFTS})
+    assert [len(one.recent) for one in known.values()] == [WINDOW] * 4

@@ -1,0 +1,403 @@
+"""Steps that are not trained on, watches on metrics, and what becomes of a run that passes a bound."""
+
+import asyncio
+import dataclasses
+import math
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.cli import _guarded
+from grpo_dist.config import Health
+from grpo_dist.driver import run
+from grpo_dist.errors import Unhealthy
+from grpo_dist.health.state import HealthState
+from grpo_dist.health.watch import HealthWatch
+from grpo_dist.observe import Tracker
+from grpo_dist.types import Group
+from tests.support import fakes
+from tests.support.made_groups import group
+
+
+def train(world, config, **kwargs):
+    asyncio.run(run(config, world.workers(), fakes.prompts(40), [], world, world, **kwargs))
+
+
+def scored_by(world, rewards_of):
+    """``rewards_of`` (batch number, index in the batch) -> rewards of the group; batches come in turn."""
+    seen = []
+
+    async def score(prompt, rollouts):
+        step, index = divmod(len(seen), 4)
+        seen.append(prompt.uid)
+        rewards = np.array(rewards_of(step, index), np.float32)
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    world.score = score
+
+
+def updates_say(world, **by_step):
+    """``world``'s updates return these metrics, a list with one value a step."""
+    update, names = world.update, {name.replace("__", "/"): values for name, values in by_step.items()}
+
+    async def told(batches, *, kl_coef, bounds):
+        step = len(world.updates)
+        return await update(batches, kl_coef=kl_coef, bounds=bounds) | {n: v[step] for n, v in names.items()}
+
+    world.update = told
+
+
+# --- steps that are not trained on
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_without_signal_is_not_trained_on_and_the_versions_go_on(staleness):
+    """Of steps 1 to 4 the second has no group whose rewards differ, the third has one."""
+    world = fakes.World(jitter=False)
+    signals = [4, 0, 1, 4]
+    scored_by(world, lambda step, index: [0.0, 1.0] if index < signals[step] else [1.0, 1.0])
+    config = fakes.config(steps=4, max_staleness=staleness, health={"min_signal_groups": 1})
+    train(world, config)
+    assert len(world.updates) == 3
+    assert [world.logged[s]["health/low_signal"] for s in (1, 2, 3, 4)] == [0, 1, 0, 0]
+    assert [e.split(" with")[0] for e in world.events if e.startswith("sync")] == [
+        "sync 1", "sync 2", "sync 3", "sync 4",
+    ]  # fmt: skip
+    assert world.warnings == [
+        "step 2: not trained on, rewards differ within 0 of 4 groups (`health.min_signal_groups` = 1)"
+    ]
+    assert "train/rows" not in world.logged[2] and world.logged[2]["reward/mean"] == 1.0
+
+
+def test_the_least_number_of_groups_with_a_signal_can_be_set():
+    for needed, trained in ((0, 2), (2, 1), (3, 0)):
+        world = fakes.World(jitter=False)
+        scored_by(world, lambda step, index: [0.0, float(index < 2 * step)])
+        train(world, fakes.config(steps=2, health={"min_signal_groups": needed}))
+        assert len(world.updates) == trained, needed
+
+
+def test_where_equal_rewards_teach_every_step_is_trained_on():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [1.0, 1.0])
+    algorithm = {"advantage": "reinforce_pp"}
+    train(world, fakes.config(steps=2, health={"min_signal_groups": 1}, algorithm=algorithm))
+    assert len(world.updates) == 2 and not world.warnings
+
+
+def test_the_kl_weight_stays_where_nothing_was_trained():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [0.0, float(step != 1)])
+    updates_say(world, ref__kl=[5.0, math.nan, 5.0])
+    kl = {"coef": 0.1, "target": 0.5, "gain": 1.0}
+    config = fakes.config(steps=4, health={"min_signal_groups": 1}, algorithm={"kl": kl})
+    workers = world.workers(reference=True)
+    asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
+    seen = [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)]
+    # Step 1 raises it by a fifth; step 2 is not trained on; the KL of step 3 is not a number.
+    assert seen == pytest.approx([0.1, 0.12, 0.12, 0.12])
+
+
+def test_the_batch_of_an_update_that_was_not_made_is_kept_aside_and_the_run_goes_on():
+    world = fakes.World(jitter=False)
+    updates_say(world, health__skipped_updates=[0.0, 1.0, 0.0], loss__total=[0.5, math.nan, 0.5])
+    train(world, fakes.config(steps=3))
+    assert list(world.kept_aside) == [2] and len(world.kept_aside[2]) == 4
+    (warning,) = world.warnings
+    assert "step 2: 1 update(s) not made" in warning and "aside/step_000002.parquet" in warning
+    assert [world.logged[s]["health/skipped_updates"] for s in (1, 2, 3)] == [0, 1, 0]
+    assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 0]
+
+
+def test_weights_that_are_lost_end_the_run_before_an_engine_gets_them():
+    world = fakes.World(jitter=False)
+    updates_say(world, health__bad_weights=[0.0, 1.0])
+    with pytest.raises(Unhealthy, match=r"step 2: the weights are not finite.*aside/step_000002\.parquet"):
+        train(world, fakes.config(steps=3, checkpoint={"every": 1}))
+    assert world.version == 1 and list(world.saved) == [1]
+    assert list(world.kept_aside) == [2] and world.logged[2]["health/bad_weights"] == 1.0
+
+
+def test_a_batch_kept_aside_is_a_table_of_its_samples(tmp_path):
+    config = fakes.config(tracking={"samples": False, "console": False, "tensorboard": False})
+    with Tracker(config, tmp_path) as tracker:
+        path = tracker.aside(12, [group(0, np.random.default_rng(0), rewards=[0, 1, 1, 0])])
+    assert path == str(tmp_path / "aside" / "step_000012.parquet")
+    assert pq.read_table(path)["reward"].to_pylist() == [0, 1, 1, 0]
+
+
+# --- watches
+
+
+def watch(state=None, **settings):
+    return HealthWatch(fakes.config(health=settings), fakes.World(), state or HealthState())
+
+
+def alarms_of(metrics, state=None, **settings):
+    metrics = dict(metrics)
+    return [bound.said(metrics) for bound in watch(state, **settings).examine(1, metrics)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric", "fine", "beyond", "words"),
+    [
+        ({"entropy_below": 0.1}, "policy/entropy", 0.1, 0.09, "0.09 is below 0.1 (`health.entropy_below`)"),
+        ({"length_above": 50}, "rollout/length_tokens", 50.0, 51.0, "51 is above 50 (`health.length_above`)"),
+        ({"truncated_above": 0.5}, "rollout/truncated_share", 0.5, 0.75, "0.75 is above 0.5"),
+        ({}, "mismatch/logprob_diff_mean", 0.5, 1.5, "1.5 is above 1 (`health.mismatch_above`)"),
+        ({}, "ref/kl", 9.0, 11.0, "11 is above 10 (`health.kl_above`)"),
+        ({"kl_above": None}, "ref/kl", 1e9, None, None),
+    ],
+)
+def test_a_metric_beyond_its_bound_is_named_with_value_bound_and_key(settings, metric, fine, beyond, words):
+    for harmless in (fine, math.nan):
+        assert alarms_of({metric: harmless}, **settings) == []
+    assert alarms_of({}, **settings) == []
+    if beyond is not None:
+        (said,) = alarms_of({metric: beyond}, **settings)
+        assert said.startswith(f"{metric} = ") and words in said
+
+
+def test_a_reward_is_held_against_the_greatest_so_far():
+    """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
+    health = watch(reward_below_share=0.5)
+    rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
+    found = [[a.key for a in health.examine(1, {"reward/mean": r})] for r in rewards]
+    assert found == [[], [], [], [], ["reward_below_share"]]
+    assert health.state.best_reward == 0.8
+    negative = watch(reward_below_share=0.5)  # a share of -1 would be above it
+    assert [negative.examine(1, {"reward/mean": r}) for r in (-1.0, -3.0)] == [[], []]
+
+
+def test_a_gradient_is_held_against_the_median_of_those_before():
+    """Of 1, 5, 2, 4, 3 the median is 3: four times that is 12. Fewer than five are no median."""
+    norms = [1.0, 5.0, 2.0, 4.0]
+    assert alarms_of({"policy/grad_norm": 100.0}, HealthState(None, tuple(norms)), grad_norm_spike=4) == []
+    before = HealthState(None, (*norms, 3.0))
+    assert alarms_of({"policy/grad_norm": 12.0}, before, grad_norm_spike=4) == []
+    assert alarms_of({"policy/grad_norm": 12.5}, before, grad_norm_spike=4) == [
+        "policy/grad_norm = 12.5 is above 4 x 3, its median (`health.grad_norm_spike`)"
+    ]
+    health = watch(HealthState(None, tuple(map(float, range(20)))))
+    health.examine(1, {"policy/grad_norm": 20.0})
+    assert health.state.grad_norms == tuple(map(float, range(1, 21)))
+
+
+def test_updates_that_are_never_made_pass_a_bound():
+    health = watch(skipped_steps_above=2)
+    skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
+    found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})] for n in skipped]
+    assert found == [[], [], [], [], ["skipped_steps_above"]]
+
+
+def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(capsys):
+    world = fakes.World(jitter=False)
+    updates_say(world, ref__kl=[0.1, 0.1, 12.0, 0.1])
+    config = fakes.config(steps=4, checkpoint={"every": 1}, health={"action": "stop"})
+    with pytest.raises(Unhealthy) as ended:
+        train(world, config)
+    for part in ("step 3: ref/kl = 12 is above 10 (`health.kl_above`)", "aside/step_000003.parquet"):
+        assert part in str(ended.value)
+    assert list(world.saved) == [1, 2] and world.logged[3]["health/alarms"] == 1.0
+    assert list(world.kept_aside) == [3]
+
+    def command(config, overrides):
+        raise ended.value
+
+    assert _guarded(command, None, []) == 3
+    assert capsys.readouterr().err == f"{ended.value}\n"
+
+
+# --- steps that are skipped for a bound
+
+
+def looping(world, share):
+    """A ``share`` of every batch from the second on is garbage, and the batch short of the first's reward."""
+    score, seen = world.score, []
+
+    async def scored(prompt, rollouts):
+        group = await score(prompt, rollouts)
+        seen.append(prompt.uid)
+        later = len(seen) > 4
+        return dataclasses.replace(group, garbage=round(share * len(rollouts)) if later else 0)
+
+    world.score = scored
+
+
+def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
+    world = fakes.World(jitter=False)
+    looping(world, share=1.0)
+    train(world, fakes.config(steps=3, health={"garbage_above": 0.9}, tracking={"samples": False}))
+    assert len(world.updates) == 1 and world.version == 3
+    assert list(world.kept_aside) == [2, 3] and len(world.kept_aside[2]) == 4
+    assert world.warnings[0] == (
+        "step 2: not trained on, rollout/garbage_share = 1 is above 0.9 (`health.garbage_above`); its batch "
+        "is in aside/step_000002.parquet"
+    )
+    assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 2]
+    assert "trained" in world.accounts[1] and "skipped" in world.accounts[2]
+    half = fakes.World(jitter=False)
+    looping(half, share=0.5)
+    train(half, fakes.config(steps=3, health={"garbage_above": 0.9}))
+    assert len(half.updates) == 3 and half.logged[3]["rollout/garbage_share"] == 0.5
+
+
+def test_a_reward_that_has_collapsed_is_not_trained_on():
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [0.0, 1.0 if step != 1 else 0.4])
+    train(world, fakes.config(steps=3, health={"reward_below_share": 0.5}))
+    assert len(world.updates) == 2
+    assert [step for step in world.accounts if "skipped" in world.accounts[step]] == [2]
+    assert "reward/mean = 0.2 is below 0.5 x 0.5, its greatest" in world.warnings[0]
+
+
+def test_a_run_that_skips_on_and_on_is_stopped():
+    world = fakes.World(jitter=False)
+    looping(world, share=1.0)
+    with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
+        train(world, fakes.config(steps=8, health={"skipped_steps_above": 2, "garbage_above": 0.9}))
+    assert len(world.updates) == 1 and sorted(world.logged) == [1, 2, 3, 4]
+
+
+# --- runs that train on nothing
+
+
+@pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
+@pytest.mark.parametrize("why", ["equal rewards", "not scored"])
+def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action):
+    """Of the first four steps the second can be trained on: the count begins again behind it."""
+    world = fakes.World(jitter=False)
+    idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
+    scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)
+    health = {"idle_steps_above": 2, "action": action, "min_signal_groups": int(why == "equal rewards")}
+    with pytest.raises(Unhealthy) as stop:
+        train(world, fakes.config(steps=9, health=health))
+    assert str(stop.value).startswith(
+        "step 5: 3 steps in a row trained on no token (`health.idle_steps_above` = 2): reward/mean = "
+    )
+    assert stop.value.exit_code == 3
+    assert [world.logged[s]["health/idle_in_a_row"] for s in sorted(world.logged)] == [1, 0, 1, 2, 3]
+    assert [world.logged[s]["train/loss_tokens"] for s in sorted(world.logged)] == [0, 16, 0, 0, 0]
+
+
+def test_a_run_whose_samples_are_all_cut_off_and_masked_trains_on_no_token():
+    world = fakes.World(jitter=False)
+    sample = world.sample
+
+    async def cut(prompt, **request):
+        return tuple(dataclasses.replace(r, finish_reason="length") for r in await sample(prompt, **request))
+
+    world.sample = cut
+    config = fakes.config(
+        steps=9, health={"idle_steps_above": 3, "min_signal_groups": 0}, algorithm={"mask_truncated": True}
+    )
+    with pytest.raises(Unhealthy, match=r"step 4: 4 steps in a row.*rollout/truncated_share = 1\. Stopped"):
+        train(world, config)
+
+
+def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
+    config = fakes.config(steps=4, checkpoint={"every": 2}, health={"idle_steps_above": None})
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [1.0, 1.0])
+    train(world, config)
+    assert world.saved[2].health.idle == 2 and not world.updates
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    scored_by(resumed, lambda step, index: [1.0, 1.0])
+    with pytest.raises(Unhealthy, match=r"step 3: 3 steps in a row"):
+        train(
+            resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), start=2, progress=world.saved[2]
+        )
+    assert Health().idle_steps_above == 50
+
+
+def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipped():
+    """The median of 1 to 5 is 3."""
+    keys = {}
+    for action in ("skip", "warn", "stop", "rollback"):
+        state = HealthState(None, (1.0, 2.0, 3.0, 4.0, 5.0))
+        found = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).bounds_of_update()
+        keys[action] = {bound.key: (bound.metric, bound.value, bound.above) for bound in found}
+    assert keys.pop("skip") == {
+        "entropy_below": ("policy/entropy", 0.1, False),
+        "mismatch_above": ("mismatch/logprob_diff_mean", 1.0, True),
+        "kl_above": ("ref/kl", 10.0, True),
+        "grad_norm_spike": ("policy/grad_norm", 12.0, True),
+    }
+    assert not any(keys.values())
+
+
+def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
+    world = fakes.World(jitter=False)
+    updates_say(
+        world,
+        health__skipped_updates=[0.0, 2.0, 0.0], health__refused_kl_above=[0.0, 2.0, 0.0],
+        ref__kl=[0.1, 12.0, 0.1], policy__grad_norm=[1.0, 50.0, 1.0],
+    )  # fmt: skip
+    train(world, fakes.config(steps=3))
+    assert world.warnings == [
+        "step 2: 2 update(s) not made, 2 beyond `health.kl_above` (ref/kl = 12, policy/grad_norm = 50); for "
+        "them the weights are as before, and the batch is kept in aside/step_000002.parquet"
+    ]
+    assert list(world.kept_aside) == [2] and "skipped" in world.accounts[2]
+
+
+def test_the_norm_of_a_gradient_that_moved_nothing_is_no_measure_for_later_ones():
+    health = watch()
+    for norm, skipped in ((1.0, 0.0), (50.0, 1.0), (2.0, 0.0)):
+        health.examine(1, {"policy/grad_norm": norm, "health/skipped_updates": skipped})
+    assert health.state.grad_norms == (1.0, 2.0)
+
+
+def test_warn_goes_on():
+    world = fakes.World(jitter=False)
+    updates_say(world, ref__kl=[0.1, 12.0, 0.1, 11.0])
+    train(world, fakes.config(steps=4, health={"action": "warn"}))
+    assert len(world.warnings) == 2 and world.warnings[1].startswith("step 4: ref/kl = 11")
+    assert [world.logged[s]["health/alarms"] for s in (1, 2, 3, 4)] == [0, 1, 0, 1]
+    assert not world.kept_aside
+
+
+def test_a_resumed_run_remembers_what_watches_compare_with():
+    """Step 4 is a collapse only to whoever knows that step 1 had reward 1."""
+    rewards = [1.0, 0.9, 0.9, 0.1]
+    health = {"action": "warn", "reward_below_share": 0.5, "min_signal_groups": 0}
+    config = fakes.config(steps=4, checkpoint={"every": 2}, health=health)
+    world = fakes.World(jitter=False)
+    scored_by(world, lambda step, index: [rewards[step]] * 2)
+    updates_say(world, policy__grad_norm=[1.0, 2.0, 3.0, 4.0])
+    train(world, config)
+    assert len(world.warnings) == 1
+    kept = world.saved[2].health
+    assert dataclasses.replace(kept, followed={}) == HealthState(1.0, (1.0, 2.0), 0)
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    scored_by(resumed, lambda step, index: [rewards[2 + step]] * 2)
+    train(resumed, config, start=2, progress=world.saved[2])
+    assert resumed.warnings == world.warnings
+
+
+def test_a_bound_that_no_step_can_meet_is_refused():
+    with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5 is above"):
+        fakes.config(health={"min_signal_groups": 5})
+    assert Health().min_signal_groups == 1 and Health().action == "skip"
+
+
+def test_samples_with_a_nan_log_prob_are_counted_and_told_of():
+    world = fakes.World(jitter=False)
+    score = world.score
+
+    async def broken(prompt, rollouts):
+        rollouts[0].logprobs[1] = math.nan
+        return await score(prompt, rollouts)
+
+    world.score = broken
+    config = fakes.config(steps=1, algorithm={"skip_idle_rows": False})
+    train(world, config)
+    groups = config.batch.prompts_per_step
+    assert world.logged[1]["rollout/nan_logprobs"] == groups
+    assert [w for w in world.warnings if f"{groups} samples are not trained on" in w]
+    ((batch,),) = world.updates
+    empty = ~batch.loss_mask.any(dim=1)
+    assert int(empty.sum()) == groups and batch.rollout_logprobs.isfinite().all()

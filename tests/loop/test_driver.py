@@ -1,0 +1,436 @@
+"""The real loop on fake workers: order, staleness, resuming, deadlines, and how failures end it."""
+
+import asyncio
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.data.order import OrderState
+from grpo_dist.data.stream import PromptStream
+from grpo_dist.driver import run
+from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.loop.pipeline import order_of
+from grpo_dist.types import Group
+from tests.support import fakes
+
+DEMO = [{"path": "demo:add3"}]
+
+
+def train(world, config, prompts, eval_sets=(), **kwargs):
+    workers = world.workers(reference=config.needs_reference)
+    asyncio.run(run(config, workers, prompts, list(eval_sets), world, world, **kwargs))
+
+
+def test_synchronous_loop_samples_updates_and_syncs_in_turn():
+    world, config = fakes.World(), fakes.config(steps=3)
+    train(world, config, fakes.prompts(20))
+    loop = [e for e in world.events if not e.startswith("samples")]
+    assert loop == [
+        "update at version 0", "sync 1 with 0 in flight",
+        "update at version 1", "sync 2 with 0 in flight",
+        "update at version 2", "sync 3 with 0 in flight",
+    ]  # fmt: skip
+    assert [world.logged[s]["rollout/staleness_max"] for s in (1, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_no_token_is_staler_than_the_bound_and_the_bound_is_used(staleness):
+    world, config = fakes.World(), fakes.config(steps=6, max_staleness=staleness)
+    train(world, config, fakes.prompts(40))
+    seen = [world.logged[s]["rollout/staleness_max"] for s in range(1, 7)]
+    assert max(seen) == staleness
+    assert seen[-1] == staleness
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_every_prompt_of_an_epoch_is_trained_once(staleness):
+    world, config = fakes.World(), fakes.config(steps=5, max_staleness=staleness)
+    train(world, config, fakes.prompts(20))
+    assert sorted(uid for uid, _, _ in world.sampled) == sorted(f"p{i}" for i in range(20))
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_books_have_every_prompt_of_every_step_once(staleness):
+    world, config = fakes.World(), fakes.config(steps=5, max_staleness=staleness)
+    train(world, config, fakes.prompts(20))
+    lists = [uids for step in range(1, 6) for uids in world.accounts[step].values()]
+    assert sorted(uid for uids in lists for uid in uids) == sorted(f"p{i}" for i in range(20))
+    for step, batch in enumerate(world.updates, start=1):
+        with_advantage = {int(g) for u in batch for g in u.group_ids[u.advantages.any(dim=1)]}
+        assert len(world.accounts[step].get("trained", ())) == len(with_advantage)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_batches_do_not_depend_on_the_order_in_which_groups_finish(staleness):
+    batches = []
+    for jitter in (True, False, True):
+        world = fakes.World(jitter=jitter)
+        train(world, fakes.config(max_staleness=staleness), fakes.prompts(40))
+        batches.append(world.updates)
+    for other in batches[1:]:
+        for a, b in zip(batches[0], other, strict=True):
+            assert torch.equal(a[0].tokens, b[0].tokens) and torch.equal(a[0].advantages, b[0].advantages)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
+    whole = fakes.World()
+    train(whole, fakes.config(steps=6, max_staleness=staleness), fakes.prompts(40))
+
+    config = fakes.config(steps=6, max_staleness=staleness, checkpoint={"every": 3})
+    first = fakes.World()
+    train(first, config, fakes.prompts(40))
+    assert sorted(first.saved[3].ahead) == list(range(3, 3 + staleness))
+
+    second = fakes.World()
+    second.version = 3
+    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
+    for a, b in zip(whole.updates[3:], second.updates, strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+    resampled = {uid for uid, _, _ in second.sampled}
+    kept = {g.prompt.uid for batch in first.saved[3].ahead.values() for g in batch.groups}
+    assert not resampled & kept
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_finished_groups_of_a_batch_that_was_only_begun_are_kept(dynamic):
+    """Of the batch ahead one group is slow: the checkpoint has the other three, a resumed run samples one."""
+    config = fakes.config(
+        steps=2, max_staleness=1, checkpoint={"every": 1}, weight_sync={"mode": "keep"},
+        **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 1}} if dynamic else {}),
+    )  # fmt: skip
+    whole = fakes.World(jitter=False)
+    train(whole, config, fakes.prompts(40))
+    order = order_of(config, fakes.prompts(40), OrderState())
+    _, second_batch = order.take(0), order.take(1)
+    own = [fakes.prompts(40)[order.prompt(place)].uid for place in second_batch[:4]]
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if prompt.uid == own[2]:
+                while 1 not in self.saved:
+                    await asyncio.sleep(0)
+            return found
+
+    first = Slow(jitter=False)
+    train(first, config, fakes.prompts(40))
+    assert 1 not in first.saved[1].ahead
+    assert {g.prompt.uid for g in first.saved[1].begun[1]} == {*own} - {own[2]}
+    second = fakes.World(jitter=False)
+    second.version = 1
+    train(second, config, fakes.prompts(40), start=1, progress=first.saved[1])
+    assert [uid for uid, _, _ in second.sampled if uid in own] == [own[2]]
+    assert torch.equal(whole.updates[1][0].tokens, second.updates[0][0].tokens)
+
+
+def test_reference_logprobs_reach_the_batch_only_when_kl_is_on():
+    world = fakes.World()
+    train(world, fakes.config(steps=1), fakes.prompts(8))
+    assert world.updates[0][0].ref_logprobs is None
+    world = fakes.World()
+    train(world, fakes.config(steps=1, algorithm={"kl": {"coef": 0.1}}), fakes.prompts(8))
+    batch = world.updates[0][0]
+    assert torch.equal(batch.ref_logprobs, torch.where(batch.loss_mask, -1.0, 0.0))
+
+
+def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
+    world = fakes.World()
+    batch = {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2}
+    train(world, fakes.config(steps=1, batch=batch), fakes.prompts(8))
+    first, second = world.updates[0]
+    assert (len(first), len(second)) == (4, 4)
+    assert (first.num_tokens, first.num_sequences) == (8.0, 4.0)
+
+
+@pytest.mark.parametrize(("after", "seen"), [(False, [0, 2, 4]), (True, [0, 2])])
+def test_evaluation_comes_before_training_and_every_n_steps(after, seen):
+    """At the last step only where no evaluation of the exported model follows."""
+    world = fakes.World()
+    how = {"before": True, "after": after, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
+    train(
+        world, fakes.config(steps=4, evaluation=how), fakes.prompts(20), [EvalSet("held", fakes.prompts(3))]
+    )
+    assert [s for s, m in sorted(world.logged.items()) if "eval/held/pass@1" in m] == seen
+    assert world.logged[0]["eval/held/pass@1"] == 1.0  # the fake grader calls everything correct
+    assert {"eval/held/pass@1_stderr", "eval/held/pass@2"} <= set(world.logged[2])
+
+
+def test_failure_of_one_sample_ends_the_run_with_its_own_error():
+    world = fakes.World(fail_on="p3")
+    with pytest.raises(RuntimeError, match="engine died on p3"):
+        train(world, fakes.config(steps=5), fakes.prompts(20))
+
+
+def test_a_batch_that_is_not_sampled_in_time_is_named():
+    world = fakes.World()
+
+    async def stuck(prompt, *, seeds, sampling):
+        await asyncio.sleep(60)
+
+    world.sample = stuck
+    config = fakes.config(cluster={"timeouts": {"sample_s": 0.05}})
+    with pytest.raises(TimeoutError, match=r"sample: batch 0.*0\.05 s"):
+        train(world, config, fakes.prompts(20))
+
+
+def test_the_control_deals_the_same_rewards_to_other_samples():
+    world, control = fakes.World(), fakes.World()
+    batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
+    train(
+        world,
+        fakes.config(steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}),
+        fakes.prompts(20),
+    )
+    shuffled = fakes.config(
+        steps=2, batch=batch, algorithm={"std": "none", "skip_idle_rows": False}, rewards={"shuffle": True}
+    )
+    train(control, shuffled, fakes.prompts(20))
+    for mine, dealt in zip(world.updates, control.updates, strict=True):
+        assert torch.equal(mine[0].tokens, dealt[0].tokens)
+        assert not torch.equal(mine[0].advantages, dealt[0].advantages)
+    assert world.logged[1]["reward/mean"] == control.logged[1]["reward/mean"]
+
+
+# --- dynamic sampling
+
+
+def only_some_differ(world, silent):
+    """Groups of the prompts in ``silent`` have equal rewards."""
+
+    async def score(prompt, rollouts):
+        rewards = np.arange(len(rollouts), dtype=np.float32) * (prompt.uid not in silent)
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    world.score = score
+
+
+def dynamic(**settings):
+    return {"enabled": True} | settings
+
+
+def test_groups_without_a_signal_are_replaced_by_further_prompts():
+    silent = {f"p{i}" for i in range(20)}
+    world = fakes.World()
+    only_some_differ(world, silent)
+    config = fakes.config(steps=3, dynamic_sampling=dynamic(max_extra_prompts=40))
+    train(world, config, fakes.prompts(40))
+    for step in (1, 2, 3):
+        (batch,) = world.updates[step - 1]
+        assert len(batch) == 8 and batch.advantages[batch.loss_mask].all()
+        # What was put aside is not hidden: it is in the metrics.
+        extra = world.logged[step]["group/extra_prompts"]
+        assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
+        assert world.logged[step]["rollout/tokens"] == 2 * 2 * (4 + extra)
+    sampled = len(world.sampled)
+    assert sampled == 12 + sum(world.logged[s]["group/extra_prompts"] for s in (1, 2, 3)) > 12
+
+
+def test_a_curriculum_also_learns_from_groups_that_were_put_aside():
+    world = fakes.World()
+    only_some_differ(world, {f"p{i}" for i in range(20)})
+    config = fakes.config(
+        steps=8,
+        data={"train": DEMO, "order": "pass_rate"},
+        dynamic_sampling=dynamic(),
+        checkpoint={"every": 8},
+    )
+    train(world, config, fakes.prompts(40))
+    assert set(world.saved[8].order.pass_rates) == {uid for uid, _, _ in world.sampled}
+
+
+def test_the_bound_on_extra_prompts_is_kept_and_the_batch_stays_full():
+    world = fakes.World()
+    only_some_differ(world, {f"p{i}" for i in range(40)})
+    train(world, fakes.config(steps=2, dynamic_sampling=dynamic(max_extra_prompts=5)), fakes.prompts(40))
+    assert [world.logged[s]["group/extra_prompts"] for s in (1, 2)] == [5, 5]
+    assert len(world.sampled) == 2 * (4 + 5)
+    assert [len(batches[0]) for batches in world.updates] == [8, 8]
+
+
+def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
+    silent = {f"p{i}" for i in range(0, 40, 2)}
+    config = fakes.config(
+        steps=4, max_staleness=1, checkpoint={"every": 2}, dynamic_sampling=dynamic(oversample=1.5)
+    )
+    worlds = []
+    for jitter, start, progress in ((True, 0, None), (False, 0, None), (True, 2, 1)):
+        world = fakes.World(jitter=jitter)
+        world.version = start
+        only_some_differ(world, silent)
+        kept = worlds[progress].saved[2] if progress is not None else None
+        train(world, config, fakes.prompts(40), start=start, progress=kept)
+        worlds.append(world)
+    whole, other, resumed = (w.updates for w in worlds)
+    pairs = [*zip(whole, other, strict=True), *zip(whole[2:], resumed, strict=True)]
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+    extra = [worlds[0].logged[s]["group/extra_prompts"] for s in (3, 4)]
+    assert extra == [worlds[2].logged[s]["group/extra_prompts"] for s in (3, 4)]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_resume(staleness):
+    """26 prompts, of which batches of 4 to 10 take what they need; every third has no signal."""
+    config = fakes.config(
+        steps=15, max_staleness=staleness, checkpoint={"every": 5},
+        dynamic_sampling=dynamic(oversample=1.5, max_extra_prompts=6),
+    )  # fmt: skip
+    worlds = []
+    for start in (0, 5, 10):
+        world = fakes.World()
+        world.version = start
+        only_some_differ(world, {f"p{i}" for i in range(0, 26, 3)})
+        kept = worlds[-1].saved[start] if start else None
+        train(world, config, fakes.prompts(26), start=start, progress=kept)
+        worlds.append(world)
+    books = [worlds[min(step // 5, 2)].accounts[step + 1] for step in range(15)]
+    assert books == [worlds[0].accounts[step + 1] for step in range(15)]
+    counted = Counter(uid for own in books for uids in own.values() for uid in uids)
+    order = worlds[0].saved[15].order
+    assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
+    assert sum(counted.values()) > 15 * 4 and len(counted) == 26
+    assert max(counted.values()) - min(counted.values()) <= 1 + staleness
+
+
+@pytest.mark.parametrize(("n", "staleness"), [(40, 0), (40, 1), (16, 1), (40, 4)])
+def test_an_epoch_is_whole_before_the_next_also_where_a_step_may_ask_for_all_prompts(n, staleness):
+    """No step needs more than its own, and batches on their way hold what they may ask for."""
+    world = fakes.World()
+    only_some_differ(world, set())
+    extra = dynamic(max_extra_prompts=n)
+    config = fakes.config(steps=n // 4, max_staleness=staleness, dynamic_sampling=extra)
+    train(world, config, fakes.prompts(n))
+    counted = Counter(uid for own in world.accounts.values() for uids in own.values() for uid in uids)
+    assert counted == {f"p{i}": 1 for i in range(n)}
+
+
+def test_remax_samples_every_prompt_greedily_for_its_baseline():
+    world = fakes.World()
+    drawn, sample = [], world.sample
+
+    async def record(prompt, *, seeds, sampling):
+        drawn.append((prompt.uid, len(seeds), sampling.temperature))
+        return await sample(prompt, seeds=seeds, sampling=sampling)
+
+    async def score(prompt, rollouts):
+        """The greedy answer to problem i is worth i / 10, sample i is worth i; one cannot be scored."""
+        worth = [int(prompt.uid[1:]) / 10] if len(rollouts) == 1 else range(len(rollouts))
+        rewards = np.array(
+            [np.nan if prompt.uid == "p3" and len(rollouts) == 1 else w for w in worth], np.float32
+        )
+        return Group(prompt, rollouts, rewards, {"fake": rewards}, ("correct",) * len(rollouts))
+
+    world.sample, world.score = record, score
+    config = fakes.config(
+        steps=1, batch={"prompts_per_step": 8, "samples_per_prompt": 2}, algorithm={"advantage": "remax"}
+    )
+    train(world, config, fakes.prompts(8))
+    assert sorted(drawn) == sorted([(f"p{i}", n, t) for i in range(8) for n, t in ((1, 0.0), (2, 1.0))])
+    (batch,) = world.updates[0]
+    got = sorted(batch.advantages[i, 3].item() for i in range(len(batch)) if batch.loss_mask[i].any())
+    expected = [w - i / 10 for i in range(8) if i != 3 for w in (0, 1)]
+    assert got == pytest.approx(sorted(e for e in expected if e))
+
+
+def test_the_kl_weight_follows_the_target_and_survives_a_resume():
+    kl = {"coef": 0.1, "target": 0.5, "gain": 1.0}
+    config = fakes.config(steps=4, algorithm={"kl": kl}, checkpoint={"every": 2})
+
+    async def update(batches, *, kl_coef, bounds):
+        world.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
+        return {"ref/kl": 5.0}
+
+    world = fakes.World()
+    world.update = update
+    train(world, config, fakes.prompts(40))
+    expected = [0.1, 0.12, 0.144, 0.1728]
+    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected)
+    assert [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)] == pytest.approx(expected)
+    saved = world.saved[2]
+    world = fakes.World()
+    world.update = update
+    train(world, config, fakes.prompts(40), start=2, progress=saved)
+    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected[2:])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_renewed_reference_is_the_one_that_batches_are_trained_with(staleness):
+    """Batches sampled ahead under the old reference get the log-probs of the new one."""
+    world = fakes.World()
+    renewals = []
+
+    async def refresh():
+        renewals.append(world.version)
+
+    async def logprobs(prompt, rollouts):
+        return [np.full(len(r.completion_ids), -1.0 - len(renewals), np.float32) for r in rollouts]
+
+    world.refresh, world.logprobs = refresh, logprobs
+    workers = dataclasses.replace(world.workers(reference=True), reference_sync=world)
+    config = fakes.config(
+        steps=5, max_staleness=staleness, algorithm={"kl": {"coef": 0.1}}, reference={"refresh_every": 2}
+    )
+    asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
+    assert renewals == [2, 4]
+    seen = [float(b[0].ref_logprobs[b[0].loss_mask].unique()) for b in world.updates]
+    assert seen == [-1.0, -1.0, -2.0, -2.0, -3.0]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
+    """Which prompts come depends on rewards, and neither on timing nor on a restart."""
+    config = fakes.config(
+        steps=12, max_staleness=staleness, checkpoint={"every": 6}, data={"train": DEMO, "order": "pass_rate"}
+    )
+    worlds = []
+    for jitter, start in ((True, 0), (False, 0), (True, 6)):
+        world = fakes.World(jitter=jitter)
+        world.version = start
+
+        async def score(prompt, rollouts):
+            rewards = np.array([float(r.completion_ids[0] % 2) for r in rollouts], np.float32)
+            rewards *= int(prompt.uid[1:]) % 2
+            outcomes = tuple("correct" if r else "wrong" for r in rewards)
+            return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes)
+
+        world.score = score
+        kept = worlds[0].saved[6] if start else None
+        train(world, config, fakes.prompts(12), start=start, progress=kept)
+        worlds.append(world)
+    whole, other, resumed = (w.updates for w in worlds)
+    pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
+    assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
+    rates = worlds[0].saved[12].order.pass_rates
+    assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
+    assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
+    assert any(right > 0 for right, _ in rates.values())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(staleness):
+    """The advantages of a step are those of its rewards among all rewards so far, staged ahead or not."""
+    algorithm = {"advantage": "reinforce_pp", "reward_norm": "running", "whiten_advantages": False}
+    how = {"steps": 6, "max_staleness": staleness, "algorithm": algorithm}
+    whole = fakes.World()
+    train(whole, fakes.config(**how), fakes.prompts(40))
+    first = fakes.World()
+    config = fakes.config(**how, checkpoint={"every": 3})
+    train(first, config, fakes.prompts(40))
+    seen = []
+    for step, (batch,) in enumerate(whole.updates):
+        rewards = (batch.tokens[range(len(batch)), batch.prompt_lengths] % 2).double().numpy()
+        seen.extend(rewards)
+        spread = np.std(seen, ddof=1)
+        expected = (rewards - np.mean(seen)) / (spread + 1e-6)
+        got = batch.advantages[range(len(batch)), batch.prompt_lengths].numpy()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+        if step == 2:
+            assert first.saved[3].rewards.count == len(seen)
+    second = fakes.World()
+    second.version = 3
+    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
+    for a, b in zip(whole.updates[3:], second.updates, strict=True):
+        assert torch.equal(a[0].advantages, b[0].advantages)

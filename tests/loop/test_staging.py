@@ -1,0 +1,120 @@
+"""The next batch staged while the optimiser runs: earlier, and the same numbers."""
+
+import asyncio
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from grpo_dist.driver import run
+from grpo_dist.loop import staging
+from tests.support import fakes, made_groups
+
+TENSORS = ("tokens", "lengths", "loss_mask", "advantages", "rollout_logprobs", "ref_logprobs")
+STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
+
+
+class Slow(fakes.World):
+    """Its update takes until everything else has had its turn; logs what happens when."""
+
+    def stage(self, batches):
+        self.events.append("stage")
+        return super().stage(batches)
+
+    async def update(self, batches, *, kl_coef, bounds):
+        await super().update(batches, kl_coef=kl_coef, bounds=bounds)
+        await asyncio.sleep(0.1)
+        self.events.append("updated")
+        return {"loss/policy": 0.0, "ref/kl": 5.0}
+
+    async def refresh(self):
+        self.events.append("refresh")
+
+
+def train(config, world, *, refresh=False):
+    workers = world.workers(reference=config.needs_reference)
+    if refresh:
+        workers = dataclasses.replace(workers, reference_sync=world)
+    asyncio.run(run(config, workers, fakes.prompts(40), [], world, world))
+    return [e for e in world.events if e in ("stage", "updated", "refresh")]
+
+
+def test_the_next_batch_is_staged_while_the_optimiser_runs():
+    events = train(fakes.config(steps=3, max_staleness=1), Slow())
+    assert events == ["stage", "stage", "updated", "stage", "updated", "updated"]
+
+
+def test_without_staleness_there_is_nothing_to_stage_ahead():
+    assert train(fakes.config(steps=2), Slow()) == ["stage", "updated"] * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "refresh"),
+    [
+        ({"algorithm": STEERED | {"add_token_level_kl": True}}, False),  # part of the advantages
+        ({"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 1}}, True),
+    ],
+)
+def test_what_the_update_still_changes_is_staged_after_it(changes, refresh):
+    events = train(fakes.config(steps=2, max_staleness=1, **changes), Slow(), refresh=refresh)
+    assert [e for e in events if e != "refresh"] == ["stage", "updated"] * 2
+
+
+def test_a_steered_weight_of_the_loss_does_not_hold_staging_up():
+    world = Slow()
+    events = train(fakes.config(steps=3, max_staleness=1, algorithm=STEERED), world)
+    assert events[:3] == ["stage", "stage", "updated"]
+    assert [b[0].kl_coef for b in world.updates] == pytest.approx([0.1, 0.12, 0.144])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"algorithm": STEERED},
+        {"algorithm": {"kl": {"coef": 0.1}, "add_token_level_kl": True, "advantage": "reinforce_pp"}},
+        {"algorithm": STEERED | {"add_token_level_kl": True}},
+        {"rewards": {"shuffle": True}},
+        {"dynamic_sampling": {"enabled": True}},
+        {"batch": {"prompts_per_step": 4, "samples_per_prompt": 2, "updates_per_step": 2}},
+    ],
+)
+def test_staging_ahead_changes_no_number(monkeypatch, changes):
+    config = fakes.config(steps=4, max_staleness=2, **changes)
+    ahead, later = Slow(), Slow()
+    train(config, ahead)
+    monkeypatch.setattr(staging.Staging, "begin", lambda self, step, sampling: None)
+    train(config, later)
+    for one, other in zip(ahead.updates, later.updates, strict=True):
+        for a, b in zip(one, other, strict=True):
+            for name in TENSORS:
+                mine, theirs = getattr(a, name), getattr(b, name)
+                assert (mine is None and theirs is None) or torch.equal(mine, theirs), name
+            assert (a.num_tokens, a.num_sequences, a.kl_coef) == (b.num_tokens, b.num_sequences, b.kl_coef)
+
+
+def test_the_weight_known_late_reaches_every_update_of_a_rank():
+    from actors.workers.policy import PolicyWorker
+
+    worker = PolicyWorker()
+    worker._trainer = SimpleNamespace(update=lambda shards, bounds: [shard.kl_coef for shard in shards])
+    assert worker.update([made_groups.batch(), made_groups.batch()], 0.3, ()) == [0.3, 0.3]
+
+
+def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
+    class Broken(Slow):
+        def stage(self, batches):
+            if "stage" in self.events:
+                raise RuntimeError("object store full")
+            return super().stage(batches)
+
+    with pytest.raises(RuntimeError, match="object store full"):
+        train(fakes.config(steps=3, max_staleness=1), Broken())
+
+
+def test_a_failure_of_sampling_is_told_once_and_as_it_was(caplog):
+    world = Slow(fail_on="p3")
+    with pytest.raises(RuntimeError, match="engine died on p3"):
+        train(fakes.config(steps=10, max_staleness=1), world)
+    assert "never retrieved" not in caplog.text

@@ -1,0 +1,171 @@
+"""The metric catalogue has every metric that the code can log, and none that it cannot."""
+
+import ast
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from grpo_dist.driver import run
+from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.health.watch import REFUSED
+from grpo_dist.loop.metrics import OUTCOMES
+from grpo_dist.observe.catalogue import README, described, table
+from grpo_dist.observe.metric_list import METRICS
+from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
+from grpo_dist.runtime.generated import refresh, with_part
+from grpo_dist.runtime.metering import Usage, usage_metrics
+from tests.support import fakes
+
+ROOT = Path(__file__).resolve().parents[2]
+# What is written of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
+ELSEWHERE = ("bench", "plan", "recipe", "submit")
+FAMILIES = {m.name.partition("/")[0] for m in METRICS}
+NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
+# Parts of names; the whole ones are those of the phases a stopwatch is told of, of the outcomes, or of a run.
+PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    for package in ("grpo_dist", "actors"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name != "metric_list.py" and not set(path.parts) & set(ELSEWHERE):
+                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A string as written; of an f-string <> stands for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(p.value if isinstance(p, ast.Constant) else "<>" for p in node.values)
+    return None
+
+
+def named(nodes) -> set[str]:
+    texts = {text_of(node) for node in nodes if node is not None}
+    return {t for t in texts if t and NAME.fullmatch(t)}
+
+
+def logged(tree: ast.AST) -> set[str]:
+    """Names in the places where metrics are made: keys of mappings, and what variables of them hold."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            found |= named(node.keys)
+        elif isinstance(node, ast.DictComp):
+            found |= named([node.key])
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found |= named([node.slice])
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found |= {n for n in named([node.value]) if n.partition("/")[0] in FAMILIES}
+    return found
+
+
+def phases(tree: ast.AST) -> set[str]:
+    """What a `Stopwatch` is told of: `with watch("update")`."""
+    calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+    return {f"time/{c.args[0].value}_s" for c in calls if c.func.id == "watch" and c.args}
+
+
+def written() -> dict[str, str]:
+    """Every name that the code makes, with the file."""
+    return {n: path for path, tree in sources() for n in logged(tree) | phases(tree)}
+
+
+def metrics_read(tree: ast.AST) -> set[str]:
+    """Names in any other place, of families that there are."""
+    return {n for n in named(ast.walk(tree)) if n.partition("/")[0] in FAMILIES}
+
+
+class Everything(fakes.World):
+    """A policy that computes a real loss with all its terms, and actors that say what they did."""
+
+    latest: ClassVar[dict[str, Usage]] = {}
+
+    async def update(self, batches, *, kl_coef, bounds):
+        settings = LossSettings(kl_coef=0.1, entropy_coef=0.1, correction_kind="tis")
+        logprobs = -torch.rand(batches[0].tokens.shape)
+        entropy = torch.ones(logprobs.shape)
+        metrics = finish_stats(batch_loss(logprobs, batches[0], settings, entropy=entropy)[1])
+        refused = {f"{REFUSED}{bound.key}": 0.0 for bound in bounds}
+        return metrics | refused | {f"first_update/{name}": metrics[name] for name in ("ref/kl",)}
+
+    async def read(self):
+        usage = Usage({"sample": 1.0}, (), {"tokens": 10.0}, 2**30, 2**30)
+        return usage_metrics({"rollout-0": usage})
+
+
+@pytest.fixture(scope="module")
+def of_a_run() -> set[str]:
+    """Names that the real loop logs on fake workers."""
+    world = Everything()
+    config = fakes.config(
+        steps=2,
+        algorithm={"kl": {"coef": 0.1}},
+        evaluation={"samples_per_prompt": 2, "k": [1, 2], "after": False},
+        max_staleness=1,
+    )
+    workers = replace(world.workers(reference=True), usage=world)
+    sets = [EvalSet("held_out", fakes.prompts(3))]
+    asyncio.run(run(config, workers, fakes.prompts(8), sets, world, world))
+    return {name for metrics in world.logged.values() for name in metrics}
+
+
+def test_a_run_logs_nothing_that_is_not_in_the_catalogue(of_a_run):
+    assert len(of_a_run) > 60
+    assert sorted(name for name in of_a_run if described(name) is None) == []
+
+
+def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
+    """Neither where one is made, in any family, nor where one is read."""
+    read = {n: path for path, tree in sources() for n in metrics_read(tree)}
+    found = {n: path for n, path in (written() | read).items() if n not in PARTS}
+    assert len(found) > 60
+    assert {n: path for n, path in found.items() if described(n.replace("<>", "x")) is None} == {}
+
+
+def test_the_catalogue_has_nothing_that_is_not_logged(of_a_run):
+    made = set(written())
+    assert made >= PARTS  # else the exception is not needed any more
+    whole = {name.replace("<>", "x") for name in made - PARTS}
+    found = [described(n) for n in whole | of_a_run | {f"outcome/{o}" for o in OUTCOMES}]
+    assert [m.name for m in METRICS if m not in found] == []
+
+
+def test_of_two_entries_the_more_exact_one_describes_a_metric():
+    assert described("reward/mean").name == "reward/mean"
+    assert described("reward/brevity").name == "reward/<name>"
+    assert described("reward/brevity_unscored").name == "reward/<name>_unscored"
+    assert described("eval/aime24/pass@8_stderr").name == "eval/<set>/<measure>_stderr"
+    assert described("first_update/ref/kl").name == "first_update/<metric>"
+    assert described("time/rollout_sample_busy_s").name == "time/<role>_<stage>_busy_s"
+    assert described("loss/unheard_of") is None
+
+
+def test_every_entry_says_its_unit_its_reducer_and_its_meaning():
+    assert len({m.name for m in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.unit and metric.reducer and metric.meaning, metric.name
+        assert not any("|" in text or "\n" in text for text in astuple(metric)), metric.name
+
+
+def test_the_readme_holds_the_catalogue():
+    assert README.read_text() == with_part(README.read_text(), "metrics", table())
+
+
+def test_a_document_that_is_out_of_date_is_told_of_and_written_anew(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("top\n<!-- begin generated: x -->\nold\n<!-- end generated: x -->\nbottom\n")
+    assert refresh(page, "x", "new", arguments=["--check"]) == 1
+    assert "out of date" in capsys.readouterr().out and "old" in page.read_text()
+    assert refresh(page, "x", "new", arguments=[]) == 0
+    expected = "top\n<!-- begin generated: x -->\nnew\n<!-- end generated: x -->\nbottom\n"
+    assert page.read_text() == expected and refresh(page, "x", "new", arguments=["--check"]) == 0
+    with pytest.raises(ValueError, match="no marks"):
+        with_part("nothing here", "x", "new")

@@ -1,0 +1,332 @@
+"""Trackers of others: what they get, and that none of them can stop a run, slow it or hold up its end."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.batch.token_values import TokenValues
+from grpo_dist.errors import UserError
+from grpo_dist.observe import EVENTS, Tracker, sinks
+from grpo_dist.observe.completions import COLUMNS, step_of, table_of
+from grpo_dist.observe.settings import check_trackers, flat
+from grpo_dist.observe.sinks import Beside, close_all
+from grpo_dist.observe.wandb_run import _mode
+from tests.support import fakes, wandb_file
+from tests.support.made_groups import group
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+OFF = {"console": False, "tensorboard": False}
+
+
+@dataclass
+class Kept:
+    """A sink that remembers; ``fails_on`` steps raise, ``gate`` is waited for."""
+
+    fails_on: tuple[int, ...] = ()
+    gate: threading.Event | None = None
+    steps: list[int] = field(default_factory=list)
+    tables: list[int] = field(default_factory=list)
+    failed: bool | None = None
+
+    def log(self, step, metrics):
+        if self.gate is not None:
+            self.gate.wait(30)
+        if step in self.fails_on:
+            raise ConnectionError(f"step {step}:\nno route to host")
+        self.steps.append(step)
+
+    def table(self, step, table):
+        self.log(step, {})
+        self.tables.append(step)
+
+    def close(self, *, failed):
+        self.failed = failed
+
+
+def beside(sink):
+    warnings: list[str] = []
+    return Beside("kept", lambda tell: sink, warnings.append), warnings
+
+
+def test_a_tracker_gets_everything_in_order_and_how_the_run_ended():
+    kept = Kept()
+    own, warnings = beside(kept)
+    for step in range(200):
+        own.log(step, {"reward/mean": 1.0})
+    close_all([own], failed=True)
+    assert kept.steps == list(range(200)) and kept.failed is True and warnings == []
+
+
+def test_a_tracker_that_fails_is_told_of_once_and_gets_what_comes_after():
+    kept = Kept(fails_on=(1, 2, 5))
+    own, warnings = beside(kept)
+    for step in range(8):
+        own.log(step, {})
+    close_all([own], failed=False)
+    assert kept.steps == [0, 3, 4, 6, 7] and kept.failed is False
+    assert warnings == [
+        "kept: it fails, and what it does not take is dropped: ConnectionError: step 1: no route to host",
+        "kept: 3 of 8 records are missing there; the run's directory has all",
+    ]
+
+
+def test_a_tracker_that_cannot_be_started_is_done_without():
+    def broken(tell):
+        raise RuntimeError("no such server")
+
+    warnings: list[str] = []
+    own = Beside("broken", broken, warnings.append)
+    for step in range(3000):
+        own.log(step, {})
+    close_all([own], failed=False)
+    assert warnings[0] == (
+        "broken: it cannot be started, and the run goes on without: RuntimeError: no such server"
+    )
+    assert warnings[-1].startswith("broken: 3000 of 3000 records are missing")
+    assert len([w for w in warnings if "records" not in w]) == 1
+
+
+def test_a_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(monkeypatch):
+    monkeypatch.setattr(sinks, "_CLOSE_S", 0.3)
+    kept, other = Kept(gate=threading.Event()), Kept()
+    own, warnings = beside(kept)
+    second, _ = beside(other)
+    for step in range(5000):  # were it waited for, it would be for ever
+        own.log(step, {})
+    second.log(1, {})
+    assert warnings == ["kept: it is too slow, or hangs; what it cannot take is dropped"]
+    close_all([own, second], failed=False)
+    assert other.failed is False
+    assert warnings[1] == "kept: it does not end within 0.3 s, and is left"
+    kept.gate.set()
+
+
+def test_few_tables_wait_for_they_are_large():
+    kept = Kept(gate=threading.Event())
+    own, warnings = beside(kept)
+    table = table_of("step_000001", [group(0, np.random.default_rng(0))], None)
+    for step in range(20):
+        own.log(step, {})
+        own.table(step, table)
+    kept.gate.set()
+    close_all([own], failed=False)
+    assert kept.tables == list(range(8)) and len(kept.steps) == 20 + 8
+    assert warnings[0] == "kept: it is too slow, or hangs; what it cannot take is dropped"
+
+
+def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, capsys):
+    def broken(*arguments, **options):
+        raise OSError("nobody is there")
+
+    for name in ("TensorBoard", "WandbRun", "MlflowRun"):
+        monkeypatch.setattr(f"grpo_dist.observe.tracker.{name}", broken)
+    on = {"console": True, "tensorboard": True, "wandb": {"enabled": True}, "mlflow": {"enabled": True}}
+    with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+        monkeypatch.setattr(tracker._console, "log", broken)
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": float(step)})
+        tracker.samples("eval_x_step_000003", [group(0, np.random.default_rng(0))])
+    record = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/mean"] for line in record] == [1.0, 2.0, 3.0]
+    told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
+    for name in ("TensorBoard", "wandb", "MLflow"):
+        assert sum(m.startswith(f"{name}: it cannot be started") for m in told) == 1
+    assert sum("the terminal takes no more lines" in m for m in told) == 1
+    assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
+
+
+def test_a_view_that_fails_is_done_without(tmp_path, monkeypatch, capsys):
+    def broken(*arguments):
+        raise ArithmeticError("odd numbers")
+
+    on = {"console": True, "tensorboard": False}
+    for method in ("took", "step", "phase"):
+        with Tracker(fakes.config(tracking=on), tmp_path) as tracker:
+            monkeypatch.setattr(tracker._console.view, method, broken)
+            tracker.phase("sample")
+            tracker.spans(1, [], {})
+            tracker.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0})
+    told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert told == ["the terminal takes no more lines: odd numbers"] * 3
+
+
+def test_what_cannot_be_written_to_the_record_ends_the_run(tmp_path):
+    tracker = Tracker(fakes.config(tracking=OFF), tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(OSError, match=r"metrics\.jsonl"), tracker:
+        tracker.log(1, {"reward/mean": 1.0})
+
+
+def test_a_table_has_whole_groups_with_what_is_known_of_each_sample():
+    rng = np.random.default_rng(0)
+    groups = [group(i, rng, samples=16) for i in range(6)]
+    nan = group(9, rng, samples=2, rewards=[np.nan, 1.0])
+    values = {("p0", 3): TokenValues(0.5, np.array([0.5, 0.5], np.float32))}
+    table = table_of("step_000010", groups, values)
+    assert len(table.rows) == 64 and {row[0] for row in table.rows} == {"p0", "p1", "p2", "p3"}
+    assert table.name == "completions" and table.rows[3][COLUMNS.index("advantage")] == 0.5
+    assert table.rows[2][COLUMNS.index("advantage")] is None
+    evaluated = table_of("eval_aime_24_step_000030", [nan], None)
+    assert evaluated.name == "completions/aime_24" and step_of("eval_aime_24_step_000030") == 30
+    assert [row[COLUMNS.index("reward")] for row in evaluated.rows] == [None, 1.0]
+
+
+def test_trackers_are_told_of_every_key_but_no_secret():
+    judge = {"function": "judge", "kwargs": {"api_key": "sk-1", "base_url": "http://me:pw@host/v1"}}
+    config = fakes.config(rewards={"functions": [{"function": "math"}, judge]})
+    told = flat(config)
+    assert told["policy.optimizer.lr"] == 1e-6 and told["rewards.functions.0.function"] == "math"
+    assert told["rewards.functions.1.kwargs.api_key"] == "***" and "sk-1" not in str(told)
+    assert told["rewards.functions.1.kwargs.base_url"] == "http://***@host/v1"
+    assert told["data.eval"] == "[]" and told["model.revision"] == "None"
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch):
+    settings = fakes.config(tracking={"mlflow": {"enabled": True}}).tracking
+    monkeypatch.setattr("grpo_dist.observe.settings.find_spec", lambda name: None if name == "mlflow" else 1)
+    with pytest.raises(UserError, match=r"`tracking\.mlflow\.enabled` = true.*pip install mlflow"):
+        check_trackers(settings)
+    assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"
+
+
+def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    told: list[str] = []
+    assert _mode("auto", tmp_path, told.append) == "offline" and told == []
+    assert _mode("online", tmp_path, told.append) == "offline"
+    assert told == [f"no key is set; the run is kept in {tmp_path / 'wandb'}, for `wandb sync`"]
+
+
+@pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])
+def test_wandb_with_a_key_stays_off_line_where_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
+    monkeypatch.setattr("wandb.login", lambda **_: True)
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert _mode("auto", tmp_path, print) == mode
+    assert _mode("online", tmp_path, print) == "online"
+
+
+def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    config = fakes.config(tracking={"console": False})
+    with Tracker(config, tmp_path) as tracker:
+        for step in (1, 2, 3):
+            tracker.log(step, {"reward/mean": step / 2, "loss/total": float("nan")})
+    with Tracker(config, tmp_path, start=2) as tracker:  # step 3 comes again
+        tracker.log(3, {"reward/mean": 9.0})
+    seen = EventAccumulator(str(tmp_path / "tensorboard"))
+    seen.Reload()
+    assert [(e.step, e.value) for e in seen.Scalars("reward/mean")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
+    assert np.isnan([e.value for e in seen.Scalars("loss/total")]).all()
+    text = seen.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "samples_per_prompt: 2" in text
+    assert "_hparams_/experiment" in seen.summary_metadata
+
+
+def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = fakes.config(tracking=OFF | {"wandb": {"enabled": True, "mode": "offline"}})
+    made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
+    with Tracker(config, tmp_path) as tracker:
+        values = {("p0", 0): TokenValues(0.25, np.full(3, 0.25, np.float32))}
+        tracker.samples("step_000001", [made], values)
+        tracker.log(1, {"reward/mean": 0.5, "loss/total": float("nan")})
+        tracker.log(1, {"eval/held/pass@1": 0.75})
+        tracker.samples("step_000002", [made])  # of a step without values: in the run's directory alone
+        tracker.log(2, {"reward/mean": 0.6})
+    found = wandb_file.offline_run(tmp_path / "wandb")
+    first, second = wandb_file.history(found)
+    assert first["reward/mean"] == 0.5 and first["eval/held/pass@1"] == 0.75 and np.isnan(first["loss/total"])
+    assert (first["_step"], second["_step"], second["reward/mean"]) == (1, 2, 0.6)
+    assert first["completions/nrows"] == 4 and "completions/path" not in second
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/completions_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == list(COLUMNS)
+    assert [row[-2:] for row in table["data"]] == [[0.0, 0.25], [1.0, None], [0.5, None], [None, None]]
+    assert wandb_file.config(found)["steps"] == config.steps
+
+
+_HANGS = """
+import os, socket, sys
+server = socket.create_server(("127.0.0.1", 0))  # it takes connections and never answers
+os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
+sys.path.insert(0, ".")
+from tests.support import fakes
+from pathlib import Path
+from grpo_dist.observe import Tracker
+config = fakes.config(tracking={"console": False, "tensorboard": False, "wandb": {"enabled": True}})
+with Tracker(config, Path(sys.argv[1])) as tracker:
+    for step in range(1, 4):
+        tracker.log(step, {"reward/mean": float(step)})
+    print("logged", file=sys.stderr, flush=True)
+"""
+
+
+def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", _HANGS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"WANDB_SILENT": "true", "PYTHONPATH": str(ROOT)},
+        timeout=HANG_S,
+    )
+    assert done.returncode == 0, done.stderr
+    logged, _, later = done.stderr.partition("logged\n")
+    assert "Failed to authenticate" not in logged  # it was not waited for
+    assert "wandb: Failed to authenticate" in later and "`wandb sync`" in done.stderr
+    rows = wandb_file.history(wandb_file.offline_run(tmp_path / "wandb"))
+    assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
+
+
+def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    directory = tmp_path / "runs" / "one"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text("steps: 6\n")
+    config = fakes.config(tracking=OFF | {"mlflow": {"enabled": True, "experiment": "tests"}})
+    monkeypatch.setattr(sinks, "_CLOSE_S", 120.0)  # its first use makes a database
+    made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
+    with Tracker(config, directory) as first:
+        first.samples("eval_held_step_000000", [made])
+        first.log(1, {"reward/mean": 0.5, "eval/held/pass@1": 0.75, "loss/total": float("nan")})
+    longer = fakes.config(steps=7, tracking=OFF | {"mlflow": {"enabled": True, "experiment": "tests"}})
+    with (
+        pytest.raises(RuntimeError, match="its own"),
+        Tracker(longer, directory, start=1, wandb_id=first.wandb_id) as second,
+    ):
+        second.log(2, {"reward/mean": 0.6})
+        second.samples("eval_held_step_000000", [made])  # a step that is repeated
+        second.samples("eval_held_step_000001", [made])
+        raise RuntimeError("its own")
+    assert (directory / EVENTS).read_text() == ""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs/mlflow.db")
+    client = MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    rewards = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(m.step, m.value) for m in rewards] == [(1, 0.5), (2, 0.6)]
+    assert run.data.metrics["eval/held/pass_at_1"] == 0.75 and np.isnan(run.data.metrics["loss/total"])
+    assert run.data.params["policy.optimizer.lr"] == "1e-06" and run.data.params["steps"] == "6"
+    assert run.info.status == "FAILED" and run.info.run_name == config.name
+    files = {f.path for f in client.list_artifacts(run.info.run_id)}
+    assert files >= {"config.yaml", "metrics.jsonl", "completions"}
+    experiment, held = run.info.experiment_id, "completions/held/step_000000.json"
+    shown = client.load_table(experiment, artifact_file=held, run_ids=[run.info.run_id])
+    assert shown["reward"].tolist()[:3] == [0.0, 1.0, 0.5] and len(shown) == 4
+    named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
+    assert [table["path"][-11:] for table in named] == ["000000.json", "000001.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns where it was started

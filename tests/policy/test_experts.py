@@ -1,0 +1,221 @@
+"""Mixtures of experts: what leaves the trainer is the checkpoint's, whatever transformers makes of it."""
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from grpo_dist.config import LoRA
+from grpo_dist.errors import UserError
+from grpo_dist.policy.attention import BlockKernel
+from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
+from grpo_dist.policy.lora import (
+    adapter_parameters,
+    adapters,
+    add_adapters,
+    check_targets,
+    empty_model,
+    write_adapter,
+)
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.packing import packed, padded
+from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.tools.plan.memory import lora_parameters
+from grpo_dist.tools.plan.models import from_config_json, published
+from tests.support import made_groups
+from tests.support.expert_models import SHAPES, expert_model
+from tests.support.fakes import config
+
+KINDS = sorted(SHAPES)
+
+
+def held(model):
+    return {name: ParameterSpec.of(name, p) for name, p in model.named_parameters()}
+
+
+def load(model_dir, **how):
+    settings = {"dtype": torch.float32, "attention": "auto", "trust_remote_code": False}
+    return load_causal_lm(str(model_dir), **settings | how)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
+    """One tensor for each expert, under Mixtral's own names, although the model holds them fused."""
+    model_dir = expert_model(tmp_path, kind)
+    model, saved = load(model_dir), load_file(model_dir / "model.safetensors")
+    assert any(".experts.gate_up_proj" in name for name, _ in model.named_parameters())
+    form = CheckpointFormat(model, held(model))
+    sent = {}
+    for name, parameter in model.named_parameters():
+        tensors = form.tensors(name, parameter.data)
+        assert [ParameterSpec.of(key, tensor) for key, tensor in tensors.items()] == form.specs[name]
+        sent |= tensors
+    assert sum(".experts." in name for name in sent) == 2 * 4 * 3
+    assert sent.keys() == saved.keys()
+    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+
+
+def test_a_dense_model_is_sent_as_it_is(tiny_model):
+    model = load(tiny_model)
+    form = CheckpointFormat(model, held(model))
+    for name, parameter in model.named_parameters():
+        assert form.tensors(name, parameter)[name] is parameter
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_are_known_without_weights(tmp_path, kind):
+    model_dir = expert_model(tmp_path, kind)
+    empty, model = empty_model(model_dir, trust_remote_code=False), load(model_dir)
+    assert CheckpointFormat(empty, held(empty)).specs == CheckpointFormat(model, held(model)).specs
+
+
+def joined_model():
+    """A model of two matrices that its checkpoint holds as one."""
+    model = nn.Module()
+    model.q, model.k = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    model.config = None
+    model._weight_conversions = [WeightConverter("qk.weight", ["q.weight", "k.weight"], [Chunk(dim=0)])]
+    return model
+
+
+def test_a_checkpoint_that_joins_parameters_is_refused():
+    model = joined_model()
+    with pytest.raises(ValueError, match=r"joins several parameters in one tensor \(qk\.weight\)"):
+        CheckpointFormat(model, held(model))
+
+
+def test_conversions_that_loading_did_not_need_are_forgotten():
+    """Under ZeRO-3 transformers keeps all of them; this one would join what was never apart."""
+    model = joined_model()
+    keep_used_conversions(model)
+    assert set(CheckpointFormat(model, held(model)).specs) == {"q.weight", "k.weight"}
+
+
+def logprobs(model, batch, **how):
+    rows = packed(batch.rows, BlockKernel()) if how.get("packing") else padded(batch.tokens, batch.loss_mask)
+    return TokenLogprobs(model, temperature=1.0, chunk_mib=8)(rows)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_and_gradients_are_those_of_float64_for_every_kernel_of_the_experts(tmp_path, kind):
+    """Padded and packed rows. A checkpoint that asks for router logits adds no loss to balance experts."""
+    model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
+
+    def both(model, **how):
+        values = logprobs(model, batch, **how)
+        values.sum().backward()
+        return values.detach().double(), torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+
+    exact = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float64, experts_implementation="eager"
+    )
+    expected, gradient = both(exact)
+    for kernel, packing in (("eager", False), ("batched_mm", False), ("grouped_mm", True)):
+        model = load(model_dir, packing=packing)
+        model.set_experts_implementation(kernel)
+        model.config.output_router_logits = True
+        values, own = both(model, packing=packing)
+        assert (values - expected).abs().max() < 1e-5
+        assert (own - gradient).norm() / gradient.norm() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_has_no_dropout_and_no_noise_on_the_router(tmp_path, kind):
+    """The engine has neither, whatever the model's configuration asks for."""
+    noise = {"attention_dropout": 0.5, "router_jitter_noise": 0.5}
+    noisy, plain = (load(expert_model(tmp_path, kind, **how)) for how in (noise, {}))
+    batch = made_groups.batch()
+    assert noisy.config.attention_dropout == 0.5
+    with torch.no_grad():
+        assert torch.equal(logprobs(noisy.train(), batch), logprobs(plain.eval(), batch))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("qwen3_moe", "k_proj, o_proj, q_proj, v_proj"),
+        ("mixtral", "k_proj, o_proj, q_proj, v_proj"),
+        ("qwen2_moe", "down_proj, gate_proj, k_proj, o_proj, q_proj, shared_expert_gate, up_proj, v_proj"),
+    ],
+)
+def test_adapters_on_experts_are_refused_by_name(tmp_path, kind, names):
+    """What is adapted are linear layers: attention and a shared expert. Experts are one tensor."""
+    model_dir = expert_model(tmp_path, kind)
+    check_targets(model_dir, LoRA(), trust_remote_code=False)
+    for target in ("experts", "gate"):
+        with pytest.raises(ValueError, match=f"= {target}: .*: {names}"):
+            check_targets(model_dir, LoRA(target_modules=[target]), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"], ["gate_proj", "up_proj", "down_proj"]])
+def test_adapters_go_on_linear_layers_and_leave_experts_and_router_alone(tmp_path, kind, targets):
+    """A dense layer and a shared expert have layers of the names that experts had before they were fused."""
+    mixed = {} if kind == "mixtral" else {"mlp_only_layers": [0]}
+    if kind == "mixtral" and "gate_proj" in targets:
+        targets = ["k_proj"]
+    model = load(expert_model(tmp_path, kind, **mixed))
+    linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    wanted = {n for n in linear if targets == "all-linear" or n.rpartition(".")[2] in targets}
+    add_adapters(model, LoRA(rank=4, target_modules=targets), seed=0)
+    changed = adapters(adapter_parameters(model))
+    assert set(changed) == {f"{name}.weight" for name in wanted}
+    assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
+    assert model.peft_config["default"].r == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_reads_the_exported_adapter(tmp_path, kind):
+    model_dir, ids = expert_model(tmp_path, kind), torch.arange(11, 43)[None]
+    model = load(model_dir)
+    before = model(ids).logits
+    add_adapters(model, LoRA(rank=4), seed=0)
+    for _, parameter in adapter_parameters(model):
+        nn.init.normal_(parameter, std=0.1)
+    write_adapter(model, dict(adapter_parameters(model)), tmp_path / "adapter", base_model=str(model_dir))
+    read = PeftModel.from_pretrained(load(model_dir), tmp_path / "adapter")
+    torch.testing.assert_close(read(ids).logits, model(ids).logits)
+    assert not torch.allclose(before, model(ids).logits, atol=0.1)
+
+
+def test_a_token_costs_the_weights_of_its_own_experts(tmp_path):
+    """Twice the experts, as many for each token: attention is as large a share as before."""
+    few, many = (load(expert_model(tmp_path, "qwen3_moe", num_experts=n)) for n in (4, 8))
+    assert attention_cost(many) == pytest.approx(attention_cost(few), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_plan_counts_the_weights_of_the_real_model(tmp_path, kind, adapted):
+    model = empty_model(expert_model(tmp_path, kind), trust_remote_code=False)
+    known = from_config_json(model.config.to_dict(), kind)
+    counted = known.parameters
+    if adapted:
+        add_adapters(model, LoRA(rank=4), seed=0)
+        counted = lora_parameters(config(policy={"lora": {"rank": 4}}), known)
+    assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("hub_id", "parameters", "active"),
+    [  # as the index of their checkpoint and their model cards say
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624, 3.3e9),
+        ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 2.7e9),
+        ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 12.9e9),
+    ],
+)
+def test_published_mixtures_have_their_published_sizes(hub_id, parameters, active):
+    model = published(hub_id)
+    assert model.parameters == parameters
+    assert model.computing + model.embedding == pytest.approx(active, rel=0.02)
+    assert model.read_for(1) == model.computing
+    assert model.read_for(1000) == pytest.approx(model.parameters - model.embedding, rel=1e-3)
+
+
+def test_a_mixture_with_dense_layers_is_no_plans():
+    shape = {"model_type": "qwen3_moe", "mlp_only_layers": [0]} | SHAPES["qwen3_moe"]
+    with pytest.raises(UserError, match="`mlp_only_layers` or `decoder_sparse_step` makes some layers dense"):
+        from_config_json(shape, "m")

@@ -1,0 +1,184 @@
+"""Low-rank adapters on real DeepSpeed ranks: they alone train, and the model that leaves is base + B A."""
+
+import asyncio
+
+import pytest
+import torch
+from peft import PeftModel
+from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, relative
+from transformers import AutoModelForCausalLM
+
+from actors.lifecycle.calls import results
+from actors.workers.policy import PolicyGroup, loss_settings
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import LoRA, Model, Optimizer, Policy, Timeouts
+from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
+from grpo_dist.policy.loss import batch_loss
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
+from tests.support import made_groups
+from tests.support.drawn import drawn
+
+pytestmark = pytest.mark.machine
+
+SETTINGS = LoRA(rank=4, alpha=8)
+
+
+class AdaptedWorker(OpenWorker):
+    """A rank whose adapters and optimiser state can be looked at."""
+
+    def adapters(self):
+        buckets = self._trainer.iter_weights(10_000, adapters_only=True)
+        return {name: t.clone() for bucket in buckets for name, t in bucket}
+
+    def optimizer_elements(self):
+        """Elements of Adam's first moment that this rank holds."""
+        optimizer = getattr(self._trainer.engine.optimizer, "optimizer", self._trainer.engine.optimizer)
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def start(model_dir, *, ranks, stage, token_budget=10_000, **policy):
+    return PolicyGroup(
+        Policy(
+            num_workers=ranks,
+            zero_stage=stage,
+            optimizer=Optimizer(lr=1e-2, schedule="linear", warmup_steps=2),
+            **{"lora": SETTINGS} | policy,
+        ),
+        model=Model(path="tiny"),
+        model_dir=str(model_dir),
+        algorithm=ALGORITHM,
+        temperature=TEMPERATURE,
+        token_budget=token_budget,
+        epochs=1,
+        total_updates=10,
+        timeouts=Timeouts(),
+        seed=0,
+        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
+        worker=AdaptedWorker,
+    )
+
+
+def on_all(group, method, *arguments):
+    return together(getattr(rank, method).remote(*arguments) for rank in group.ranks)
+
+
+def together(calls):
+    async def answers():
+        return await results(calls)
+
+    return asyncio.run(answers())
+
+
+def base_weights(model_dir):
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    return {name: p.data for name, p in model.named_parameters()}
+
+
+def expected_gradients(model_dir, tensors, batch):
+    """Of the adapters in float64, in this process, without DeepSpeed."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
+    add_adapters(model, SETTINGS, seed=0)
+    for name, parameter in adapter_parameters(model):
+        parameter.data.copy_(tensors[name])
+    logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
+        padded(batch.tokens, batch.loss_mask)
+    )
+    loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
+    loss.backward()
+    return {name: p.grad for name, p in adapter_parameters(model)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro_batch_tokens"), drawn("adapters", [(1, 0, 10_000), (2, 2, 40), (2, 3, 40)], 2)
+)
+def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
+    forked_ranks, tiny_model, ranks, stage, micro_batch_tokens
+):
+    """After one update, so that neither A's nor B's gradient is 0."""
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    group = start(tiny_model, ranks=ranks, stage=stage, token_budget=micro_batch_tokens)
+    asyncio.run(group.ready())
+    fresh = on_all(group, "adapters")[0]
+    asyncio.run(group.update(group.stage([first])))
+    low_rank, weights = on_all(group, "adapters")[0], on_all(group, "weights")[0]
+    elements = sum(on_all(group, "optimizer_elements"))
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, shard(second, ranks), strict=True)]
+    gradients, _ = together(calls)[0]
+    asyncio.run(group.shutdown())
+
+    trained = sum(t.numel() for t in low_rank.values())
+    base = base_weights(tiny_model)
+    assert list(weights) == list(base)
+    assert trained <= elements <= trained * 1.01 + 64  # ZeRO pads what it cuts in parts
+    assert trained < 0.1 * sum(w.numel() for w in base.values())
+    assert all(torch.equal(t, torch.zeros_like(t)) == (".lora_B." in n) for n, t in fresh.items())
+
+    changed = adapters(low_rank.items())
+    assert len(changed) == len(low_rank) // 2 == 7 * 4  # linear layers of each of four blocks
+    for name, weight in weights.items():
+        if name in changed:
+            product = changed[name].b.double() @ changed[name].a.double() * SETTINGS.scale
+            assert float(product.norm()) > 0.01
+            assert torch.allclose(weight.double() - base[name], product, atol=1e-6)
+        else:
+            assert torch.equal(weight, base[name])
+    assert relative(flat(gradients), flat(expected_gradients(tiny_model, low_rank, second))) < 1e-5
+
+
+@pytest.mark.parametrize("stage", drawn("adapters of a checkpoint", [(2,), (3,)], 1))
+def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_model, tmp_path, stage):
+    """update, save, update  ==  (other processes) load, update; the export is the model and its adapter."""
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+
+    async def run(*, resumed):
+        group = start(tiny_model, ranks=2, stage=stage)
+        await group.ready()
+        if resumed:
+            await group.load(tmp_path / "policy")
+        else:
+            await group.update(group.stage([first]))
+            await group.save(tmp_path / "policy")
+        metrics = await group.update(group.stage([second]))
+        if not resumed:
+            await group.export(tmp_path / "model", tokenizer_dir=tiny_model)
+        weights = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+        await group.shutdown()
+        return metrics, weights[0]
+
+    metrics, weights = asyncio.run(run(resumed=False))
+    again, same = asyncio.run(run(resumed=True))
+    assert again == metrics
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+    base_bytes = sum(w.numel() * 4 for w in weights.values())
+    saved_bytes = sum(f.stat().st_size for f in (tmp_path / "policy").rglob("*") if f.is_file())
+    assert saved_bytes < 0.5 * base_bytes
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert all(torch.equal(p.data, weights[name]) for name, p in merged.named_parameters())
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "model/adapter"
+    )
+    with torch.no_grad():
+        ids = torch.arange(11, 43)[None]
+        assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-4)
+        with adapted.disable_adapter():
+            assert not torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-1)
+
+
+def test_merging_rounds_once_and_leaves_the_base_alone():
+    weight = torch.ones(2, 3, dtype=torch.bfloat16)
+    low_rank = {"w": Adapter(torch.ones(1, 3), torch.tensor([[0.01], [0.001]]))}
+    merged = dict(merged_weights([("w", weight), ("v", weight)], low_rank, 2.0, torch.bfloat16))
+    assert merged["w"].dtype == torch.bfloat16
+    assert merged["w"].tolist() == [[1.0234375] * 3, [1.0] * 3]  # bfloat16 has steps of 2^-7 above 1
+    assert merged["v"] is weight
+    assert weight.tolist() == [[1.0] * 3] * 2
+
+
+def test_a_checkpoint_that_lacks_an_adapted_weight_is_an_error():
+    low_rank = {"model.q.weight": Adapter(torch.ones(1, 3), torch.ones(2, 1))}
+    with pytest.raises(RuntimeError, match=r"no model\.q\.weight \(1 such\).*policy\.lora\.sync=merged"):
+        list(merged_weights([("q.weight", torch.ones(2, 3))], low_rank, 1.0, torch.float32))

@@ -1,0 +1,391 @@
+"""The loss of an update: how its terms combine, and that no split of the rows changes it."""
+
+import math
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.algorithms.aggregation import MODES
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.batch.rows import make_batch, split_updates
+from grpo_dist.batch.sharding import micro_batches, shard
+from grpo_dist.policy.logprobs import token_logprobs
+from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
+from grpo_dist.types import TrainBatch
+from tests.support import made_groups
+
+VOCABULARY = 108  # of samples_of_groups
+
+
+def batch_of_one_row(**changes):
+    """Prompt of one token, completion of three."""
+    fields = {
+        "tokens": torch.tensor([[1, 2, 3, 4]]),
+        "lengths": torch.tensor([4]),
+        "loss_mask": torch.tensor([[False, True, True, True]]),
+        "advantages": torch.tensor([[0.0, 2, 2, 2]]),
+        "rollout_logprobs": torch.tensor([[0.0, -1, -2, -3]]),
+        "ref_logprobs": None,
+        "old_logprobs": None,
+        "num_tokens": 3.0,
+        "num_sequences": 1.0,
+        "max_tokens": 10,
+    }
+    return TrainBatch(**(fields | changes))
+
+
+def loss_and_gradient(batch, settings, logprobs, entropy=None):
+    logprobs = logprobs.clone().requires_grad_()
+    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy)
+    loss.backward()
+    return loss.item(), logprobs.grad, finish_stats(stats)
+
+
+def test_first_update_has_ratio_one_and_the_plain_policy_gradient():
+    batch = batch_of_one_row()
+    loss, gradient, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]))
+    assert loss == -2.0
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2, -2, -2]]) / 3)
+    assert metrics == {
+        "loss/total": -2.0, "loss/policy": -2.0,
+        "policy/ratio_mean": 1.0, "policy/ratio_max": 1.0, "policy/approx_kl": 0.0,
+        "policy/clip_low_share": 0.0, "policy/clip_high_share": 0.0, "policy/dual_clip_share": 0.0,
+        "mismatch/logprob_diff_mean": 0.0, "mismatch/logprob_diff_max": 0.0, "mismatch/kl": 0.0,
+        "mismatch/ess_share": 1.0,
+    }  # fmt: skip
+
+
+def test_later_updates_take_the_ratio_to_the_old_logprobs():
+    batch = batch_of_one_row(old_logprobs=torch.tensor([[0.0, -1, -2, -3]]))
+    ratios = torch.tensor([[1.0, 1.1, 1.5, 0.5]])
+    loss, gradient, metrics = loss_and_gradient(
+        batch, LossSettings(clip_high=0.2), batch.old_logprobs + ratios.log()
+    )
+    assert loss == pytest.approx(-2 * (1.1 + 1.2 + 0.5) / 3)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -2 * 1.1, 0, -2 * 0.5]]) / 3)
+    assert metrics["policy/clip_high_share"] == pytest.approx(1 / 3)
+    assert metrics["policy/ratio_mean"] == pytest.approx((1.1 + 1.5 + 0.5) / 3)
+
+
+def test_importance_weights_multiply_the_policy_loss_and_never_the_kl_term():
+    logprobs = torch.tensor([[0.0, -1, -2, -3]])
+    rollout = logprobs - torch.tensor([[0.0, math.log(1.5), math.log(4), math.log(0.5)]])
+    reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
+    batch = batch_of_one_row(rollout_logprobs=rollout, ref_logprobs=reference)
+    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_high=2.0)
+    loss, gradient, metrics = loss_and_gradient(batch, settings, logprobs)
+    kl = (0.1065307 + 0.7182818) / 3
+    policy = -2 * (1.5 + 2.0 + 0.5) / 3
+    assert loss == pytest.approx(policy + 0.1 * kl, rel=1e-6)
+    slopes = [1 - math.exp(-d) for d in (0.5, -1, 0)]
+    expected = [-2 * w + 0.1 * s for w, s in zip((1.5, 2.0, 0.5), slopes, strict=True)]
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, *expected]]) / 3)
+    assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
+    assert metrics["loss/kl"] == pytest.approx(0.1 * kl, rel=1e-6)
+    assert metrics["loss/policy"] == pytest.approx(policy, rel=1e-6)
+    assert metrics["correction/weight_mean"] == pytest.approx((1.5 + 4 + 0.5) / 3, rel=1e-6)
+    assert metrics["correction/weight_max"] == pytest.approx(4, rel=1e-6)
+    assert metrics["correction/outside_share"] == pytest.approx(1 / 3)
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(math.log(4), rel=1e-6)
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(math.log(1.5 * 4 * 2) / 3, rel=1e-6)
+
+
+def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_over_trained_tokens():
+    batch = batch_of_one_row(rollout_logprobs=torch.tensor([[9.0, -1, -2, -2.5]]))
+    entropy = torch.tensor([[9.0, 1, 2, 6]])
+    _, _, metrics = loss_and_gradient(batch, LossSettings(), torch.tensor([[0.0, -1, -2, -3]]), entropy)
+    assert metrics["mismatch/logprob_diff_max"] == 0.5
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(0.5 / 3)
+    assert metrics["mismatch/kl"] == pytest.approx((math.exp(-0.5) - 1 + 0.5) / 3)
+    assert metrics["policy/entropy"] == 3.0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
+    """With advantages -1 on policy every token loss is 1; with k1 and d = 1 every KL is 1: equal terms."""
+    batch = made_groups.batch()
+    logprobs = torch.randn(batch.tokens.shape)
+    batch = replace(batch, advantages=torch.full_like(logprobs, -1.0), ref_logprobs=logprobs - 1)
+    settings = LossSettings(kl_coef=0.25, kl_estimator="k1", aggregation=mode)
+    _, _, metrics = loss_and_gradient(batch, settings, logprobs)
+    assert metrics["loss/kl"] == pytest.approx(0.25 * metrics["loss/policy"], rel=1e-5)
+    assert metrics["ref/kl"] == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_kl_weight_of_the_batch_counts_where_there_is_a_kl_term():
+    logprobs = torch.tensor([[0.0, -1, -2, -3]])
+    reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
+    kl = (0.1065307 + 0.7182818) / 3
+    for how, expected in ((LossSettings(kl_coef=0.1), 0.3), (LossSettings(kl_coef=0.0), 0.0)):
+        batch = batch_of_one_row(ref_logprobs=reference, kl_coef=0.3)
+        loss, _, metrics = loss_and_gradient(batch, how, logprobs)
+        assert loss == pytest.approx(-2 + expected * kl, rel=1e-6)
+        assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
+
+
+def test_the_entropy_bonus_is_subtracted_with_its_gradient():
+    logprobs = torch.tensor([[0.0, -1, -2, -3]])
+    entropy = torch.tensor([[9.0, 1, 2, 6]], requires_grad=True)
+    loss, stats = batch_loss(logprobs, batch_of_one_row(), LossSettings(entropy_coef=0.1), entropy=entropy)
+    loss.backward()
+    assert loss.item() == pytest.approx(-2 - 0.1 * 3)
+    torch.testing.assert_close(entropy.grad, torch.tensor([[0.0, -0.1, -0.1, -0.1]]) / 3)
+    assert finish_stats(stats)["loss/entropy"] == pytest.approx(-0.3)
+
+
+def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else():
+    logprobs = torch.tensor([[0.0, -1, -2, -3]])
+    kept = torch.tensor([[False, False, True, True]])
+    batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
+    settings = LossSettings(kl_coef=0.5, kl_estimator="k1")
+    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
+    assert loss == pytest.approx(-4 / 3 + 0.5)
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
+
+
+def test_with_ratios_to_the_engine_the_mismatch_is_still_the_trainers():
+    rollout = torch.tensor([[0.0, -1, -2, -2.5]])
+    batch = batch_of_one_row(rollout_logprobs=rollout, old_logprobs=rollout)
+    settings = LossSettings(old_logprobs="rollout")
+    _, _, metrics = loss_and_gradient(batch, settings, torch.tensor([[0.0, -1, -2, -3]]))
+    assert metrics["mismatch/logprob_diff_max"] == 0.5
+    assert metrics["policy/ratio_mean"] == pytest.approx((2 + math.exp(-0.5)) / 3)
+    weights = [1.0, 1.0, math.exp(-0.5)]
+    assert metrics["mismatch/ess_share"] == pytest.approx(
+        sum(weights) ** 2 / (3 * sum(w * w for w in weights))
+    )
+
+
+# --- the same gradient for every split
+
+
+class Tiny(torch.nn.Module):
+    """A causal model of two matrices: hidden states are running means of embeddings."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        self.embedding, self.head = (
+            torch.nn.Parameter(torch.randn(VOCABULARY, 6, generator=generator, dtype=torch.float64).to(dtype))
+            for _ in range(2)
+        )
+
+    def forward(self, batch):
+        steps = torch.arange(1, batch.tokens.shape[1] + 1)[:, None]
+        hidden = torch.tanh(self.embedding[batch.tokens].cumsum(dim=1) / steps)
+        how = {"temperature": 0.9, "chunk_tokens": 16, "mask": batch.loss_mask}
+        return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
+
+    def gradient(self, parts, settings):
+        """Flat gradient and metrics when ``parts`` are taken one after the other."""
+        self.zero_grad()
+        total = None
+        for part in parts:
+            logprobs, entropy = self(part)
+            loss, stats = batch_loss(logprobs, part, settings, entropy=entropy)
+            loss.backward()
+            total = stats if total is None else add_stats(total, stats)
+        return torch.cat([p.grad.double().flatten() for p in self.parameters()]), finish_stats(total)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """16 rows, one of them unscored, with old log-probs near the model's so that both clip bounds bite."""
+    rng = np.random.default_rng(5)
+    groups = [made_groups.group(i, rng) for i in range(4)]
+    rewards = groups[1].rewards.copy()
+    rewards[2] = np.nan
+    groups[1] = replace(groups[1], rewards=rewards)
+    advantages = [rng.standard_normal(4).astype(np.float32) for _ in groups]
+    reference = [
+        -5 * rng.random(len(r.completion_ids)).astype(np.float32) for g in groups for r in g.rollouts
+    ]
+    batch = make_batch(groups, advantages, ref_logprobs=reference, max_new_tokens=12)
+    with torch.no_grad():
+        logprobs, _ = Tiny(torch.float64)(batch)
+
+    def near(spread):
+        noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * spread
+        return torch.where(batch.loss_mask, logprobs + noise, 0.0).float()
+
+    return replace(batch, old_logprobs=near(0.3), rollout_logprobs=near(0.5))
+
+
+KL_AND_CORRECTION = [
+    ("k3", "none", "token"), ("k2", "tis", "token"),
+    ("k1", "mis", "sequence"), ("k3+", "icepop", "geometric"),
+]  # fmt: skip
+COMBINATIONS = [
+    LossSettings(
+        policy_loss=policy_loss, aggregation=mode, dual_clip=3.0 if kind == "mis" else None,
+        clip_low=0.1, clip_high=0.15, entropy_coef=0.01,
+        kl_coef=0.05, kl_estimator=estimator,
+        correction_kind=kind, correction_level=level, correction_low=0.5, correction_high=2.0,
+        correction_veto=0.2 if kind == "tis" else 0.0,
+    )
+    for policy_loss, mode, (estimator, kind, level) in product(POLICY_LOSSES, MODES, KL_AND_CORRECTION)
+]  # fmt: skip
+
+
+def named(how):
+    return how.policy_loss, how.aggregation, how.kl_estimator, how.correction_kind
+
+
+@st.composite
+def splits(draw, rows):
+    """Row numbers of the parts: any order, cut anywhere."""
+    order = draw(st.permutations(range(rows)))
+    cuts = draw(st.sets(st.integers(1, rows - 1)))
+    return [list(order[a:b]) for a, b in pairwise([0, *sorted(cuts), rows])]
+
+
+def check_split(whole, dtype, how, split):
+    """The data are float32, also where the model is float64."""
+    tolerance = 1e-6 if dtype == torch.float64 else 1e-5
+    model = Tiny(dtype)
+    expected, metrics = model.gradient([whole], how)
+    actual, same = model.gradient([whole.select(rows) for rows in split], how)
+    assert float((actual - expected).norm() / expected.norm()) < tolerance, how
+    assert same == pytest.approx(metrics, rel=tolerance, abs=tolerance), how
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_no_split_of_the_rows_changes_gradient_or_metrics(whole, dtype, policy_loss, data):
+    """For every loss, with any aggregation, KL estimator and correction: relative error 1e-6 in float64, 1e-5
+    in float32. Each example draws one combination; `make evidence` has all of them.
+    """
+    how = data.draw(st.sampled_from([c for c in COMBINATIONS if c.policy_loss == policy_loss]))
+    check_split(whole, dtype, how, data.draw(splits(len(whole))))
+
+
+@pytest.mark.evidence
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("how", COMBINATIONS, ids=lambda how: "-".join(named(how)))
+@settings(max_examples=3, deadline=None)
+@given(data=st.data())
+def test_no_split_of_the_rows_changes_gradient_or_metrics_of_any_combination(whole, dtype, how, data):
+    check_split(whole, dtype, how, data.draw(splits(len(whole))))
+
+
+@st.composite
+def made_up_batches(draw):
+    """Any shape; rows of any length, some with nothing to train; log-ratios of up to 20 nats."""
+    rows, width = draw(st.integers(1, 6)), draw(st.integers(2, 9))
+    lengths = torch.tensor(draw(st.lists(st.integers(0, width - 1), min_size=rows, max_size=rows)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    spread = draw(st.sampled_from([0.0, 0.1, 2.0, 20.0]))
+    mask = (torch.arange(width) >= 1) & (torch.arange(width) <= lengths[:, None])
+
+    def noise(scale):
+        return scale * (2 * torch.rand(rows, width, generator=generator, dtype=torch.float64) - 1)
+
+    logprobs = noise(2.0) - 3.0
+    batch = TrainBatch(
+        tokens=torch.ones(rows, width, dtype=torch.long), lengths=torch.full((rows,), width), loss_mask=mask,
+        advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
+        ref_logprobs=logprobs + noise(min(spread, 2.0)), old_logprobs=logprobs + noise(spread),
+        num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=width,
+    )  # fmt: skip
+    return batch, logprobs
+
+
+@settings(max_examples=200, deadline=None)
+@given(made=made_up_batches(), how=st.sampled_from(COMBINATIONS), data=st.data())
+def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
+    batch, logprobs = made
+    entropy = torch.full_like(logprobs, 0.5)
+    loss, gradient, metrics = loss_and_gradient(batch, how, logprobs, entropy)
+    assert math.isfinite(loss) and gradient.isfinite().all() and not gradient[~batch.loss_mask].any()
+    assert all(math.isfinite(value) for value in metrics.values())
+    order = data.draw(st.permutations(range(len(batch))))
+    cut = data.draw(st.integers(0, len(batch)))
+    total, parts = 0.0, torch.zeros_like(gradient)
+    for rows in (list(order[:cut]), list(order[cut:])):
+        if rows:
+            own, own_gradient, _ = loss_and_gradient(batch.select(rows), how, logprobs[rows], entropy[rows])
+            total += own
+            parts[rows] = own_gradient
+    assert total == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(parts, gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
+def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ranks, budget):
+    """As the policy workers split: rows dealt to ranks, micro-batches by token budget; some ranks idle."""
+    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    model = Tiny(torch.float64)
+    expected, _ = model.gradient([whole], how)
+    parts = [
+        part.select(rows)
+        for part in shard(whole, ranks)
+        for rows in micro_batches(part.lengths.tolist(), budget)
+    ]
+    actual, _ = model.gradient(parts, how)
+    assert float((actual - expected).norm() / expected.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_could_not_be_scored_adds_to_nothing(whole, mode):
+    unscored = 4 + 2
+    assert not whole.loss_mask[unscored].any() and whole.num_sequences == 15
+    how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
+    model = Tiny(torch.float64)
+    expected, metrics = model.gradient([whole], how)
+    actual, same = model.gradient([whole.select([r for r in range(16) if r != unscored])], how)
+    assert torch.equal(actual, expected) and same == pytest.approx(metrics, rel=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["none", "tis", "mis", "icepop"])
+def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
+    batch = made_groups.batch()
+    batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0, num_sequences=0.0)
+    settings = LossSettings(aggregation=mode, kl_coef=0.1, correction_kind=kind, correction_level="sequence")
+    loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))
+    assert loss == 0.0 and not gradient.any()
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert metrics["policy/ratio_mean"] == 1.0 and metrics["ref/kl"] == 0.0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+def test_garbage_outside_the_mask_reaches_neither_loss_nor_gradient_nor_metrics(whole, garbage):
+    settings = LossSettings(kl_coef=0.1, correction_kind="tis", correction_level="sequence", dual_clip=3.0)
+    mask = whole.loss_mask
+    logprobs, entropy = torch.randn(mask.shape), torch.rand(mask.shape)
+    clean = loss_and_gradient(whole, settings, logprobs, entropy)
+    names = ("advantages", "rollout_logprobs", "ref_logprobs", "old_logprobs")
+    spoilt = replace(whole, **{n: torch.where(mask, getattr(whole, n), garbage) for n in names})
+    dirty = loss_and_gradient(
+        spoilt, settings, torch.where(mask, logprobs, garbage), torch.where(mask, entropy, garbage)
+    )
+    assert dirty[0] == clean[0] and dirty[2] == clean[2]
+    assert torch.equal(dirty[1], clean[1]) and not dirty[1][~mask].any()
+
+
+def test_each_update_of_a_step_is_divided_by_its_own_size(whole):
+    """Two updates of whole groups: the loss of each is that of a step made of its groups alone."""
+    parts = split_updates(whole, num_groups=4, num_updates=2)
+    model = Tiny(torch.float64)
+    for part, rows in zip(parts, (range(8), range(8, 16)), strict=True):
+        alone = whole.select(list(rows))
+        mask = alone.loss_mask
+        alone = replace(alone, num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()))
+        expected, metrics = model.gradient([alone], LossSettings())
+        actual, same = model.gradient([part], LossSettings())
+        assert torch.equal(actual, expected) and same == metrics
+    assert [p.num_sequences for p in parts] == [7.0, 8.0]
+
+
+def test_statistics_of_disjoint_rows_add_up_except_maxima():
+    a = {"ratio": torch.tensor(2.0), "ratio_max": torch.tensor(5.0)}
+    b = {"ratio": torch.tensor(3.0), "ratio_max": torch.tensor(4.0)}
+    assert {k: float(v) for k, v in add_stats(a, b).items()} == {"ratio": 5.0, "ratio_max": 5.0}

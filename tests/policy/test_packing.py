@@ -1,0 +1,325 @@
+"""Packed rows: every row reads what it would read alone, and the gradient is that of the rows apart."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_dist.batch.sharding import packed_micro_batches, shard
+from grpo_dist.policy.attention import (
+    BlockKernel,
+    VarlenKernel,
+    choose_kernel,
+    flash_varlen,
+    register,
+    torch_varlen,
+)
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.packing import packed, padded
+from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
+from grpo_dist.types import Rows
+from tests.support import made_groups
+
+CPU = torch.device("cpu")
+
+
+def rows_of(prompts, completions):
+    """``prompts`` [G] and for each its ``completions``, as token lists."""
+    flat = [(g, p, c) for g, (p, own) in enumerate(zip(prompts, completions, strict=True)) for c in own]
+    width = max(len(p) + len(c) for _, p, c in flat)
+    tokens, wanted = (
+        torch.zeros(len(flat), width, dtype=torch.long),
+        torch.zeros(len(flat), width, dtype=torch.bool),
+    )
+    for i, (_, p, c) in enumerate(flat):
+        tokens[i, : len(p) + len(c)] = torch.tensor(p + c)
+        wanted[i, len(p) : len(p) + len(c)] = True
+    lengths = torch.tensor([len(p) + len(c) for _, p, c in flat])
+    group_ids = torch.tensor([g for g, _, _ in flat])
+    return Rows(tokens, lengths, wanted, group_ids, torch.tensor([len(p) for _, p, _ in flat]))
+
+
+def test_the_worked_example():
+    """That of the module: one prompt, two completions."""
+    layout = packed(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), BlockKernel())
+    assert layout.tokens.tolist() == [[7, 8, 9, 4, 5, 2, 6, 2]]
+    assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
+    # 4 and 6, the first of each completion, both come from the prompt's last token.
+    assert layout.sources.tolist() == [2, 3, 4, 2, 6] and layout.targets.tolist() == [4, 5, 2, 6, 2]
+    rows = layout.as_rows(torch.arange(1.0, 6.0))
+    assert rows.tolist() == [[0, 0, 0, 1, 2, 3], [0, 0, 0, 4, 5, 0]]
+
+
+def test_rows_of_different_groups_share_nothing_even_when_their_prompts_are_equal():
+    layout = packed(rows_of([[7, 8], [7, 8]], [[[4], [5]], [[4]]]), BlockKernel())
+    assert layout.tokens.tolist() == [[7, 8, 4, 5, 7, 8, 4]]
+
+
+def heads(seed, tokens, count, size=8):
+    return torch.randn(
+        tokens, count, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+
+
+def row_by_row(q, k, v, rows, *, scale, window):
+    """Every row on its own, in float64, with the mask written out."""
+    out = torch.zeros_like(q)
+    for row in rows:
+        length = len(row)
+        back = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (back >= 0) & (back < (window or length))
+        own = (t[row].transpose(0, 1)[None] for t in (q, k, v))
+        here = scaled_dot_product_attention(*own, attn_mask=seen, scale=scale, enable_gqa=True)
+        out[row] = here[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_heads):
+    layout = packed(
+        rows_of([[1] * 3, [2], [3] * 20], [[[4] * 5, [5], [6] * 9], [[7]], [[8] * 2, [9] * 30]]),
+        BlockKernel(),
+    )
+    size = layout.tokens.shape[1]
+    rows = [np.r_[0:3, 3:8], np.r_[0:3, 8], np.r_[0:3, 9:18], np.r_[18:20], np.r_[20:42], np.r_[20:40, 42:72]]
+    leaves = [heads(i, size, n).requires_grad_() for i, n in enumerate((4, kv_heads, kv_heads))]
+    ours = layout.spans.attend(*leaves, scale=0.3, window=window, dropout=0.0)
+    expected = row_by_row(*leaves, rows, scale=0.3, window=window)
+    torch.testing.assert_close(ours, expected)
+    upstream = heads(9, size, 4)
+    for a, b in zip(*(torch.autograd.grad(o, leaves, upstream) for o in (ours, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def varlen_stand_in(q, k, v, ends, longest, scale, window, dropout):
+    """What a variable-length kernel is specified to do."""
+    assert ends.dtype == torch.int32 and longest == int(ends.diff().max()) and dropout == 0.0
+    rows = [np.arange(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+    return row_by_row(q, k, v, rows, scale=scale, window=window)
+
+
+@pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
+def test_variable_length_kernels_are_handed_each_row_whole(completions):
+    """Shared prompts, and nothing shared: then the stream goes to the kernel as it is."""
+    rows = rows_of([[1] * 3, [2]], completions)
+    by_blocks, by_kernel = (packed(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
+    assert (by_kernel.spans.places is None) == (max(map(len, completions)) == 1)
+    leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
+    how = {"scale": 0.3, "window": 4, "dropout": 0.0}
+    torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
+
+
+def test_filler_as_long_as_what_is_shared_hides_no_sharing():
+    """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
+    rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
+    by_blocks, by_kernel = (
+        packed(rows, k, multiple=4) for k in (BlockKernel(), VarlenKernel(varlen_stand_in))
+    )
+    assert by_kernel.tokens.shape[1] == 12
+    leaves = [heads(i, 12, n) for i, n in enumerate((4, 2, 2))]
+    how = {"scale": 0.3, "window": None, "dropout": 0.0}
+    ours, theirs = (layout.spans.attend(*leaves, **how)[:9] for layout in (by_kernel, by_blocks))
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_which_kernel_reads_packed_rows():
+    cuda = torch.device("cuda")
+    assert isinstance(choose_kernel("auto", CPU, torch.float32), BlockKernel)
+    assert isinstance(choose_kernel("auto", cuda, torch.float32), BlockKernel)
+    assert isinstance(choose_kernel("sdpa", cuda, torch.bfloat16), BlockKernel)
+    assert choose_kernel("auto", cuda, torch.bfloat16)._function is torch_varlen
+    assert choose_kernel("flash_attention_2", cuda, torch.bfloat16)._function is flash_varlen
+    with pytest.raises(ValueError, match=r"model\.attention = flash_attention_2 on cpu"):
+        choose_kernel("flash_attention_2", CPU, torch.float32)
+    with pytest.raises(ValueError, match=r"eager reads no packed rows.*model\.packing=false"):
+        choose_kernel("eager", CPU, torch.float32)
+
+
+def test_torchs_kernel_is_called_as_its_signature_asks(monkeypatch):
+    """Up to the device call: the operator itself needs a GPU."""
+    import torch.nn.attention.varlen as varlen
+
+    seen = {}
+
+    def operator(q, k, v, ends, ends_k, longest, longest_k, causal, scale, window, gqa, *rest):
+        seen.update(causal=causal, scale=scale, window=window, gqa=gqa, rest=rest)
+        assert ends is ends_k and longest == longest_k
+        return q, None, None
+
+    monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator, raising=False)
+    q, k, ends = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert torch_varlen(q, k, k, ends, 3, 0.5, None, 0.0) is q
+    assert (seen["causal"], seen["window"], seen["gqa"], seen["scale"]) == (True, [-1, 0], True, 0.5)
+    torch_varlen(q, q, q, ends, 3, 0.5, 2, 0.0)
+    assert (seen["causal"], seen["window"], seen["gqa"]) == (False, [1, 0], False)
+    with pytest.raises(ValueError, match="attention_dropout"):
+        torch_varlen(q, q, q, ends, 3, 0.5, None, 0.1)
+
+
+def architectures():
+    from transformers import LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
+
+    shape = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 120, "max_position_embeddings": 128, "pad_token_id": 0,
+    }  # fmt: skip
+    return {
+        "qwen2": Qwen2Config(**shape, tie_word_embeddings=True),
+        "qwen2 with a window": Qwen2Config(
+            **shape, use_sliding_window=True, sliding_window=4, max_window_layers=1
+        ),
+        "qwen3": Qwen3Config(**shape, head_dim=32),
+        "llama": LlamaConfig(**shape),
+        "mistral": MistralConfig(**shape, sliding_window=5),
+        "olmo2": Olmo2Config(**shape),
+        "phi3": Phi3Config(**shape),
+    }
+
+
+def saved(config, directory):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return str(directory)
+
+
+def loaded(path, packing):
+    how = {"dtype": torch.float64, "attention": "auto", "trust_remote_code": False}
+    model = load_causal_lm(path, packing=packing, **how)
+    return TokenLogprobs(model, temperature=0.8, chunk_mib=1)
+
+
+@pytest.mark.parametrize("name", list(architectures()))
+def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
+    path = saved(architectures()[name], tmp_path)
+    batch = made_groups.batch(groups=3, samples=4)
+    upstream = torch.randn(
+        batch.tokens.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    results = []
+    for layout in (padded(batch.tokens, batch.loss_mask), packed(batch.rows, BlockKernel())):
+        module = loaded(path, packing=layout.spans is not None)
+        logprobs, entropies = module(layout, with_entropy=True)
+        ((logprobs + 0.3 * entropies) * upstream).sum().backward()
+        gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
+        results.append((logprobs.detach(), entropies.detach(), gradient))
+    # The prompt of each group is gone through once instead of four times.
+    assert layout.tokens.numel() == int(batch.lengths.sum()) - 3 * sum(6 + i for i in range(3))
+    for apart, together in zip(*results, strict=True):
+        # transformers norms are float32 whatever the model's type.
+        assert float((together - apart).norm() / apart.norm()) < 1e-6
+
+
+def test_models_that_cannot_read_packed_rows_are_refused(tmp_path):
+    from transformers import Gemma2Config, LlamaConfig
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "vocab_size": 20, "head_dim": 16, "pad_token_id": 0}  # fmt: skip
+    capped = saved(Gemma2Config(**shape, final_logit_softcapping=None), tmp_path / "capped")
+    with pytest.raises(ValueError, match=r"cannot read packed rows: it caps attention.*model\.packing=false"):
+        loaded(capped, packing=True)
+    register()
+    model = loaded(saved(LlamaConfig(**shape), tmp_path / "llama"), packing=True)
+    with pytest.raises(ValueError, match=r"not told where packed rows are.*model\.packing=false"):
+        model(padded(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)))
+
+
+def test_attention_cost_of_a_token_before_another(tmp_path):
+    """2 layers of 4 heads of 16 over the parameters; FLOPs counted by hand: 4 H D a pair against 2 a
+    parameter.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(architectures()["qwen2"])
+    count = sum(p.numel() for p in model.parameters())
+    assert attention_cost(model) == pytest.approx(2 * 4 * 16 / count)
+
+
+def test_micro_batches_of_the_worked_example():
+    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [3] * 4, 12) == [[0, 1], [2, 3]]
+    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [0] * 4, 12) == [[0, 1], [2, 3]]
+    assert packed_micro_batches([5, 6, 4, 8], [0, 0, 1, 1], [3] * 4, 17) == [[0, 1, 2, 3]]
+    assert packed_micro_batches([50, 6], [0, 1], [3, 3], 12) == [[0], [1]]
+    assert packed_micro_batches([], [], [], 12) == []
+
+
+def test_a_shared_prompt_counts_in_what_attention_copies():
+    """Nine rows of a prompt of 99 and one token are 108 tokens, and attention's copies of them 900."""
+    rows = [100] * 9, [0] * 9, [99] * 9
+    assert packed_micro_batches(*rows, 225) == [list(range(9))]
+    assert [len(part) for part in packed_micro_batches(*rows, 200)] == [5, 4]
+
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=1, max_size=40)
+
+
+def described(drawn):
+    groups = [g for g, _ in drawn]
+    prompts = [2 + g for g in groups]
+    return [p + c for p, (_, c) in zip(prompts, drawn, strict=True)], groups, prompts
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 120))
+def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budget):
+    lengths, groups, prompts = described(drawn)
+    parts = packed_micro_batches(lengths, groups, prompts, budget)
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    for part in parts:
+        stream = sum(lengths[r] - prompts[r] for r in part) + sum(2 + g for g in {groups[r] for r in part})
+        assert stream <= budget or len(part) == 1
+        assert sum(lengths[r] for r in part) <= 4 * budget or len(part) == 1
+    # Together in as few as filling one after the other takes.
+    assert len(parts) <= max(1, len(lengths))
+
+
+@settings(deadline=None, max_examples=50)
+@given(LENGTHS, st.integers(1, 5), st.sampled_from([0.0, 0.01]))
+def test_the_busiest_rank_is_no_busier_than_with_rows_dealt_one_by_one(drawn, ranks, square):
+    lengths, groups, prompts = described(sorted(drawn))
+    batch = _of_lengths(lengths, groups, prompts)
+    parts = shard(batch, ranks, square=square)
+    assert sorted(int(t) for part in parts for t in part.tokens[:, 0]) == list(range(len(lengths)))
+
+    def load(rows):
+        saved = sum(2 + g for r in rows for g in [groups[r]]) - sum(2 + g for g in {groups[r] for r in rows})
+        return sum(lengths[r] + square * lengths[r] ** 2 for r in rows) - saved
+
+    dealt = [[] for _ in range(ranks)]
+    for row in sorted(range(len(lengths)), key=lambda r: (-(lengths[r] + square * lengths[r] ** 2), r)):
+        loads = [sum(lengths[r] + square * lengths[r] ** 2 for r in own) for own in dealt]
+        dealt[min(range(ranks), key=lambda i: (loads[i], len(dealt[i]), i))].append(row)
+    ours = [[int(t) for t in part.tokens[:, 0]] for part in parts]
+    assert max(map(load, ours)) <= max(map(load, dealt)) + 1e-9
+
+
+def _of_lengths(lengths, groups, prompts):
+    batch = made_groups.batch(groups=1, samples=1)
+    width = max(lengths)
+    tokens = torch.arange(len(lengths))[:, None].expand(-1, width).clone()
+    zeros = torch.zeros(tokens.shape)
+    return replace(
+        batch, tokens=tokens, lengths=torch.tensor(lengths), loss_mask=zeros.bool(), advantages=zeros,
+        rollout_logprobs=zeros, ref_logprobs=None, group_ids=torch.tensor(groups),
+        prompt_lengths=torch.tensor(prompts),
+    )  # fmt: skip
+
+
+def test_groups_stay_together_where_the_loads_allow():
+    groups = [0] * 8 + [1] * 8
+    batch = _of_lengths([20] * 16, groups, [10] * 16)
+    assert [set(part.group_ids.tolist()) for part in shard(batch, 2)] == [{0}, {1}]
+    # One long row outweighs the prompts: it is left alone.
+    batch = _of_lengths([20, 300, 20, 20], [0, 0, 1, 1], [10] * 4)
+    assert sorted(map(len, shard(batch, 2))) == [1, 3]
+
+
+def test_sizes_that_fit_the_device_are_the_default():
+    assert (micro_batch_tokens(None, "cpu"), micro_batch_tokens(None, "cuda")) == (4096, 16384)
+    assert (logprob_chunk_mib(None, "cpu"), logprob_chunk_mib(7, "cuda")) == (32, 7)

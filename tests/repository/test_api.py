@@ -1,0 +1,111 @@
+"""The package from Python: light to import, typed, and refusing before anything starts."""
+
+import asyncio
+import pkgutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import grpo_dist
+from grpo_dist import Config, UserError, evaluate_model, load_config, train
+from grpo_dist.api import resolved
+from grpo_dist.config.files import ConfigError
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+
+
+def python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_import_is_light_and_gives_the_function_whatever_was_imported_before():
+    assert (
+        python(
+            "import sys, grpo_dist\n"
+            "print(sorted({'torch', 'ray', 'numpy', 'pydantic', 'omegaconf'} & set(sys.modules)))"
+        )
+        == "[]"
+    )
+    assert (
+        python(
+            "from grpo_dist import train\n"
+            "import sys\nprint(train.__module__, sorted({'torch', 'ray', 'vllm'} & set(sys.modules)))"
+        )
+        == "grpo_dist.api []"
+    )
+    assert (
+        python(
+            "import grpo_dist.runs.session, grpo_dist.evaluation\n"
+            "from grpo_dist import train\nprint(train.__module__)"
+        )
+        == "grpo_dist.api"
+    )
+
+
+def test_no_module_of_the_package_stands_in_the_way_of_a_public_name():
+    modules = {module.name for module in pkgutil.iter_modules(grpo_dist.__path__)}
+    assert not modules & set(grpo_dist.__all__)
+    for name in grpo_dist.__all__:
+        assert getattr(grpo_dist, name) is not None and name in dir(grpo_dist)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = grpo_dist.trian
+
+
+def test_a_value_that_no_configuration_can_have_is_refused():
+    with pytest.raises(ConfigError, match=r"'object' is not a supported primitive type.*steps"):
+        resolved(SMALL | {"steps": object()})
+
+
+def test_a_file_a_mapping_and_a_config_come_to_the_same(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text('model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n')
+    of_file = resolved(path, ["steps=7", "+algorithm=dapo"])
+    assert isinstance(of_file, Config) and of_file.steps == 7 and of_file.algorithm.clip_high == 0.28
+    assert resolved(SMALL, ["steps=7", "+algorithm=dapo"]) == of_file == resolved(of_file)
+    assert load_config(path) == resolved(str(path)) == resolved(SMALL)
+    assert SMALL == {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+
+
+@pytest.mark.parametrize("function", [train, evaluate_model])
+def test_what_cannot_be_used_is_refused_before_anything_starts(function, tmp_path):
+    with pytest.raises(ConfigError, match="no such configuration file"):
+        function(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="unknown key `step`; did you mean `steps`"):
+        function(SMALL, ["step=3"])
+    with pytest.raises(UserError, match="resolved already; give them to load_config"):
+        function(resolved(SMALL), ["steps=3"])
+
+
+@pytest.mark.parametrize("function", [train, evaluate_model])
+def test_a_thread_and_a_running_event_loop_are_no_place_for_it(function):
+    async def inside():
+        function(SMALL)
+
+    with pytest.raises(UserError, match="outside of an event loop; in a notebook"):
+        asyncio.run(inside())
+    refused: list[BaseException] = []
+
+    def in_a_thread():
+        try:
+            function(SMALL)
+        except UserError as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join(20)
+    assert len(refused) == 1
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(grpo_dist.__file__).parent / "py.typed").is_file()
+    assert 'grpo_dist = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,240 @@
+"""Every command and snippet of the documents: run as a reader would, or parsed with a reason why no more."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo_dist.api import resolved
+from grpo_dist.cli import _parser
+from grpo_dist.config import Config
+from grpo_dist.config.files import checked, load_config
+from grpo_dist.observe.catalogue import described
+from grpo_dist.tools.recipe.config import PipelineFile
+from tests.support.documents import COMMANDS, ROOT, Block, blocks, documents, inline_commands
+from tests.support.patience import HANG_S
+
+BLOCKS = [block for path in documents() for block in blocks(path)]
+INLINE = sorted({(str(p.relative_to(ROOT)), command) for p in documents() for command in inline_commands(p)})
+BASE = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
+# Commands whose first argument is a file or run of the reader's own, not a configuration.
+OTHER_FILES = {"pipeline", "status", "logs", "stop", "report", "score", "compare", "--compare"}
+
+
+def of(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+def shell() -> list[Block]:
+    return [block for block in BLOCKS if block.is_shell]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, request) -> Path:
+    """A directory with the files that the document has named before the block."""
+    block: Block = request.getfixturevalue("block")
+    for other in blocks(ROOT / block.document):
+        if other.file and other.line < block.line:
+            target = tmp_path / other.file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(other.text)
+            monkeypatch.syspath_prepend(str(target.parent))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [
+        n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(tmp_path))
+    ]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("block", of("yaml"), ids=str)
+def test_a_configuration_in_the_documents_loads(block, tmp_path):
+    found = yaml.safe_load(block.text)
+    if "stages" in found:
+        checked(found, str(block), PipelineFile)
+        return
+    path = tmp_path / "shown.yaml"
+    path.write_text(block.text)
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
+    if not {"model", "data"} <= set(found):  # a part of one
+        path.write_text("defaults: [base.yaml]\n" + block.text)
+    assert isinstance(load_config(path), Config)
+
+
+@pytest.mark.parametrize("block", [b for b in of("python") if b.mode == ""], ids=str)
+def test_python_in_the_documents_does_what_it_says(block, place):
+    exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", [b for b in of("python") if b.mode == "parsed"], ids=str)
+def test_python_that_is_not_run_compiles_and_imports_what_there_is(block):
+    compile(block.text, str(block), "exec")
+    for line in (li for li in block.text.splitlines() if re.match(r"(from|import) ", li)):
+        exec(line, {})
+
+
+@pytest.mark.parametrize("block", shell(), ids=str)
+def test_every_command_of_a_block_exists(block):
+    for command in block.commands:
+        check_command(command, ROOT / block.document)
+    if block.explained:
+        text = help_of(block.commands[0].split()[1])
+        assert [option for option in block.explained if option not in text] == []
+
+
+def help_of(command: str) -> str:
+    parsers = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return parsers[command].format_help()
+
+
+@pytest.mark.parametrize(("document", "command"), INLINE)
+def test_every_command_in_a_text_exists(document, command):
+    check_command(command, ROOT / document)
+
+
+def check_command(command: str, document: Path) -> None:
+    """Its program, target or module is there, its options are known, its overrides fit the configuration."""
+    words = shlex.split(re.sub(r"\s\[[^]]*\]", "", command).partition(" && ")[0])
+    while "=" in words[0]:  # NAME=value before the command
+        words = words[1:]
+    assert words[0] in COMMANDS, command
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+    elif words[0] == "python":
+        assert words[1] != "-m" or find_spec(words[2]), command
+        assert words[1] == "-m" or (ROOT / words[1]).is_file() or is_shown(words[1], document), command
+    elif words[0] == "grpo-dist":
+        check_own(words, document)
+
+
+def check_own(words: list[str], document: Path) -> None:
+    if words[1:] in ([], ["..."], ["--help"]) or words[-1] == "...":
+        return
+    if len(words) == 2:  # named, not used
+        assert help_of(words[1])
+        return
+    args, rest = _parser().parse_known_args(words[1:])
+    assert args.command and not [word for word in rest if "=" not in word]
+    of_a_model = words[1] == "eval" and not words[2].endswith(".yaml")
+    if OTHER_FILES & set(words) or of_a_model:
+        return
+    given = [w for w in words[3:] if "=" in w and not w.startswith("-")]
+    overrides = [w for w in given if not w.partition("=")[2].isupper()]  # NAME stands for a name
+    own = next((b for b in blocks(document) if b.file == words[2]), None)
+    if words[2].startswith("configs/"):
+        load_config(ROOT / words[2], overrides)
+    elif own is None:
+        load_config(ROOT / "configs/demo.yaml", overrides)
+    else:
+        resolved(yaml.safe_load(own.text), overrides)
+
+
+def is_shown(name: str, document: Path) -> bool:
+    return any(block.file == name for block in blocks(document))
+
+
+def test_what_is_only_parsed_says_why():
+    """`pytest -s` lists them."""
+    silent = [str(b) for b in BLOCKS if b.is_shell and not b.mode]
+    assert silent == [], "above these: <!-- docs: run --> or <!-- docs: parsed: why -->"
+    parsed = [block for block in BLOCKS if block.mode == "parsed"]
+    assert not [str(block) for block in parsed if len(block.reason) < 5]
+    for block in parsed:
+        print(f"only parsed: {block}: {block.reason}")
+
+
+def test_the_documents_are_found_and_their_marks_read():
+    names = {str(path.relative_to(ROOT)) for path in documents()}
+    assert names >= {"README.md", "launch/README.md", "configs/README.md", "grpo_dist/guides/tutorial.md"}
+    assert len(BLOCKS) > 30 and len(INLINE) > 15
+    unread = [str(b) for b in BLOCKS if b.language not in ("", "yaml", "python", "sh", "bash")]
+    assert unread == [], "a language that no test knows"
+    marks = sum(path.read_text().count("<!-- docs: ") for path in documents())
+    assert marks == sum(bool(block.mode) for block in BLOCKS), (
+        "a mark that stands above no block, or is misspelt"
+    )
+
+
+LINKS = sorted(
+    {
+        (str(path.relative_to(ROOT)), link)
+        for path in documents()
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        if "://" not in link
+    }
+)
+
+
+@pytest.mark.parametrize(("document", "link"), LINKS)
+def test_every_link_between_documents_leads_somewhere(document, link):
+    assert (ROOT / document).parent.joinpath(link).exists()
+
+
+def run_block(block: Block, place: Path) -> str:
+    """Its output, run as a reader would in ``place``."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if block.language == "python":
+        (place / "snippet.py").write_text(with_overrides(block))
+        commands = [[sys.executable, "snippet.py"]]
+    else:
+        assert not block.overrides
+        commands = [[sys.executable, "-m", "grpo_dist.cli", *shlex.split(c)[1:]] for c in block.commands]
+        assert all(command.startswith("grpo-dist ") for command in block.commands)
+    said = ""
+    for command in commands:
+        done = subprocess.run(
+            command, cwd=place, capture_output=True, text=True, env=environment, timeout=HANG_S
+        )
+        assert done.returncode == 0, f"{block}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+        said += done.stdout
+    return said
+
+
+def with_overrides(block: Block) -> str:
+    if not block.overrides:
+        return block.text
+    changed = re.sub(r'(train\("[^"]+")', rf"\1, {list(block.overrides)}", block.text)
+    assert changed != block.text, f"{block}: nothing there takes overrides"
+    return changed
+
+
+APART = "grpo_dist/guides/tutorial.md"
+ALONE = [b for b in BLOCKS if b.mode == "run" and b.document != APART]
+
+
+@pytest.mark.parametrize("block", ALONE, ids=str)
+def test_a_command_of_the_guides_runs(block, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    assert run_block(block, tmp_path)
+
+
+@pytest.mark.machine
+@pytest.mark.evidence
+def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path):
+    """All of its blocks in order, in one directory; a real engine and a real rank train two steps."""
+    shown = blocks(ROOT / APART)
+    for block in shown:
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    said = {str(block): run_block(block, tmp_path) for block in shown if block.mode == "run"}
+    files = [b for b in shown if b.file in ("make_problems.py", "my_rewards.py", "my.yaml")]
+    written = [line for b in files for line in b.text.splitlines()[1:] if line]
+    assert len(written) <= 18  # and a command, or two lines of Python
+    assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 500
+    assert any("ok  reward: a right and a wrong answer get math 1 and 0" in text for text in said.values())
+    run = tmp_path / "runs/tutorial"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    before, *steps = [json.loads(line) for line in lines]
+    assert before == {"step": 0} and [step["step"] for step in steps] == [1, 2]
+    assert (run / "model/model.safetensors").is_file()
+    assert all(0 < step["reward/digits"] < 1 for step in steps)
+    assert [name for step in steps for name in step if name != "step" and described(name) is None] == []

@@ -1,0 +1,75 @@
+"""What must hold of the packages as a whole: imports, shipped files, the words of the README."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.config.files import load_config
+from grpo_dist.tools.recipe.config import load_pipeline
+from tests.support.patience import HANG_S
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs/bench").glob("*.yaml")])
+
+IMPORT_ALL = """
+import pkgutil, sys
+for name in ("ray", "vllm", "deepspeed"):
+    sys.modules[name] = None
+import grpo_dist
+names = [module.name for module in pkgutil.walk_packages(grpo_dist.__path__, "grpo_dist.")]
+for name in names:
+    __import__(name)
+print(len(names))
+"""
+
+
+def python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
+
+
+def test_whole_package_imports_without_ray_vllm_and_deepspeed():
+    done = python(IMPORT_ALL)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 30
+
+
+def test_help_imports_nothing_heavy():
+    done = python(
+        "import sys\nfrom grpo_dist.cli import main\n"
+        "try:\n    main(['train', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
+    assert "key=value" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path):
+    config = load_config(path)
+    assert config.name != "run"
+
+
+def test_the_shipped_pipeline_is_the_recipe_on_the_demo():
+    pipeline = load_pipeline(ROOT / "configs/pipelines/r1_demo.yaml")
+    assert [stage.kind for stage in pipeline.stages] == [
+        "sft",
+        "grpo",
+        "sample",
+        "sft",
+        "grpo",
+        "sample",
+        "sft",
+    ]
+    assert pipeline["distilled"].config.sft.model == "demo:micro"
+    assert pipeline["second_grpo"].inputs == ("second_sft",)
+
+
+def test_every_section_of_the_configuration_is_in_the_readme():
+    from grpo_dist.config import Config
+
+    readme = (ROOT / "README.md").read_text()
+    assert not [name for name in Config.model_fields if f"`{name}`" not in readme]

@@ -1,0 +1,150 @@
+"""The think/answer format: its time, and what is made to confuse it. What it accepts is beside the grader's
+cases.
+"""
+
+import pytest
+from test_hostile_answers import HOSTILE
+
+from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.types import Thought
+from tests.support.patience import cpu_s
+
+WORDS = "x" * 60_000
+LINEAR_S = 10.0  # each takes less than a second; the square of its length takes minutes
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        (f"<think>t</think><answer>{WORDS}</answer>", 1.0),
+        (f"<think>{WORDS}</think><answer>5</answer>", 1.0),
+        (f"<think></think><answer>{WORDS}</answer>", 0.0),
+        (f"<think>t</think><answer>{WORDS}</answer> and more", 0.0),
+        (f"<think>t</think><answer>{' ' * 60_000}</answer>", 0.0),
+        (f"<think>t</think>{WORDS}<answer></answer>", 0.0),
+    ],
+)
+def test_the_time_a_completion_takes_is_linear_in_its_length(completion, score):
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(completion) == score
+
+
+N = 20_000
+BOXES = {
+    "never closed": ("\\boxed{" * N, 0.0),
+    "one in another": ("\\boxed{" * N + "5" + "}" * N, 1.0),
+    "one in another around nothing": ("\\boxed{" * N + "}" * N, 0.0),
+    "half of them closed": ("\\boxed{{" * N + "}" * N, 0.0),
+    "empty": ("\\boxed{}" * N, 0.0),
+    "empty, but for one": ("\\fbox{ }" * N + "\\boxed{0}", 1.0),
+    "empty in one": ("\\boxed{" + "\\boxed{}" * N + "}", 0.0),
+    "braces in one": ("\\boxed{" + "{" * N + "}" * N + "}", 0.0),
+    "braces between them": ("\\boxed{}{" * N, 0.0),
+    "the empty set": ("\\boxed{\\{\\}}", 1.0),
+    "an escaped brace closes none": ("\\boxed{" + "\\}" * N, 0.0),
+    "without braces, around nothing": ("\\boxed" * N, 0.0),
+    "without braces, around space": ("\\boxed" + " " * N, 0.0),
+    "without braces, spaces between them": (("\\boxed" + " " * 50) * N, 0.0),
+    "without braces, around a sign": ("\\boxed," * N, 0.0),
+    "backslashes": ("\\" * N, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BOXES)
+def test_boxes_after_a_thought_that_are_made_to_confuse(name):
+    text, score = BOXES[name]
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(f"<think>t</think>{text}") == score
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>" * N,
+        "</think>" * N,
+        "<think></think>" * N + "\\boxed{5}",
+        "<think></think>" + "<answer>" * N,
+        "<think></think>" + "<answer>5</answer>" * N,
+        "<think></think>" + "</answer>5<answer>" * N,
+        "<think></think>" + "<answer" * N,
+        "<answer><think></think>5</answer>",
+        "<think><answer></think>5</answer>",
+    ],
+)
+def test_tags_that_are_made_to_confuse(text):
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(text) == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_no_hostile_answer_holds_up_the_format_behind_a_thought(name):
+    with cpu_s(LINEAR_S):
+        assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
+        own_tags = "<think>" in HOSTILE[name]
+        assert think_answer_format(f"<think>t</think><answer>{HOSTILE[name]}</answer>") == float(not own_tags)
+
+
+NOTHING = [
+    "",
+    " \n\t",
+    "\u200b",
+    "\u200b\u2060\ufeff",
+    "\u3164",
+    "\u2800",
+    "\ufe0f",
+    "\\,",
+    "\\quad",
+    "\\ ",
+    "~",
+    "$$",
+    "{}",
+    "\\text{}",
+    "\\text{ }",
+    "\\mathrm{\\,}",
+    "\\hspace{1em}",
+    "\\phantom{5}",
+    "\\text{\u200b}",
+    "\\mbox{}\\;",
+    "\\textbf{{}}",
+]
+
+
+@pytest.mark.parametrize("nothing", NOTHING)
+def test_what_nobody_can_see_is_neither_a_thought_nor_an_answer(nothing):
+    assert think_answer_format(f"<think>{nothing}</think>\\boxed{{5}}") == 0.0
+    assert think_answer_format(f"<think>t</think>\\boxed{{{nothing}}}") == 0.0
+    assert think_answer_format(f"<think>t</think><answer>{nothing}</answer>") == 0.0
+    assert think_answer_format(f"<think>t</think><answer>\\boxed{{{nothing}}}</answer>") == 0.0
+
+
+@pytest.mark.parametrize(
+    "something", ["0", "x", "\\emptyset", "\\{\\}", "\\infty", "\\text{no}", "答", "\\pi", "\\%"]
+)
+def test_what_can_be_seen_is_an_answer(something):
+    assert think_answer_format(f"<think>t</think>\\boxed{{{something}}}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "score"),
+    [
+        ("2+2</think>\\boxed{4}", 1.0),
+        ("2+2</think><answer>4</answer>", 1.0),
+        ("<think>2+2</think>\\boxed{4}", 0.0),  # opened twice
+        ("2+2 \\boxed{4}", 0.0),
+        ("</think>\\boxed{4}", 0.0),
+        ("2+2</think></think>\\boxed{4}", 0.0),
+    ],
+)
+def test_a_thought_that_the_prompt_opens_is_only_closed(completion, score):
+    assert think_answer_format(completion, thought=Thought(prompt="opens")) == score
+
+
+def test_tags_are_settings_and_an_empty_thought_of_the_prompt_leaves_the_answer():
+    own = Thought("<THINK>", "</THINK>")
+    assert think_answer_format("<THINK>a</THINK>[4]", thought=own, answer_tags=("[", "]")) == 1.0
+    assert think_answer_format("<think>a</think>\\boxed{4}", thought=own) == 0.0
+    assert think_answer_format("a</THINK>\\boxed{4}", thought=Thought("<THINK>", "</THINK>", "opens")) == 1.0
+    closed = Thought(prompt="closes")
+    assert [
+        think_answer_format(c, thought=closed) for c in ("so \\boxed{4}", "<think>a</think>\\boxed{4}")
+    ] == [1.0, 0.0]

@@ -1,0 +1,391 @@
+"""Grader processes: deadlines, memory, order, threads, and that none is left behind."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import grpo_dist
+from grpo_dist.rewards.pool import Failure, GraderPool
+from tests.support.patience import HANG_S, in_time
+
+BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
+
+REWARDS = """
+import os, resource, signal, subprocess, sys, time
+
+def length(completion, answer, scale=1.0):
+    return scale * len(completion)
+
+def everything(completion, answer, **columns):
+    return float(len(columns))
+
+def talks(completion, answer):
+    print("noise on standard output", flush=True)
+    os.write(1, b'["ok", 13]\\n')
+    print("noise on standard error", file=sys.stderr)
+    assert sys.stdin.read() == ""
+    return 1.0
+
+def sleeps(completion, answer):
+    time.sleep(float(completion))
+    return 1.0
+
+def burns(completion, answer):
+    return float(9**9**9 % 10)  # in C, never back in Python
+
+def fails(completion, answer):
+    raise KeyError(completion)
+
+def leaves(completion, answer):
+    sys.exit(3)
+
+def dies(completion, answer):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def limit(completion, answer):
+    return float(resource.getrlimit(resource.RLIMIT_AS)[0])
+
+def hoards(completion, answer):
+    return float(len(bytearray(2**34)))
+
+def nothing(completion, answer):
+    return None
+
+def infinite(completion, answer):
+    return float("inf")
+
+def dies_once(completion, answer):
+    if not os.path.exists(completion):
+        open(completion, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+def has_a_child(completion, answer):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(completion, "w").write(str(child.pid))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("code")
+    (directory / "reward_samples.py").write_text(REWARDS)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def pool(code: str) -> Iterator[GraderPool]:
+    """For what must time out; what must not uses `patient`, as the machine may be busy."""
+    with GraderPool(2, timeout_s=2.0, memory_mb=512, code_paths=[code]) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def patient(code: str) -> Iterator[GraderPool]:
+    with GraderPool(2, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
+        yield pool
+
+
+def boxed(value: object) -> str:
+    return f"\\boxed{{{value}}}"
+
+
+def call(pool: GraderPool, name: str, **keywords: object) -> float | Failure:
+    return pool.call(f"reward_samples:{name}", [{"completion": "", "answer": "", **keywords}])[0]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: list[int]) -> list[int]:
+    """Those that do not end."""
+    end = time.monotonic() + HANG_S
+    while time.monotonic() < end and any(map(alive, pids)):
+        time.sleep(0.05)
+    return [pid for pid in pids if alive(pid)]
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def below(pid: int) -> list[int]:
+    """All descendants."""
+    return [p for child in children_of(pid) for p in (child, *below(child))]
+
+
+def test_a_bomb_loses_its_own_pair_only(pool: GraderPool) -> None:
+    pairs = [(boxed(i), str(i)) for i in range(8)]
+    pairs[2:2] = [(boxed(BOMBS[0]), "5")]
+    pairs[6:6] = [(boxed(BOMBS[1]), "5")]
+    plain = [i for i in range(10) if i not in (2, 6)]
+    grades = in_time(pool, lambda: pool.grade(pairs), lambda grades: [grades[i] for i in plain])
+    assert [g.outcome for g in grades] == ["correct"] * 2 + ["timeout"] + ["correct"] * 3 + ["timeout"] + [
+        "correct"
+    ] * 3
+    assert [math.isnan(g.reward) for g in grades] == [g.outcome == "timeout" for g in grades]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_no_bomb_is_right_or_outlives_its_deadline(pool: GraderPool, bomb: str) -> None:
+    pairs = [(boxed(bomb), "\\frac{1}{2}"), (boxed("0.5"), "\\frac{1}{2}")]
+    first, second = in_time(pool, lambda: pool.grade(pairs), lambda grades: grades[1:])
+    assert first.outcome in ("wrong", "timeout", "error")
+    assert second.outcome == "correct"
+
+
+def test_order_is_kept(patient: GraderPool) -> None:
+    answers = [i % 3 == 0 for i in range(60)]
+    grades = patient.grade([(boxed(i if right else i + 1), str(i)) for i, right in enumerate(answers)])
+    assert [g.reward for g in grades] == [float(right) for right in answers]
+
+
+def test_threads_share_the_processes(patient: GraderPool) -> None:
+    def work(thread: int) -> list[str]:
+        return [g.outcome for g in patient.grade([(boxed(thread), str(i)) for i in range(8)])]
+
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(work, range(8)))
+    assert results == [["correct" if i == thread else "wrong" for i in range(8)] for thread in range(8)]
+
+
+def test_malformed_pairs_are_errors_of_their_own(patient: GraderPool) -> None:
+    pairs = [(None, "5"), ("\\boxed{5}", 5), "5", (), (b"5", "5"), ("\\boxed{5}", "5")]
+    grades = patient.grade(pairs)  # type: ignore[arg-type]
+    assert [g.outcome for g in grades] == ["error"] * 5 + ["correct"]
+    assert "NoneType" in grades[0].detail
+    assert patient.grade([]) == []
+
+
+def test_any_text_gets_a_grade(patient: GraderPool) -> None:
+    texts = [
+        "\0\\boxed{5}\0",
+        "\ud800\udfff\\boxed{5}",
+        "🙂\u202e\\boxed{5}",
+        "\n\\boxed{5}\n[]\n",
+        "x" * 10_000_000 + "\\boxed{5}",
+    ]
+    assert [g.outcome for g in patient.grade([(text, "5") for text in texts])] == ["correct"] * len(texts)
+
+
+def test_a_function_gets_the_keywords_it_takes(patient: GraderPool) -> None:
+    keywords = [
+        {"completion": "abc", "answer": "", "scale": 2.0, "level": 5},
+        {"completion": "ab", "answer": ""},
+    ]
+    assert patient.call("reward_samples:length", keywords) == [6.0, 2.0]
+    assert call(patient, "everything", problem="p", level=5) == 2.0
+
+
+def test_what_graded_code_prints_and_reads_is_not_the_protocol(patient: GraderPool) -> None:
+    assert [call(patient, "talks") for _ in range(3)] == [1.0, 1.0, 1.0]
+
+
+def test_an_answer_whose_process_was_killed_is_scored_again(patient: GraderPool, tmp_path: Path) -> None:
+    assert call(patient, "dies_once", completion=str(tmp_path / "tried")) == 1.0
+
+
+def test_functions_fail_one_call_at_a_time(pool: GraderPool) -> None:
+    calls = [{"completion": c, "answer": ""} for c in ("0", "6000", "0")]
+    results = in_time(pool, lambda: pool.call("reward_samples:sleeps", calls), lambda all_: all_[::2])
+    late = results[1]
+    assert isinstance(late, Failure) and late.outcome == "timeout" and results[::2] == [1.0, 1.0]
+
+
+def test_calls_that_fail_say_how(patient: GraderPool) -> None:
+    pool = patient
+    assert call(pool, "fails", completion="k") == Failure("error", "KeyError: 'k'")
+    assert call(pool, "leaves") == Failure("error", "SystemExit: 3")
+    died = call(pool, "dies")
+    assert isinstance(died, Failure) and died.outcome == "error" and "died" in died.detail
+    assert math.isnan(call(pool, "nothing"))  # type: ignore[arg-type]
+    infinite = call(pool, "infinite")
+    assert isinstance(infinite, Failure) and "finite" in infinite.detail
+    unsendable = call(pool, "length", scale=lambda: 1)
+    assert isinstance(unsendable, Failure) and "cannot be sent" in unsendable.detail
+    assert call(pool, "length", completion="abcd") == 4.0
+
+
+def test_a_memory_bomb_is_an_error(patient: GraderPool) -> None:
+    result = call(patient, "hoards")
+    assert isinstance(result, Failure) and result.outcome == "error" and "memory" in result.detail
+    assert [g.outcome for g in patient.grade([(boxed(5), "5")] * 4)] == ["correct"] * 4
+
+
+def test_a_function_that_cannot_be_loaded_does_not_lift_the_limit_of_memory(code: str) -> None:
+    with GraderPool(1, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
+        limit = call(pool, "limit")
+        with pytest.raises(ValueError, match="no function"):
+            pool.check("reward_samples:absent")
+        assert call(pool, "limit") == pytest.approx(limit, rel=0.5)
+
+
+def test_importing_does_not_count_against_the_deadline(code: str) -> None:
+    Path(code, "slow_import.py").write_text("import time\ntime.sleep(1.5)\ndef one(completion): return 1.0\n")
+    with GraderPool(1, timeout_s=0.5, code_paths=[code]) as pool:
+        results = in_time(pool, lambda: pool.call("slow_import:one", [{"completion": ""}]), list)
+        assert results == [1.0]
+
+
+def module_in(directory: Path, name: str, value: float) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / f"{name}.py").write_text(f"def value(completion): return {value}\n")
+
+
+def test_custom_code_comes_from_code_paths_then_from_the_usual_path_and_never_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named, usual, here = (tmp_path / name for name in ("named", "usual", "here"))
+    for directory, value in ((named, 1.0), (usual, 2.0), (here, 3.0)):
+        module_in(directory, "in_all", value)
+    for directory, name in ((usual, "in_two"), (here, "in_two"), (here, "only_here")):
+        module_in(directory, name, 2.0 if directory == usual else 3.0)
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{usual}{os.pathsep}")  # an empty entry is no directory
+    with GraderPool(1, code_paths=[str(named)]) as pool:
+        found = [pool.call(f"{name}:value", [{"completion": ""}]) for name in ("in_all", "in_two")]
+        assert found == [[1.0], [2.0]]
+        with pytest.raises(ValueError, match="No module named 'only_here'"):
+            pool.check("only_here:value")
+    with GraderPool(1, code_paths=["."]) as pool:
+        assert pool.call("only_here:value", [{"completion": ""}]) == [3.0]
+
+
+def test_a_grader_process_has_the_package_of_its_parent_and_nothing_else_from_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is the checkout that it may lie in a place of custom code, nor another package of its name."""
+    other = tmp_path / "grpo_dist"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('another one')\n")
+    (tmp_path / "mine.py").write_text(
+        "import sys, grpo_dist\n"
+        "def own(completion): return float(grpo_dist.__file__ == completion)\n"
+        "def beside(completion): return float(completion in sys.path)\n"
+    )
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr("grpo_dist.rewards.pool._ROOT", beside := tmp_path / "beside")
+    beside.mkdir()
+    (beside / "grpo_dist").symlink_to(Path(grpo_dist.__file__).parent)
+    with GraderPool(1, code_paths=[str(tmp_path)]) as pool:
+        assert pool.call("mine:own", [{"completion": str(beside / "grpo_dist/__init__.py")}]) == [1.0]
+        assert pool.call("mine:beside", [{"completion": str(beside)}]) == [0.0]
+        assert pool.grade([(boxed(5), "5")])[0].outcome == "correct"
+
+
+def test_processes_are_replaced_after_enough_work(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr("grpo_dist.rewards.pool._TASKS_PER_PROCESS", 2)
+    Path(code, "who.py").write_text("import os\ndef am_i(completion): return float(os.getpid())\n")
+    with GraderPool(1, code_paths=[code]) as pool:
+        pids = pool.call("who:am_i", [{"completion": ""}] * 5)
+    assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
+
+
+def test_a_timeout_also_ends_what_the_code_has_started(pool: GraderPool, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    assert call(pool, "has_a_child", completion=str(note)) == Failure("timeout", "no result within 2 s")
+    assert wait_until_gone([int(note.read_text())]) == []
+
+
+def test_nothing_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has been killed and waited for is gone, and its number may be that of somebody else's process."""
+    killed = []
+    kill = os.killpg
+    monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), kill(group, number)))
+    with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+        assert len(killed) == 1
+        assert in_time(pool, lambda: [call(pool, "length", completion="abc")], list) == [3.0]
+        before = len(killed)
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+    assert len(killed) == len(set(killed)) == before + 1
+
+
+def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
+    code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
+        monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # not seen to have ended
+        assert isinstance(call(pool, "sleeps", completion="600"), Failure)
+        assert in_time(pool, lambda: [call(pool, "length", completion="abc")], list) == [3.0]
+
+
+def test_closing_ends_every_process() -> None:
+    before = set(children_of(os.getpid()))
+    pool = GraderPool(2)
+    pool.grade([(boxed(5), "5")] * 4)
+    started = [pid for pid in children_of(os.getpid()) if pid not in before]
+    assert len(started) == 2
+    started += [pid for guardian in started for pid in below(guardian)]
+    assert len(started) == 4
+    pool.close()
+    pool.close()
+    assert wait_until_gone(started) == []
+
+
+@pytest.mark.parametrize("function", ["burns", "sleeps"])
+def test_no_process_outlives_a_killed_parent(code: str, function: str) -> None:
+    script = (
+        "from grpo_dist.rewards.pool import GraderPool\n"
+        f"pool = GraderPool(2, timeout_s=600, code_paths=[{code!r}])\n"
+        "pool.grade([('5', '5')] * 4)\n"
+        "print('ready', flush=True)\n"
+        f"pool.call('reward_samples:{function}', [{{'completion': '600', 'answer': ''}}])\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        time.sleep(0.5)  # one process is in the function, the other idle
+        graders = below(parent.pid)
+        assert len(children_of(parent.pid)) == 3  # two graders, and one for the user's code
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        assert parent.stdout is not None
+        parent.stdout.close()
+    assert wait_until_gone(graders) == []
+
+
+def test_grader_processes_are_light() -> None:
+    script = (
+        "import sys, grpo_dist.rewards.pool, grpo_dist.rewards.math as m\n"
+        "m.grade('1 + 1 = 2', '2')\n"
+        "print('sympy' in sys.modules, 'torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == "True False False\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_workers": 0}, {"num_workers": 1, "timeout_s": 0.0}, {"num_workers": 1, "memory_mb": -1}],
+)
+def test_impossible_pools_are_refused(arguments: dict) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        GraderPool(**arguments)
+
+
+def test_a_missing_code_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"code_paths.*nowhere.*not a directory"):
+        GraderPool(1, code_paths=[str(tmp_path / "nowhere")])

@@ -1,0 +1,125 @@
+"""Answers made to hang, to eat memory or to confuse: each costs its own reward at most, never another's."""
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, Scores
+from tests.support.made_answers import answers, spec
+from tests.support.patience import in_time
+
+_MATRIX = "\\\\".join(" & ".join(f"x_{{{i * 12 + j}}}" for j in range(12)) for i in range(12))
+HOSTILE = {
+    "a tower": "\\boxed{9^{9^{9^9}}}",
+    "a tower of names": "\\boxed{x^{y^{z^{w^{v^{u^{9999999}}}}}}}",
+    "factorials": "\\boxed{((100!)!)!}",
+    "a determinant": f"\\boxed{{\\det\\begin{{pmatrix}}{_MATRIX}\\end{{pmatrix}}}}",
+    "a power of a matrix": "\\boxed{\\begin{pmatrix}1&1\\\\1&0\\end{pmatrix}^{99999999}}",
+    "an integral": "\\boxed{\\int_0^\\infty \\frac{\\sin(x^{x^x})}{\\cos(x!)} dx}",
+    "a sum": "\\boxed{\\sum_{n=1}^{10^{12}} \\frac{1}{n^{n}}}",
+    "a product": "\\boxed{\\prod_{k=1}^{10^9} (k^2+1)}",
+    "a large expansion": "\\boxed{(a+b+c+d+e+f+g)^{500}}",
+    "kilometres of brackets": "\\boxed{" + "(" * 100_000 + ")" * 100_000 + "}",
+    "brackets never closed": "\\boxed{" * 50_000,
+    "braces": "{" * 1_000_000,
+    "fractions in fractions": "\\boxed{" + "\\frac{1}{" * 700 + "2" + "}" * 700 + "}",
+    "roots in roots": "\\boxed{" + "\\sqrt{" * 1000 + "2" + "}" * 1000 + "}",
+    "digits": "\\boxed{" + "7" * 1_000_000 + "}",
+    "ten megabytes": "the answer is " * 700_000,
+    "control characters": "".join(map(chr, range(32))) * 1000 + "\\boxed{\x00\x1b[2J\x07}",
+    "halves of surrogates": "\\boxed{\ud800\udfff}",
+    "a protocol": '\\boxed{1}\n["ok", ["correct", ""]]\n',
+    "code": "\\boxed{__import__('os').system('kill -9 -1')}",
+    "a union": "\\boxed{" + "\\cup".join(f"({i},{i + 1})" for i in range(3000)) + "}",
+    "boxes in boxes behind a thought": "<think></think>" + "\\boxed{" * 20_000 + "}" * 20_000,
+    "empty boxes behind a thought": "<think></think>" + "\\boxed{}" * 20_000,
+    "thoughts": "<think></think>" * 50_000 + "<answer>" * 50_000,
+    "a chain": "\\boxed{" + "<".join(f"x_{i}" for i in range(3000)) + "}",
+}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    with GraderPool(2, timeout_s=2.0, memory_mb=512) as made:
+        yield made
+
+
+def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
+    """Each between two plain ones, a right and a wrong one, in an order that is not the table's."""
+    names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))
+    pairs = [p for n in names for p in ((HOSTILE[n], "12345"), ("\\boxed{7}", "7"), ("\\boxed{8}", "7"))]
+    grades = in_time(pool, lambda: pool.grade(pairs), lambda found: [*found[1::3], *found[2::3]])
+    assert [g.outcome for g in grades[1::3]] == ["correct"] * len(names)
+    assert [g.outcome for g in grades[2::3]] == ["wrong"] * len(names)
+    unscored = {name: g for name, g in zip(names, grades[::3], strict=True) if not g.reward <= 0}
+    for name, grade in unscored.items():
+        assert math.isnan(grade.reward) and grade.outcome in ("timeout", "error"), name
+
+
+PIECES = st.sampled_from([
+    "\\boxed{", "}", "{", "(", ")", "[", "]", "\\frac", "\\sqrt", "\\left(", "\\right)", "^", "_", "!",
+    "+", "-", "=", "<", ",", ";", "\\,", "&", "\\\\", "1", "22", "0.5", "x", "\\pi", "\\infty",
+    "\\text{cm}", "\\%", "$", "$$", "\\begin{pmatrix}", "\\end{pmatrix}", "\\cup", "\\int", "\\sum",
+    "\\log", "'", '"', "\n", "\u0000", "é", "\\fbox", "<think>", "</think>", "<answer>", "</answer>",
+])  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(PIECES, max_size=40), st.lists(PIECES, max_size=10), st.text(max_size=40))
+def test_any_text_and_any_gold_get_a_grade(
+    pool: GraderPool, pieces: list[str], gold: list[str], text: str
+) -> None:
+    completion, answer = "".join(pieces), "".join(gold)
+    pairs = [(completion, "7"), (text, "7"), (f"{text}\\boxed{{{completion}}}", answer), ("\\boxed{7}", "7")]
+    *others, plain = in_time(pool, lambda: pool.grade(pairs), lambda found: found[-1:])
+    assert plain.outcome == "correct"
+    for grade in others:
+        assert math.isnan(grade.reward) == (grade.outcome in ("timeout", "error"))
+        assert grade.outcome != "error", grade.detail
+
+
+KINDS = ("math", "format", "exact", "numeric", "repetition", "language", "overlong", "cosine_length")
+SETTINGS = {"language": {"scripts": ["latin"]}, "overlong": {"buffer_tokens": 20}, "repetition": {"n": 4}}
+GROUP = ("the sum is \\boxed{7}", "", "the sum is \\boxed{8}")
+
+
+def scored(pool: GraderPool, text: str) -> Scores:
+    group = (GROUP[0], text, GROUP[2])
+    batch = answers(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"})
+    scorer = Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
+    return in_time(pool, lambda: scorer.score(batch), lambda found: [found.outcomes[0], found.outcomes[2]])
+
+
+@pytest.fixture(scope="module")
+def calm(pool: GraderPool) -> Scores:
+    """Rewards beside a harmless answer."""
+    return scored(pool, "seven")
+
+
+def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
+    """Every reward of the others is what it is beside a harmless answer, and this one has one or none."""
+    found = scored(pool, text)
+    for kind in KINDS:
+        before, after = calm.parts[kind], found.parts[kind]
+        assert [after[0], after[2]] == [before[0], before[2]], kind
+    assert [found.outcomes[0], found.outcomes[2]] == ["correct", "wrong"]
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(
+    pool: GraderPool, calm: Scores, name: str
+) -> None:
+    unharmed(pool, calm, HOSTILE[name])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300), thought=st.booleans())
+def test_no_text_at_all_touches_another_answers_rewards(
+    pool: GraderPool, calm: Scores, text: str, thought: bool
+) -> None:
+    unharmed(pool, calm, f"<think>t</think>{text}" if thought else text)

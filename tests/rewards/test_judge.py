@@ -1,0 +1,343 @@
+"""The judge against a stand-in server: what is asked, how replies are read, retries, limits and the cache."""
+
+import math
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Reward, Rewards
+from grpo_dist.rewards.chat_server import ChatServer, NoReply
+from grpo_dist.rewards.judge import Judge, candidate, yes_or_no
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.rate_limit import RateLimit
+from grpo_dist.rewards.registry import Scorer, check_rewards, placed
+from grpo_dist.rewards.verdict_cache import VerdictCache
+from tests.support.fake_openai import StandIn, after, chat, failing
+from tests.support.made_answers import answers, spec
+from tests.support.patience import HANG_S
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        yield pool
+
+
+def server(stand_in, **settings):
+    return ChatServer(stand_in.base_url, "m", sleep=settings.pop("sleep", lambda s: None), **settings)
+
+
+def scores(pool, stand_in, completions, gold, **kwargs):
+    scorer = Scorer(
+        [spec("judge", "judge", kwargs={"base_url": stand_in.base_url, "model": "m"} | kwargs)], pool
+    )
+    try:
+        return scorer.score(answers(completions, gold)), scorer.failures
+    finally:
+        scorer.close()
+
+
+QUESTION = [{"role": "user", "content": "?"}]
+
+
+def says_yes_to(*candidates):
+    def reply(body, number):
+        asked = body["messages"][0]["content"].rpartition("Candidate: ")[2].partition("\n")[0]
+        return "Yes" if asked in candidates else "No"
+
+    return reply
+
+
+def test_only_what_the_math_grader_does_not_accept_is_asked_and_each_answer_once(pool):
+    with StandIn(says_yes_to("about a half")) as stand_in:
+        texts = ["\\boxed{1/2}", "\\boxed{about a half}", "\\boxed{7}", "\\boxed{about a half}", " "]
+        result, failures = scores(pool, stand_in, texts, "\\frac{1}{2}")
+    assert result.parts["judge"].tolist() == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert result.outcomes[0] == "correct" and failures == {}
+    assert len(stand_in.requests) == 2
+
+
+def test_always_asks_for_every_answer_and_grades_nothing(pool):
+    with StandIn(says_yes_to()) as stand_in:
+        result, _ = scores(pool, stand_in, ["\\boxed{8}", "it is 8"], "8", only_when="always")
+    assert result.parts["judge"].tolist() == [0.0, 0.0]
+    assert result.outcomes == ["", ""] and len(stand_in.requests) == 2
+
+
+def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):
+    with StandIn(says_yes_to()) as stand_in:
+        example = {"reference": "1 m", "candidate": "100 cm", "equal": True}
+        scores(
+            pool, stand_in, ["\\boxed{7}"], "\\boxed{8}", instruction="Same?", examples=[example],
+            extra_body={"seed": 3}, max_tokens=4,
+        )  # fmt: skip
+    (body,) = stand_in.requests
+    assert (body["temperature"], body["max_tokens"], body["model"], body["seed"]) == (0.0, 4, "m", 3)
+    assert body["messages"] == [
+        {
+            "role": "user",
+            "content": "Same?\n\nReference: 1 m\nCandidate: 100 cm\nSame: Yes\n\n"
+            "Reference: 8\nCandidate: 7\nSame:",
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("so \\boxed{a\nb}", "a b"),
+        ("x" * 500, "x" * 300),
+        ("\\boxed{" + "x" * 1001 + "}", ""),
+        (" \n", ""),
+    ],
+)
+def test_what_is_judged(completion, expected):
+    assert candidate(completion, "gold") == expected
+
+
+@pytest.mark.parametrize(
+    ("reply", "equal"), [("Yes", True), (" no.", False), ("**YES**", True), ("No\n", False)]
+)
+def test_a_single_word_is_a_verdict(reply, equal):
+    assert yes_or_no(reply) is equal
+
+
+@pytest.mark.parametrize("reply", ["", "Yes and no", "Yesterday", "The answer is Yes", "maybe", "<think>Yes"])
+def test_anything_else_is_none(reply):
+    with pytest.raises(NoReply, match="neither Yes nor No"):
+        yes_or_no(reply)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        ("Perhaps", "neither Yes nor No: 'Perhaps'"),
+        ((200, b"not json", {}), "malformed reply"),
+        ((200, b"{}", {}), "malformed reply"),
+        ((200, chat(None), {}), "no choice with a text"),
+        ((200, b'{"choices": []}', {}), "no choice with a text"),
+        ((200, b'{"choices": {"0": "Yes"}}', {}), "no choice with a text"),
+        ((200, b'{"choices": 3}', {}), "no choice with a text"),
+        ((200, b"[]", {}), "no choice with a text"),
+        (failing(401), "HTTP 401"),
+        (failing(404), "HTTP 404"),
+        (failing(503), "after 1 tries"),
+    ],
+)
+def test_what_the_server_fails_to_say_is_nan_with_a_reason(pool, reply, words):
+    with StandIn(lambda body, number: reply) as stand_in:
+        result, failures = scores(pool, stand_in, ["\\boxed{7}", "\\boxed{8}"], "8", max_retries=0)
+    assert math.isnan(result.rewards[0]) and result.rewards[1] == 1.0
+    (reason, count), *others = failures["judge"].items()
+    assert words in reason and count == 1 and others == []
+    assert len(stand_in.requests) == 1  # none of these is tried again
+
+
+def test_passing_failures_are_tried_again_with_growing_pauses():
+    replies = [failing(429), failing(500), "Yes"]
+    pauses = []
+    with StandIn(lambda body, number: replies[number]) as stand_in:
+        assert server(stand_in, max_retries=2, sleep=pauses.append).reply(QUESTION) == "Yes"
+    assert len(stand_in.requests) == 3
+    assert 0.375 <= pauses[0] <= 0.625 and 0.75 <= pauses[1] <= 1.25
+
+
+def test_the_server_may_say_how_long_to_wait():
+    pauses = []
+    with StandIn(lambda body, number: [failing(429, Retry_After="7"), "No"][number]) as stand_in:
+        assert server(stand_in, sleep=pauses.append).reply(QUESTION) == "No"
+    assert pauses == [7.0]
+
+
+def test_retries_end():
+    with StandIn(lambda body, number: failing(503)) as stand_in, pytest.raises(NoReply) as failure:
+        server(stand_in, max_retries=2).reply(QUESTION)
+    assert "HTTP 503" in str(failure.value) and "after 3 tries" in str(failure.value)
+    assert len(stand_in.requests) == 3
+
+
+def test_a_slow_reply_is_given_up_and_tried_again():
+    with StandIn(lambda body, number: after(5, "late") if number == 0 else "Yes") as stand_in:
+        assert server(stand_in, timeout_s=0.3).reply(QUESTION) == "Yes"
+    assert len(stand_in.requests) == 2
+
+
+def test_a_reply_that_drips_is_given_up_when_its_time_is_over():
+    """Every read is answered within a twentieth of a second; the whole would take seven."""
+    with StandIn(lambda body, number: "Yes") as stand_in:
+        stand_in.drip = 1
+        with pytest.raises(NoReply, match=r"the reply has not ended after 0\.4 s"):
+            server(stand_in, timeout_s=0.4, max_retries=0).reply(QUESTION)
+
+
+def test_a_connection_that_breaks_within_a_reply_is_tried_again():
+    torn = (200, chat("Yes")[:-9], {"Content-Length": "500", "Connection": "close"})
+    with StandIn(lambda body, number: torn if number == 0 else "Yes") as stand_in:
+        assert server(stand_in, max_retries=1).reply(QUESTION) == "Yes"
+    assert len(stand_in.requests) == 2
+
+
+def test_nobody_there():
+    with StandIn(lambda body, number: "Yes") as stand_in:
+        pass
+    with pytest.raises(NoReply, match="APIConnectionError"):
+        server(stand_in, max_retries=1).reply(QUESTION)
+
+
+def test_no_more_requests_at_once_than_allowed(pool):
+    with StandIn(lambda body, number: after(0.05, "No")) as stand_in:
+        texts = [f"\\boxed{{{i}}}" for i in range(12)]
+        result, _ = scores(pool, stand_in, texts, "99", only_when="always", max_concurrency=3)
+    assert result.rewards.tolist() == [0.0] * 12
+    assert 2 <= stand_in.most_at_once <= 3
+
+
+def test_the_rate_limit_spaces_requests_evenly():
+    """120 a minute are 0.5 s apart; time that has passed meanwhile is not saved up for a burst."""
+    now, slept = [0.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    limit = RateLimit(120, clock=lambda: now[0], sleep=sleep)
+    for _ in range(3):
+        limit.wait()
+    now[0] += 10.0
+    for _ in range(2):
+        limit.wait()
+    assert slept == pytest.approx([0.5, 0.5, 0.5])
+
+
+def test_workers_share_the_rate_limit(pool):
+    judge = Judge(base_url="http://127.0.0.1:9/v1", model="m", requests_per_minute=60)
+    intervals = [judge._connect(workers)._limit._interval for workers in (1, 4)]
+    assert intervals == pytest.approx([1.0, 4.0])
+
+
+def test_tries_count_against_the_rate_limit():
+    with StandIn(lambda body, number: failing(500)) as stand_in:
+        limited = server(stand_in, max_retries=2, requests_per_minute=6000)
+        waits = Counter()
+        limited._limit.wait = lambda: waits.update(["wait"])
+        with pytest.raises(NoReply):
+            limited.reply(QUESTION)
+    assert waits["wait"] == 3
+
+
+def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
+    replies = {"7": "Yes", "6": "Maybe"}
+
+    def reply(body, number):
+        return replies[body["messages"][0]["content"].rpartition("Candidate: ")[2].partition("\n")[0]]
+
+    with StandIn(reply) as stand_in:
+        asked = []
+        for _ in range(3):
+            result, _ = scores(
+                pool,
+                stand_in,
+                ["\\boxed{7}", "\\boxed{6}"],
+                "8",
+                cache_path=str(tmp_path / "new" / "verdicts"),
+            )
+            np.testing.assert_array_equal(result.rewards, [1.0, np.nan])
+            asked.append(len(stand_in.requests))
+    assert asked == [2, 3, 4]  # the malformed reply is asked for again, the verdict is not
+
+
+def test_the_cache_tells_questions_apart(tmp_path):
+    cache = VerdictCache(str(tmp_path / "v"))
+    cache.put(["m", "a"], True)
+    cache.put(["m", "b"], False)
+    assert [cache.get(["m", x]) for x in "abc"] == [True, False, None]
+    assert VerdictCache(None).get(["m", "a"]) is None
+    cache.close()
+
+
+def test_processes_share_a_cache(tmp_path):
+    """The other one writes while this one has the file open."""
+    cache = VerdictCache(str(tmp_path / "v"))
+    cache.put("ours", True)
+    code = (
+        "import sys; from grpo_dist.rewards.verdict_cache import VerdictCache as V; v = V(sys.argv[1]); "
+        "v.put('theirs', not v.get('ours'))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "v")], check=True, timeout=HANG_S)
+    assert cache.get("theirs") is False
+    cache.close()
+
+
+def test_a_cache_that_fails_costs_no_verdict_and_is_noted_once(pool, tmp_path):
+    path = tmp_path / "verdicts"
+    kwargs = {"model": "m", "cache_path": str(path), "only_when": "always"}
+    with StandIn(says_yes_to("7")) as stand_in:
+        kwargs["base_url"] = stand_in.base_url
+        scorer = Scorer([spec("judge", "judge", kwargs=kwargs)], pool)
+        with sqlite3.connect(path) as other:
+            other.execute("DROP TABLE verdicts")
+        results = [scorer.score(answers(["\\boxed{7}", "\\boxed{6}"], "8")) for _ in range(2)]
+        scorer.close()
+    assert [r.rewards.tolist() for r in results] == [[1.0, 0.0]] * 2
+    assert len(stand_in.requests) == 2  # kept in memory
+    (noted,) = scorer.news()
+    assert f"reward judge: the verdicts in {path} cannot be read or written (no such table" in noted
+
+
+def test_another_server_s_verdicts_are_not_taken_over(pool, tmp_path):
+    asked = []
+    for _ in range(2):
+        with StandIn(says_yes_to()) as stand_in:
+            scores(pool, stand_in, ["\\boxed{7}"], "8", cache_path=str(tmp_path / "v"))
+        asked.append(len(stand_in.requests))
+    assert asked == [1, 1]
+
+
+def refused(**kwargs):
+    settings = Rewards(functions=(Reward(function="judge", kwargs={"model": "m"} | kwargs),))
+    with pytest.raises(ValueError) as refusal:
+        check_rewards(settings, max_new_tokens=10)
+    return str(refusal.value)
+
+
+def test_a_judge_that_does_not_answer_is_refused_before_the_run():
+    with StandIn(lambda body, number: failing(404)) as stand_in:
+        message = refused(base_url=stand_in.base_url)
+    assert "judge m at kwargs.base_url = http://127.0.0.1" in message and "HTTP 404" in message
+
+
+@pytest.mark.parametrize("reply", ["<think>\nLet me", "Perhaps"])
+def test_a_judge_that_does_not_say_yes_or_no_is_refused_before_the_run(reply):
+    with StandIn(lambda body, number: reply) as stand_in:
+        message = refused(base_url=stand_in.base_url)
+    assert f"neither Yes nor No: {reply!r}" in message
+    assert "raise kwargs.max_tokens = 8, turn its thinking off" in message
+
+
+def test_workers_find_the_cache_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    functions = (Reward(function="math"), Reward(function="judge", kwargs={"cache_path": "v", "model": "m"}))
+    there = placed(Rewards(functions=functions))
+    assert there.functions[0] == functions[0]
+    assert there.functions[1].kwargs == {"cache_path": str(tmp_path / "v"), "model": "m"}
+
+
+def test_a_missing_key_and_an_unusable_cache_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("MY_JUDGE_KEY", raising=False)
+    message = refused(base_url="http://127.0.0.1:9/v1", api_key_env="MY_JUDGE_KEY")
+    assert "kwargs.api_key_env = MY_JUDGE_KEY" in message and "export it (on every node" in message
+    (tmp_path / "text").write_text("not a database, but long enough to be read as the header of one " * 20)
+    message = refused(base_url="http://127.0.0.1:9/v1", cache_path=str(tmp_path / "text"))
+    assert "cache_path" in message and "cannot be used as a cache" in message
+
+
+def test_the_key_is_sent_and_the_check_asks_one_question(monkeypatch):
+    monkeypatch.setenv("MY_JUDGE_KEY", "s3cret")
+    with StandIn(lambda body, number: "Yes") as stand_in:
+        kwargs = {"model": "m", "base_url": stand_in.base_url, "api_key_env": "MY_JUDGE_KEY"}
+        check_rewards(Rewards(functions=(Reward(function="judge", kwargs=kwargs),)), max_new_tokens=10)
+    assert [headers["authorization"] for headers in stand_in.headers] == ["Bearer s3cret"]

@@ -1,0 +1,104 @@
+"""The judge against a real vLLM OpenAI server. Its model has random weights, so structured output holds the
+replies to Yes or No, and what they say is arbitrary but deterministic.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from grpo_dist.config import Reward, Rewards
+from grpo_dist.rewards.chat_server import ChatServer
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, check_rewards
+from tests.support.made_answers import answers, spec
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+START_S = 300.0
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+CHOICE = {"structured_outputs": {"choice": ["Yes", "No"]}}
+
+
+@pytest.fixture(scope="module")
+def base_url(tiny_model, tmp_path_factory):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_model),
+                "--served-model-name", "judge", "--host", "127.0.0.1", "--port", str(port),
+                "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8", "--enforce-eager",
+                "--kv-cache-memory-bytes", str(2**27),
+            ],
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env=os.environ | ENVIRONMENT,
+        )  # fmt: skip
+    try:
+        _wait(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)
+
+
+def _wait(url, process, log):
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        assert process.poll() is None, f"the server ended:\n{log.read_text()[-4000:]}"
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"the server is not up after {START_S:g} s:\n{log.read_text()[-4000:]}")
+
+
+def settings(base_url, **more):
+    short = {"instruction": "Same? Yes or No.", "examples": [], "timeout_s": 120}
+    return {"base_url": base_url, "model": "judge", "extra_body": CHOICE} | short | more
+
+
+@pytest.mark.evidence
+def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        rewards = []
+        for _ in range(2):
+            scorer = Scorer([spec("judge", "judge", kwargs=settings(base_url))], pool)
+            texts = ["\\boxed{4}", "\\boxed{5}", "four", "\\boxed{2+2}"]
+            rewards.append(scorer.score(answers(texts, "4")).rewards.tolist())
+            assert scorer.failures == {}
+            scorer.close()
+    assert rewards[0] == rewards[1]
+    assert rewards[0][0] == rewards[0][3] == 1.0 and set(rewards[0]) <= {0.0, 1.0}
+
+
+@pytest.mark.evidence
+def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
+    check_rewards(
+        Rewards(functions=(Reward(function="judge", kwargs=settings(base_url)),)), max_new_tokens=10
+    )
+    wrong = Reward(function="judge", kwargs=settings(base_url, model="other"))
+    with pytest.raises(ValueError, match=r"judge other at kwargs\.base_url") as refusal:
+        check_rewards(Rewards(functions=(wrong,)), max_new_tokens=10)
+    assert "HTTP 404" in str(refusal.value)
+
+
+@pytest.mark.evidence
+def test_a_reply_without_a_choice_is_text_of_the_length_asked_for(base_url):
+    server = ChatServer(base_url, "judge", timeout_s=120.0, max_tokens=3)
+    replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}
+    assert len(replies) == 1 and len(replies.pop()) <= 3 * len("\\boxed{")
+    server.close()

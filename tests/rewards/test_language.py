@@ -1,0 +1,131 @@
+"""The share of words in a script, counted by hand."""
+
+import pytest
+
+from grpo_dist.rewards.language import _without_formulas, script_share
+from tests.support.patience import cpu_s
+
+
+@pytest.mark.parametrize(
+    ("text", "scripts", "expected"),
+    [
+        ("the answer ответ is $x$", {"latin"}, 0.75),
+        ("the answer ответ is $x$", {"cyrillic"}, 0.25),
+        ("the answer ответ is", {"latin", "cyrillic"}, 1.0),
+        ("答案是 five", {"han"}, 0.75),  # three words of one letter each, and one Latin word
+        ("ответ: x = 5, значит y = π", {"cyrillic"}, 1.0),  # single letters are variables
+        ("Also gilt: so ist es", {"latin"}, 1.0),
+        ("café naïve cafe\u0301", {"latin"}, 1.0),
+        ("नमस्ते दुनिया", {"devanagari"}, 1.0),  # vowel signs are marks, not breaks
+        ("これは答えです", {"hiragana", "han"}, 1.0),
+        ("한국어 답", {"hangul"}, 1.0),
+    ],
+)
+def test_share_of_words(text, scripts, expected):
+    assert script_share(text, scripts) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "$\\text{cm}$",
+        "$x_{\\text{max}} = \\sin x$",
+        "\\operatorname{lcm}(a, b)",
+        "$$abc + def$$",
+        "$\\triangle ABC \\sim \\triangle DEF$",
+        "$AB \\parallel CD, EF$",
+        "$x_{min} \\le max$",
+        "\\(abc\\)",
+        "\\[ abc\n= def \\]",
+        "\\begin{align*} abc &= def \\end{align*}",
+        "\\boxed{12}",
+        "<think></think>",
+        "https://example.org/abc",
+    ],
+)
+def test_formulas_commands_tags_and_links_belong_to_no_language(formula):
+    assert script_share(f"это {formula} ответ", {"cyrillic"}) == 1.0
+    assert script_share(f"это {formula} ответ", {"latin"}) == 0.0
+
+
+def test_a_text_without_words_is_in_no_other_language():
+    assert script_share("$2+2=4$ \\boxed{4}", {"han"}) == 1.0
+    assert script_share("", {"latin"}) == 1.0
+
+
+@pytest.mark.parametrize("piece", ["\\(", "\\[", "\\begin{a}", "$\n", "$$ $"])
+def test_the_time_a_text_takes_is_linear_in_its_length(piece):
+    """What opens formulas and never closes them took the square: seconds for a long completion."""
+    with cpu_s(3.0):
+        script_share(piece * (60_000 // len(piece)), {"latin"})
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("a \\( b \\[ c \\] d", "a \\( b   d"),  # \\( is never closed
+        ("\\begin{x} a \\end{y} b \\begin{y} c \\end{y}", "\\begin{x} a \\end{y} b  "),
+        ("$$ a $ b $ c", "  a   c"),  # an empty formula, and one
+        ("$$ a\n$b$ $$ c", "  c"),
+    ],
+)
+def test_what_is_opened_and_not_closed_is_text(text, plain):
+    assert _without_formulas(text) == plain
+
+
+def test_a_lone_dollar_does_not_swallow_the_text():
+    assert script_share("it costs $5\nи ещё два рубля", {"latin"}) == pytest.approx(2 / 6)
+
+
+SAID = "the answer is five"
+HIDDEN = [
+    "$the answer is five$",
+    "$$the answer is five$$",
+    "\\(the answer is five\\)",
+    "\\[the answer is five\\]",
+    "\\begin{align*} the answer is five \\end{align*}",
+    "$\\text{the answer is five}$",
+    "$\\mathrm{the answer is five}$",
+    "\\operatorname{the answer is five}",
+    "\\label{the answer is five}",
+    "<the answer is five>",
+    "<the> <answer> <is> <five>",
+    "\\the \\answer \\is \\five",
+    "https://a.org/the-answer-is-five-because-two-and-three-make-five",
+    "https://the.answer https://is.five https://the.answer https://is.five",
+]
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_words_are_words_wherever_they_are_put(text):
+    assert script_share(f"это {text} ответ", {"cyrillic"}) <= 0.5
+    assert script_share(text, {"han"}) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "$答案是五$",
+        "<答案是五>",
+        "https://答案是五",
+        "https://a.org/答案是五",
+        "\\答案是五",
+        "\\text{答案是五}",
+        "$\\text{答案是五}$",
+    ],
+)
+def test_letters_of_other_scripts_are_words_wherever_they_are_put(text):
+    # "https" is one word more.
+    assert script_share(f"the answer {text}", {"latin"}) <= 3 / 7 + 1e-6
+
+
+def test_words_that_each_stand_in_a_formula_of_their_own_are_words():
+    assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == 0.5
+
+
+@pytest.mark.parametrize(
+    "piece", ["$\\text{", "$ab ", "ab   1 ", "\\label{a ", "https://a.", "<the ", "\\foo", "$\\begin{a}$"]
+)
+def test_markup_takes_linear_time(piece):
+    with cpu_s(10.0):
+        script_share(piece * (200_000 // len(piece)), {"latin"})

@@ -1,0 +1,579 @@
+"""The mathematical grader: which answers are right, which are not, and that no answer does harm."""
+
+import math
+import re
+import threading
+
+import pytest
+import sympy.parsing.sympy_parser
+
+from grpo_dist.rewards import reading
+from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
+from grpo_dist.rewards.measure import graded_solutions, judge_with_ours, read_cases, summary
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.text import boxes, normalise
+from tests.support.patience import HANG_S
+
+RIGHT = [  # (gold, what is in the box)
+    ("\\frac{1}{2}", "0.5"),
+    ("1/3", "\\frac13"),
+    ("x", "x."),
+    ("30", "30°"),
+    ("30^\\circ", "30"),
+    ("\\frac{\\pi}{6}", "30^{\\circ}"),
+    ("6", "6 dollars"),
+    ("5", "\\$5.00"),
+    ("10", "10\\text{ cm}"),
+    ("10\\text{ cm}", "10\\ \\mathrm{cm}"),
+    ("10\\text{ cm}", "10 centimeters"),
+    ("30^\\circ", "30\\text{ degrees}"),
+    ("28\\%", "28\\text{ percent}"),
+    ("1000", "1\\,000"),
+    ("7425000", "7,425,000"),
+    ("28\\%", "28"),
+    ("28\\%", "0.28"),
+    ("0.9", "90 percent"),
+    ("\\frac{1}{6}", "0.1\\overline{6}"),
+    ("\\frac13", "0.333..."),
+    ("1+2i", "2\\mathrm{i}+1"),
+    ("-1", "e^{i\\pi}"),
+    ("-i", "\\frac{1}{i}"),
+    ("x", "-(-x)"),
+    ("x-1", "-(-x+1)"),
+    ("-4", "-(-2)^2"),
+    ("52_8", "52_{8}"),
+    ("52_8", "52_{\\text{eight}}"),
+    ("\\frac{11}{4}", "2 3/4"),
+    ("3.5", "3½"),
+    ("3.5", "3\\frac{1}{2}"),
+    ("x^{10}", "x¹⁰"),
+    ("2\\pi", "2 pi"),
+    ("3\\sqrt{2}", "3 sqrt(2)"),
+    ("x=5", "5"),
+    ("5", "x = 5"),
+    ("x=1, y=2", "y=2, x=1"),
+    ("1, 2", "x=1, y=2"),
+    ("f(t)=t^2", "f(x)=x^2"),
+    ("(-\\infty, -5)", "k < -5"),
+    ("[-2,7]", "-2 \\le x \\le 7"),
+    ("(2,\\infty)", "(2,+\\infty)"),
+    ("\\{1,2\\}", "2, 1"),
+    ("(1,2)", "\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
+    ("\\text{C}", "(C)"),
+    ("no solution", "\\text{No solutions}"),
+    ("line segment, circle", "\\text{line segment and circle}"),
+    ("\\text{Sunday}", "sunday"),
+    ("5", "٥"),
+    ("-5", "−5"),
+    ("2^{1000}", "4^{500}"),
+    ("120", "5!"),
+    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+m}{2}"),
+    ("\\gcd(18, 3)", "\\operatorname{gcd}(18, 3)"),
+    ("15th day", "15"),
+    ("28\\%", "28 \\%"),
+]
+
+WRONG = [
+    ("8", "9"),
+    ("1.6\\times 10^{-19}", "1.7\\times 10^{-19}"),
+    ("\\frac{1}{2^{99}}", "\\frac{1}{2^{98}}"),
+    ("0.0000001", "0.0000002"),
+    ("10^{-8}", "0"),
+    ("(0.0000001, 1)", "(0.0000002, 1)"),
+    ("\\{0.0000001, 1\\}", "\\{0.0000002, 1\\}"),
+    ("1000001", "1000000"),
+    ("1/3", "0.333"),
+    ("52_8", "52_9"),
+    ("52_8", "52_{\\text{nine}}"),
+    ("528", "52₈"),
+    ("28\\%", "2800\\%"),
+    ("28", "0.28"),
+    ("5", ".5"),
+    ("12", "1 2"),
+    ("\\frac{23}{4}", "2 3/4"),
+    ("x^{\\frac{5}{2}}", "x^2\\frac{1}{2}"),
+    ("x+1", "-(-x+1)"),
+    ("4", "-(-2)^2"),
+    ("b", "a b"),
+    ("12", "12xy"),
+    ("3", "3 million"),
+    ("2", "2 pi"),
+    ("5", "5 or 6"),
+    ("3", "3 apples and 4 pears"),
+    ("10\\text{ cm}", "10\\text{ m}"),
+    ("10\\text{ cm}", "10\\text{ inches}"),
+    ("20\\text{ days}", "20\\text{ miles}"),
+    ("40^\\circ", "40_9"),
+    ("75\\%", "75^\\circ"),
+    ("x=5", "y=5"),
+    ("x=1, y=2", "y=1, x=2"),
+    ("(1,2)", "(2,1)"),
+    ("[1,2)", "[1,2]"),
+    ("\\{1,2\\}", "\\{1,2,3\\}"),
+    ("x \\geq 5", "x \\leq 5"),
+    ("5", "4 \\approx 5"),
+    ("3+4i", "4+3i"),
+    ("5", ""),
+    ("5", "\\text{five or so}"),
+    ("\\text{C}", "D"),
+    ("2^{2025}", "2^{2024}"),
+    ("\\frac{3}{2}n + \\frac{1}{2}m", "\\frac{3n+1}{2}"),
+    ("f(x)=x+1", "g(x)=x+1"),
+]
+
+
+ARITHMETIC = [
+    ("8", "3+5"),
+    ("0.1", "0.3-0.2"),
+    ("2.4", "0.8*3"),
+    ("579", "123+456"),
+    ("145", "290/2 + 0"),
+    ("145", "2 \\cdot \\frac{145}{2}"),
+    ("579", "x = 123+456"),
+    ("579", "(123+456)^1"),
+    ("579", "\\sqrt{(123+456)^2}"),
+    ("8", "2\\cdot 2 \\times 2"),
+    ("-1", "3–4"),
+    ("1,000", "10*100"),
+    ("5\\text{ cm}", "2+3\\text{ cm}"),
+    ("7", "14 ÷ 2 + 0"),
+    ("145", "\\frac{200+90}{2}"),
+]
+WORKED_OUT = [
+    ("3", "\\frac{6}{2}"),
+    ("617", "1,234/2"),
+    ("1500", "1.5 \\times 10^3"),
+    ("2.75", "2\\frac{3}{4}"),
+    ("0.5", "\\frac{1}{2}"),
+    ("0.5", "2/4"),
+    ("120", "5!"),
+    ("1024", "2^{10}"),
+    ("-4", "-(-2)^2"),
+    ("5", "2+3=5"),
+    ("5", "x=5"),
+    ("3/2", "2\\cdot 3/4"),
+    ("x+3", "x+1+2"),
+    ("5", "\\sqrt{25}"),
+    ("\\frac{5}{6}", "\\frac{1}{2}+\\frac{1}{3}"),
+    ("1", "\\sin{\\frac{\\pi}{2}}"),
+]
+
+MEANT_OTHERWISE = [  # (gold, what is in the box): math-verify overlooks what makes them different
+    *[
+        ("5", f"5\\text{{ {word}}}")
+        for word in ("million", "billion", "thousand", "hundred", "dozen", "trillion", "lakh")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("million dollars", "squared", "cubed", "halves", "and a half", "or so")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("or more", "or less", "is wrong", "is not the answer", "(or 6)")
+    ],
+    *[
+        ("5", f"5\\text{{ {words}}}")
+        for words in ("apples, 6 pears", "times 2", "below zero", "fewer than 7", "?")
+    ],
+    *[
+        ("5", f"{sign} 5")
+        for sign in ("\\neq", "\\ne", "\\not=", "\\not", "\\neg", "\\lnot", "≠", "!=", "=/=")
+    ],
+    *[
+        ("5", f"{sign} 5")
+        for sign in (">", "<", "\\ge", "\\geq", "\\geqslant", "\\le", "\\leqslant", "\\gtrsim", "\\ll")
+    ],
+    *[("\\frac{1}{2}", f"{sign} \\frac{{1}}{{2}}") for sign in ("\\neq", ">", "\\le")],
+    *[
+        ("5", f"\\{command}{{5}}")
+        for command in ("cancel", "xcancel", "bcancel", "sout", "st", "not", "phantom")
+    ],
+    *[
+        ("5", text)
+        for text in (
+            "~~5~~",
+            "5\u0336",
+            "5\u0338",
+            "\\cancelto{5}{3}",
+            "\\propto 5",
+            "\\equiv 5",
+            "5?",
+            "5 + ?",
+        )
+    ],
+    *[
+        ("3", text)
+        for text in (
+            "3\\text{, }4",
+            "3\\text{ or 4 or 5}",
+            "3\\text{ or }4",
+            "3 \\lor 4",
+            "3\\operatorname{or}4",
+        )
+    ],
+    *[
+        ("4", text)
+        for text in (
+            "3 \\& 4",
+            "3 \\mid 4",
+            "3 \\vee 4",
+            "3 \\to 4",
+            "3 \\rightarrow 4",
+            "3 \\\\ 4",
+            "3 \\lvert 4",
+        )
+    ],
+    *[
+        (gold, f"2{space}3")
+        for gold in ("23", "5", "6", "2", "3")
+        for space in ("\\quad ", "\\;", "\\ ", "~", "\\,")
+    ],
+    *[("11", text) for text in ("5 (6)", "5 \\text{ } 6")],
+    ("56", "5 \\text{ } 6"),
+    ("7", "5 \\bmod 7"),
+    ("7", "\\equiv 5 \\pmod 7"),
+    ("5", "500\\%"),
+    ("5", "500\\text{ percent}"),
+    ("5\\%", "500\\%"),
+    ("5\\text{ million}", "5"),
+    ("5", "\\infty"),
+    ("\\infty", "5"),
+    ("B", "\\text{not B}"),
+    ("B", "\\cancel{B}"),
+]
+MEANT_SO = [
+    ("5", "\\text{The answer is 5}"),
+    ("5", "5\\text{ squared units}"),
+    ("5", "5\\text{ cubed centimeters}"),
+    ("5000000", "5\\text{ million}"),
+    ("5\\text{ million}", "5000000"),
+    ("3200", "3.2 thousand"),
+    ("60", "5\\text{ dozen eggs}"),
+    ("5", "\\cancel{4} 5"),
+    ("5,6", "5 \\quad 6"),
+    ("x=1, y=2", "x=1 \\quad y=2"),
+    ("5,6,7", "5\\text{ or 6 or 7}"),
+    ("500", "500\\%"),
+    ("50", "50\\%"),
+    ("0.5", "50\\%"),
+    ("\\frac{1}{2}", "50\\%"),
+    ("1", "100\\%"),
+    ("12.5", "12.5\\%"),
+    ("150\\%", "1.5"),
+    ("15", "15\\text{ more apples}"),
+    ("300", "300\\text{ K}"),
+    ("11", "x \\approx 11"),
+    ("(3,\\infty)", "x>3"),
+    ("x \\ne 3", "x \\neq 3"),
+    ("f(x)=1", "f(x) = 1 \\text{ for all } x \\in \\mathbb{Q}_{>0}"),
+    ("\\infty", "\\text{infinity}"),
+    ("\\text{infinitely many}", "\\infty"),
+]
+
+
+def boxed(text: str) -> str:
+    return f"So the answer is $\\boxed{{{text}}}$."
+
+
+@pytest.mark.parametrize(("gold", "answer"), RIGHT)
+def test_the_same_answer_written_otherwise_is_right(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), WRONG)
+def test_another_answer_is_wrong(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), MEANT_OTHERWISE)
+def test_what_an_answer_says_of_its_value_counts(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), MEANT_SO)
+def test_what_is_meant_is_right_in_other_words(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
+def test_arithmetic_is_to_be_worked_out_unless_the_setting_allows_it(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
+    assert grade(boxed(answer), gold, accept_arithmetic=True) == Grade("correct", 1.0)
+
+
+@pytest.mark.parametrize(("gold", "answer"), WORKED_OUT)
+def test_a_form_of_a_number_is_no_arithmetic(gold: str, answer: str) -> None:
+    assert grade(boxed(answer), gold) == Grade("correct", 1.0)
+
+
+def test_a_pool_has_the_setting_for_arithmetic() -> None:
+    for accept, outcome in ((False, "wrong"), (True, "correct")):
+        with GraderPool(1, timeout_s=60.0, accept_arithmetic=accept) as pool:
+            assert pool.grade([(boxed("123+456"), "579")])[0].outcome == outcome
+
+
+UNBOXED_WRONG = [
+    "The answer is 5 million.",
+    "The final answer is $5$ million. I hope it is correct.",
+    "The answer is $> 5$.",
+    "The final answer is $\\neq 5$.",
+    "The answer is not 5.",
+    "The answer is at least 5",
+    "The answer is 5 or 6.",
+    "The final answer is 5 or 6 or 7.",
+    "x > 5",
+    "either 4 or 5",
+    "4 to 5",
+    "maybe 5",
+    "5?",
+    "5 squared",
+    "The answer is 500%",
+    "<answer>not 5</answer>",
+    "<answer>5 million</answer>",
+    "<answer>4 or 5</answer>",
+    "<answer>> 5</answer>",
+    "<answer>2+3</answer>",
+    "<answer>~~5~~</answer>",
+    "Answer: 2+3",
+    "answer: $2\\quad 3$",
+]
+
+
+@pytest.mark.parametrize("completion", UNBOXED_WRONG)
+def test_the_words_around_an_answer_without_a_box_count(completion: str) -> None:
+    assert grade(completion, "5").outcome in ("wrong", "no_answer")
+
+
+def test_plain_words_around_an_answer_without_a_box_do_not() -> None:
+    for completion in (
+        "The answer is 5 apples and 3 pears",
+        "<answer>The answer is 5.</answer>",
+        "It is => 5",
+        "> 5",
+    ):
+        assert grade(completion, "5").outcome == "correct"
+    assert grade("The answer is 5 million.", "5000000").outcome == "correct"
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "<think>2+2 \\boxed{4}",
+        "<THINK>\\boxed{4}",
+        "<think>a</think><think>\\boxed{4}",
+        "<think> The answer is $4$.",
+    ],
+)
+def test_what_an_unclosed_thought_says_is_no_answer(completion: str) -> None:
+    assert grade(completion, "4") == Grade("no_answer", 0.0)
+    assert answer_found(completion) is None
+
+
+def test_an_answer_outside_of_an_unclosed_thought_counts() -> None:
+    assert grade("\\boxed{4}<think>or \\boxed{5}", "4").outcome == "correct"
+    assert grade("<think>\\boxed{5}</think>\\boxed{4}", "4").outcome == "correct"
+
+
+def test_the_last_box_is_the_answer() -> None:
+    assert grade("first \\boxed{3}, no: \\boxed{4}", "4").outcome == "correct"
+    assert grade("first \\boxed{3}, no: \\boxed{4}", "3").outcome == "wrong"
+    assert grade("\\boxed{4}, then a box that is cut off \\boxed{5", "4").outcome == "correct"
+    assert grade("\\boxed{ never closed, but \\boxed{4} is", "4").outcome == "correct"
+
+
+def test_a_set_may_be_boxed_element_by_element() -> None:
+    assert grade("Solutions: $\\boxed{2}$ and $\\boxed{3}$", "2, 3").outcome == "correct"
+    assert grade("Solutions: $\\boxed{2}$ and $\\boxed{4}$", "2, 3").outcome == "wrong"
+    assert grade("\\boxed{2, 3}", "\\boxed{2}, \\boxed{3}").outcome == "correct"
+
+
+def test_every_kind_of_box_counts() -> None:
+    assert boxes("\\boxed{a} \\fbox{b} \\boxed{\\frac{1}{2}} \\boxed 7 \\boxed{\\{1\\}}") == [
+        "a", "b", "\\frac{1}{2}", "7", "\\{1\\}",
+    ]  # fmt: skip
+    assert boxes("\\boxed{\\boxed{5}}") == ["5"]
+    assert boxes("\\boxed\\boxed{5} \\boxed \\fbox 6 \\boxed \\boxed") == ["5", "6"]
+    assert boxes("\\boxed{\\frac{\\boxed{1}}{2}}") == ["\\frac{{1}}{2}"]
+    assert grade("so \\fbox{42}", "42").outcome == "correct"
+
+
+def test_without_a_box_the_whole_response_is_read() -> None:
+    assert grade("The final answer is $\\frac{1}{2}$.", "0.5").outcome == "correct"
+    assert grade("<think>3 or 4?</think><answer> 4 </answer>", "4").outcome == "correct"
+    assert grade("Adding up, 12*3+6 = 42", "42").outcome == "correct"
+    assert grade("Sunday", "\\text{Sunday}").outcome == "correct"
+    assert grade("That makes 41.", "42").outcome == "wrong"
+
+
+@pytest.mark.parametrize("completion", ["", "   ", "I do not know.", "\0", "\ud800", "🙂"])
+def test_nothing_that_reads_as_an_answer_is_no_answer(completion: str) -> None:
+    assert grade(completion, "5") == Grade("no_answer", 0.0)
+
+
+FOUND = [
+    ("\\boxed{3}, no, \\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("The final answer is $8$.", "8"),
+    ("<answer>12</answer>", "12"),
+    ("<answer>a horse</answer>", "a horse"),
+    ("I do not know.", None),
+    ("\\boxed{never closed", None),
+]
+
+
+def test_the_answer_found_is_the_text_that_is_compared() -> None:
+    completions, found = zip(*FOUND, strict=True)
+    assert [answer_found(completion) for completion in completions] == list(found)
+    with GraderPool(1, timeout_s=HANG_S) as pool:
+        assert pool.find(completions) == list(found)
+
+
+def test_unscorable_outcomes_are_not_a_number() -> None:
+    assert [Grade.of(o).reward for o in ("correct", "wrong", "no_answer")] == [1.0, 0.0, 0.0]
+    assert all(math.isnan(Grade.of(o).reward) for o in ("timeout", "error"))
+
+
+def test_a_gold_that_is_not_mathematics_is_matched_as_text() -> None:
+    assert not gold_is_parsable("")
+    assert all(gold_is_parsable(gold) for gold in ("5", "\\frac{1}{2}", "\\boxed{28\\%}", "(1,2)", "x^2+1"))
+    assert grade(boxed("\\text{The  Moon.}"), "the moon").outcome == "correct"
+    assert grade(boxed("5"), "").outcome == "wrong"
+    assert grade(boxed(""), "").outcome == "wrong"
+
+
+def test_normalising_keeps_what_tells_answers_apart() -> None:
+    assert normalise("\\left( \\dfrac{1}{2} , 3 \\right).") == normalise("(\\frac{1}{2},3)")
+    assert normalise(".5") != normalise("5")
+    assert normalise("1 2") != normalise("12")
+    assert normalise("1,5") != normalise("15")
+
+
+HOSTILE = [
+    "__import__('os').system('touch {}')",
+    "eval(\"open('{}','w')\")",
+    "\\text{{__import__('os').system('touch {}')}}",
+    "().__class__.__bases__[0].__subclasses__()",
+    "lambda: 5",
+    "1 if open('{}','w') else 2",
+    "{" * 400,
+    "}" * 400,
+    "\\frac{" * 100,
+    "$" * 300,
+    "\\" * 301,
+    "\\boxed{" * 200,
+    "-" * 500,
+    "\u202e5\u202c",
+    "𝟝" * 300,
+    "\x1b[31m5",
+    "nan",
+    "zoo",
+    "1/0",
+    "\\frac{0}{0}",
+    "oo-oo",
+]
+
+
+# A single number is what math-verify's LaTeX grammar hands to sympy, and all that may get there.
+NUMBER = re.compile(r"(?:Integer|Float|Rational)\s*\(\s*'?[-+.\d]*(?:e[-+]?\d+)?'?\s*\)\s*")
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What sympy evaluates as Python while the test runs."""
+    codes: list[str] = []
+    original = sympy.parsing.sympy_parser.eval_expr
+
+    def recorded(code: str, *rest: object) -> object:
+        codes.append(code)
+        return original(code, *rest)
+
+    monkeypatch.setattr(sympy.parsing.sympy_parser, "eval_expr", recorded)
+    return codes
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_no_text_of_a_model_is_evaluated(answer: str, tmp_path, evaluated: list[str]) -> None:
+    target = tmp_path / "executed"
+    answer = answer.replace("{}", str(target))
+    for completion in (boxed(answer), answer, f"The final answer is {answer}. I hope", f"${answer}$"):
+        assert grade(completion, "-7").outcome in ("wrong", "no_answer")
+    assert [code for code in evaluated if not NUMBER.fullmatch(code)] == []
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("formula", ["12*3+6", "(1+2)*3", "3×4", "8÷2", "2**5", "1/2 + 1/3"])
+def test_formulas_outside_latex_are_read_without_evaluating(formula: str, evaluated: list[str]) -> None:
+    value = eval(formula.replace("×", "*").replace("÷", "/"))
+    found = reading.read(f"The answer is: {formula}.")
+    assert found is not None
+    assert float(found.expression.doit()) == pytest.approx(value)
+    assert [code for code in evaluated if not NUMBER.fullmatch(code)] == []
+
+
+def test_long_text_is_no_trouble() -> None:
+    megabyte = "word {} $ \\frac " * 65_000
+    assert grade(megabyte + boxed("5"), "5").outcome == "correct"
+    assert grade(boxed("1" * 100_000), "5").outcome == "wrong"
+    assert grade(boxed("1" * 1_000_000), "5").reward == 0.0
+    assert grade("\\boxed{" * 150_000, "5").outcome == "no_answer"
+    assert grade("\\boxed{" * 10_000 + "5" + "}" * 10_000, "5").outcome == "correct"
+    assert grade("<answer>" * 100_000 + "5", "5").outcome in ("correct", "wrong", "no_answer")
+
+
+def test_grading_works_outside_the_main_thread() -> None:
+    outcomes: list[str] = []
+    thread = threading.Thread(target=lambda: outcomes.append(grade(boxed("\\frac{2}{4}"), "0.5").outcome))
+    thread.start()
+    thread.join()
+    assert outcomes == ["correct"]
+
+
+def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
+    every = read_cases(shared_data / "equivalence_cases.jsonl")
+    # Half of the hard ones, for time; grpo_dist.rewards.measure takes all.
+    cases = [c for c in every if c.subset == "plain"] + [c for c in every if c.subset == "hard"][::2]
+    with GraderPool(2, timeout_s=HANG_S) as pool:
+        judged = judge_with_ours(cases, pool, threads=2)
+    plain = summary([j for j in judged if j.case.subset == "plain"])
+    hard = summary([j for j in judged if j.case.subset == "hard"])
+    assert plain["accuracy"] >= 0.969
+    assert hard["accuracy"] >= 0.800
+    assert plain["no verdict"] == hard["no verdict"] == 0
+    # math-verify accepts these three too: each is a matter of convention.
+    accepted = {(j.case.gold, j.case.completion) for j in judged if j.reward == 1.0 and not j.case.expected}
+    assert accepted <= {
+        ("$9$", "Answer $ \n 9 \n $"),
+        ("1/3", boxed("0.3333333333").replace("So the", "The")),
+        ("4", "<think>2 + 2 = 4</think>\nThe answer is 4."),
+    }
+
+
+def test_real_solutions_are_judged_as_their_authors_did(shared_data, tmp_path) -> None:
+    lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text(encoding="utf-8").splitlines()[::4]
+    sample = tmp_path / "sample.jsonl"
+    sample.write_text("\n".join(lines), encoding="utf-8")
+    with GraderPool(2, timeout_s=HANG_S) as pool:
+        total, differ = graded_solutions(sample, pool)
+    assert total == len(lines)
+    assert differ == []
+
+
+def test_the_format_reward_wants_one_thought_then_one_answer() -> None:
+    scores = {
+        "<think>2+2</think>\\boxed{4}": 1.0,
+        " <think>2+2</think>\nSo it is $\\boxed{4}$.\n": 1.0,
+        "<think>2+2</think>\n<answer>4</answer>\n": 1.0,
+        "": 0.0,
+        "\\boxed{4}": 0.0,
+        "<think>2+2 \\boxed{4}": 0.0,
+        "2+2</think>\\boxed{4}": 0.0,
+        "Well: <think>2+2</think>\\boxed{4}": 0.0,
+        "<think>2+2</think><think>again</think>\\boxed{4}": 0.0,
+        "<think>2+2</think>it is 4": 0.0,
+        "<think>\\boxed{4}</think>": 0.0,
+        "<think>2+2</think>\\boxed{}": 0.0,
+        "<think>2+2</think><answer></answer>": 0.0,
+        "<think>2+2</think><answer>4</answer><answer>5</answer>": 0.0,
+        "<think>2+2</think><answer>4": 0.0,
+    }
+    assert {text: think_answer_format(text) for text in scores} == scores

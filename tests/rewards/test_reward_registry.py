@@ -1,0 +1,269 @@
+"""Rewards by name: weights, what cannot be scored, functions of the user's, and refusals."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from grpo_dist.config import Reward, Rewards
+from grpo_dist.rewards.combine import Term
+from grpo_dist.rewards.pool import GraderPool
+from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
+from tests.support.made_answers import answers, spec
+from tests.support.patience import HANG_S, in_time
+
+CODE = """
+import math
+
+def length(completion, answer, scale=1.0):
+    return scale * len(completion)
+
+def by_level(completion, answer, level, **rest):
+    assert answer == "4"
+    return float(level) + len(rest)
+
+def picky(completion, answer):
+    if "5" in completion:
+        raise RuntimeError("no fives please")
+    return None if "nothing" in completion else 1.0
+
+def endless(completion, answer):
+    while "loop" in completion:
+        pass
+    return 2.0
+
+def noisy(completion, answer):
+    raise RuntimeError(completion)
+
+def huge(completion, answer):
+    return float(completion)
+
+not_a_function = 3
+"""
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("code")
+    (directory / "my_rewards.py").write_text(CODE)
+    (directory / "broken_rewards.py").write_text("import no_such_package\n")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def pool(code: str) -> Iterator[GraderPool]:
+    with GraderPool(2, timeout_s=HANG_S, code_paths=[code]) as pool:
+        yield pool
+
+
+COMPLETIONS = ["<think>2+2</think>\\boxed{4}", "\\boxed{4}", "<think>2+2</think>\\boxed{5}", "no idea"]
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
+    specs = [
+        spec("math", "math", 1.0),
+        spec("shape", "format", 0.25),
+        spec("idle", "format", 0.0),
+    ]
+    scores = Scorer(specs, pool).score(answers(COMPLETIONS, "4"))
+    assert scores.rewards.dtype == np.float32
+    assert scores.rewards.tolist() == [1.25, 1.0, 0.25, 0.0]
+    assert {name: part.tolist() for name, part in scores.parts.items()} == {
+        "math": [1.0, 1.0, 0.0, 0.0],
+        "shape": [1.0, 0.0, 1.0, 0.0],
+        "idle": [1.0, 0.0, 1.0, 0.0],
+    }
+    assert all(part.dtype == np.float32 for part in scores.parts.values())
+    assert scores.outcomes == ["correct", "correct", "wrong", "no_answer"]
+
+
+def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
+    specs = [spec("math", "math"), spec("picky", "my_rewards:picky", 0.5)]
+    scores = Scorer(specs, pool).score(answers(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4"))
+    assert np.isnan(scores.rewards).tolist() == [False, True, True]
+    assert scores.rewards[0] == 1.5
+    assert scores.parts["math"].tolist() == [1.0, 0.0, 1.0]
+    assert scores.outcomes == ["correct", "wrong", "correct"]
+
+
+def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
+    hostile = answers(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
+    endless = answers(["a", "loop", "b"], "4")
+    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+        scorer = Scorer([spec("math", "math")], pool)
+        scores = in_time(pool, lambda: scorer.score(hostile), lambda found: found.outcomes[::2])
+        assert scores.outcomes == ["correct", "timeout", "correct"]
+        assert np.isnan(scores.rewards).tolist() == [False, True, False]
+        pool._timeout_s = 3.0
+        scores = Scorer([spec("e", "my_rewards:endless")], pool).score(endless)
+    assert scores.outcomes == ["", "", ""]
+    assert np.isnan(scores.rewards).tolist() == [False, True, False]
+
+
+def test_a_part_without_weight_cannot_spoil_the_reward(pool: GraderPool) -> None:
+    specs = [spec("format", "format"), spec("picky", "my_rewards:picky", 0.0)]
+    scores = Scorer(specs, pool).score(answers(["<think>2+3</think>\\boxed{5}"], "5"))
+    assert scores.rewards.tolist() == [1.0]
+    assert np.isnan(scores.parts["picky"]).tolist() == [True]
+
+
+def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
+    specs = [
+        spec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
+        spec("level", "my_rewards:by_level", 10.0),
+    ]
+    scores = Scorer(specs, pool).score(answers(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"}))
+    assert scores.parts["length"].tolist() == [2.0, 1.0]
+    assert scores.parts["level"].tolist() == [4.0, 4.0]
+    assert scores.rewards.tolist() == [42.0, 41.0]
+
+
+def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
+    scorer = Scorer([spec("picky", "my_rewards:picky")], pool)
+    news = []
+    for _ in range(3):
+        scorer.score(answers(["5", "5", "6"], "6"))
+        news.append(scorer.news())
+    assert scorer.failures == {"picky": {"RuntimeError: no fives please": 6}}
+    assert news == [("reward picky: RuntimeError: no fives please",), (), ()]
+
+
+def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
+    scorer = Scorer([spec("noisy", "my_rewards:noisy")], pool)
+    scorer.score(answers([str(i) for i in range(50)], "6"))
+    assert len(scorer.failures["noisy"]) == 21
+    assert sum(scorer.failures["noisy"].values()) == 50
+    assert len(scorer.news()) == 20
+
+
+def test_no_completions_give_no_scores(pool: GraderPool) -> None:
+    scores = Scorer([spec("math", "math")], pool).score(answers([], "4"))
+    assert scores.rewards.shape == (0,) and scores.parts["math"].shape == (0,) and scores.outcomes == []
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("maths", ["'maths'", "math", "format", "module:function"]),
+        ("my_rewards:", ["'my_rewards:'", "module:function"]),
+        (":length", ["':length'", "module:function"]),
+        ("my_rewards:absent", ["my_rewards", "absent", "no function"]),
+        ("my_rewards:not_a_function", ["not_a_function", "no function"]),
+        ("absent_module:length", ["absent_module", "cannot be imported", "code_paths"]),
+        ("broken_rewards:length", ["broken_rewards", "no_such_package"]),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused(pool: GraderPool, function: str, words: list[str]) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Scorer([spec("r", function)], pool)
+    assert [word for word in words if word not in str(refusal.value)] == []
+
+
+def test_two_rewards_of_one_name_are_refused(pool: GraderPool) -> None:
+    with pytest.raises(ValueError, match="share a name"):
+        Scorer([spec("r", "math"), spec("r", "format")], pool)
+
+
+def test_the_configuration_names_rewards(code: str) -> None:
+    settings = Rewards(
+        functions=(
+            Reward(function="math"),
+            Reward(name="brief", function="my_rewards:length", weight=-0.1, kwargs={"scale": 2}),
+        ),
+        code_paths=(code,),
+    )
+    assert reward_specs(settings) == [
+        spec("math", "math", 1.0),
+        spec("brief", "my_rewards:length", -0.1, {"scale": 2}),
+    ]
+    check_rewards(settings, max_new_tokens=100)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        check_rewards(settings.model_copy(update={"code_paths": ()}), max_new_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "words"),
+    [
+        ("math", {"scale": 2}, ["unknown key kwargs.scale", "math takes: none"]),
+        ("overlong", {}, ["kwargs.buffer_tokens is missing", "overlong takes: buffer_tokens"]),
+        ("overlong", {"buffer_tokens": 0}, ["kwargs.buffer_tokens = 0", "greater than 0"]),
+        ("overlong", {"buffer_tokens": 101}, ["101", "`sampling.max_new_tokens` = 100", "e.g. 25"]),
+        ("repetition", {"n": "many"}, ["kwargs.n = 'many'", "integer"]),
+        ("language", {"scripts": "klingon"}, ["'klingon'", "cyrillic", "han"]),
+        ("numeric", {"relative": -1}, ["kwargs.relative = -1"]),
+        ("cosine_length", {"correct": [1.0]}, ["kwargs.correct"]),
+        ("judge", {"model": "m"}, ["kwargs.base_url is missing", "cache_path"]),
+    ],
+)
+def test_settings_that_a_built_in_does_not_take_are_refused(function, kwargs, words) -> None:
+    settings = Rewards(functions=(Reward(name="mine", function=function, kwargs=kwargs),))
+    with pytest.raises(ValueError) as refusal:
+        check_rewards(settings, max_new_tokens=100)
+    message = str(refusal.value)
+    assert "rewards.functions mine" in message and "\n" not in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
+    specs = [
+        spec("overlong", "overlong", kwargs={"buffer_tokens": 20}),
+        spec("cosine", "cosine_length", kwargs={"correct": [2.0, 1.0], "wrong": [-1.0, 0.0], "exceed": -3.0}),
+        spec("relative", "relative_length"),
+        spec("repetition", "repetition", kwargs={"n": 2}),
+    ]
+    group = answers(
+        ["\\boxed{4}"] * 2 + ["\\boxed{5}"] * 2,
+        "4",
+        lengths=[50, 90, 70, 100],
+        reasons=["stop", "stop", "stop", "length"],
+    )
+    scores = Scorer(specs, pool).score(group)
+    assert scores.parts["overlong"].tolist() == [0.0, -0.5, 0.0, -1.0]
+    assert scores.parts["cosine"].tolist()[::3] == [1.5, -3.0]
+    assert scores.parts["cosine"][2] == pytest.approx(-0.5 * (1 + np.cos(0.7 * np.pi)))
+    assert scores.parts["relative"] == pytest.approx([0.5, -0.3, 0.0, -0.5])
+    assert scores.parts["repetition"].tolist() == [0.0] * 4
+    assert scores.outcomes == ["correct", "correct", "wrong", "wrong"]  # asked for by the lengths
+
+
+def test_text_rewards(pool: GraderPool) -> None:
+    specs = [
+        spec("exact", "exact"),
+        spec("numeric", "numeric", kwargs={"relative": 0.01}),
+        spec("language", "language", kwargs={"scripts": "cyrillic"}),
+    ]
+    scores = Scorer(specs, pool).score(answers(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40"))
+    assert scores.parts["exact"].tolist() == [0.0, 1.0]
+    assert scores.parts["numeric"].tolist() == [1.0, 1.0]
+    assert scores.parts["language"].tolist() == [0.5, 1.0]
+    assert scores.outcomes == ["", ""]
+
+
+def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
+    specs = [
+        spec("math", "math", 1.0),
+        spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="math", gate_above=0.5),
+    ]
+    group = answers(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
+    with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
+        scorer = Scorer(specs, pool)
+        scores = in_time(pool, lambda: scorer.score(group), lambda found: found.outcomes[:2])
+    assert scores.parts["overlong"].tolist() == [-0.25, -0.5, -0.75]
+    assert scores.rewards[:2].tolist() == [0.5, 0.0]
+    assert np.isnan(scores.rewards[2])
+
+
+def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: GraderPool) -> None:
+    scorer = Scorer([spec("huge", "my_rewards:huge")], pool)
+    scores = scorer.score(answers(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
+    np.testing.assert_array_equal(scores.rewards, np.array([np.nan] * 4 + [3e38], np.float32))
+    assert [line.partition(",")[0] for line in scorer.news()[-2:]] == [
+        "reward huge: gave 1e+39",
+        "reward huge: gave -1e+300",
+    ]
+
+
+def test_a_reward_models_score_that_is_not_finite_could_not_be_scored(pool: GraderPool) -> None:
+    scorer = Scorer([], pool, models=[Term("quality")])
+    scores = scorer.score(answers(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
+    np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])

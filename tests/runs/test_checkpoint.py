@@ -1,0 +1,415 @@
+"""Checkpoint directories: complete or absent, pruned to the newest, refused where they do not fit the run."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.cli import main
+from grpo_dist.config.files import dump_config
+from grpo_dist.data.order import OrderState
+from grpo_dist.health.drift import Followed, Period
+from grpo_dist.health.state import HealthState
+from grpo_dist.loop.progress import Progress, SampledBatch
+from grpo_dist.runs.checkpoint import (
+    Checkpoints,
+    State,
+    check_data,
+    list_checkpoints,
+    load_progress,
+    load_state,
+    newest_whole,
+    other_layout,
+    remove_partial,
+)
+from grpo_dist.runs.manifest import find_damage
+from grpo_dist.types import Group, Rollout
+from tests.support import fakes
+
+PROMPTS = fakes.prompts(4)
+FOLLOWED = {
+    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
+    "policy/entropy": Followed(((3, 0.5),)),
+}
+MOMENTS = Moments(12, 0.1, 1 / 3)
+HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), FOLLOWED)
+ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
+
+
+class Disk:
+    """The policy of a run that only saves; ``fails`` makes it die half way."""
+
+    def __init__(self, fails=False, writing=None):
+        self.policy, self.reference, self._fails = self, None, fails
+        self._writing = writing  # an event until which the files are not there
+
+    async def save(self, directory: Path, *, beside: bool):
+        directory.mkdir()
+        self._directory = directory
+        if not beside:
+            await self.saved()
+
+    async def saved(self):
+        if self._writing is not None:
+            await self._writing.wait()
+        (self._directory / "weights").write_text("1")
+        if self._fails:
+            raise RuntimeError("disk full")
+
+
+def group(prompt):
+    rollout = Rollout(
+        prompt_uid=prompt.uid,
+        sample=0,
+        completion_ids=np.array([4, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        finish_reason="stop",
+        text="x",
+        policy_versions=np.array([3, 3], np.int32),
+    )
+    rewards = np.array([1.0], np.float32)
+    return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",), baseline_reward=0.5)
+
+
+def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
+    checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
+    begun = {4: [group(PROMPTS[0])]} if ahead else {}
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun, False, MOMENTS)
+    asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
+
+
+async def whole(checkpoints, step, disk, progress):
+    await checkpoints.save(step, disk, progress)
+    await checkpoints.settle()
+
+
+def test_what_was_saved_is_found_again(tmp_path):
+    save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], [group(PROMPTS[3])])})
+    (found,) = list_checkpoints(tmp_path)
+    state = load_state(found, fakes.config())
+    assert state.step == 3
+    check_data(found, state, PROMPTS)
+    progress = load_progress(found, state, PROMPTS)
+    assert progress.kl_coef == 0.25
+    batch = progress.ahead[3]
+    (restored,), (put_aside,) = batch.groups, batch.discarded
+    assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
+    assert [g.prompt for g in progress.begun[4]] == [PROMPTS[0]] and list(progress.begun) == [4]
+    assert progress.taken == {3: [1, 0], 12: [2]} and progress.order == ORDER
+    assert progress.health == HEALTH and progress.rewards == MOMENTS
+    assert restored.baseline_reward == 0.5
+    assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
+
+
+def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
+    progress = load_progress(tmp_path, State(1, "", "", health={"best_reward": 0.5}), PROMPTS)
+    assert progress.health == HealthState(0.5) and progress.order == OrderState()
+    assert progress.rewards == Moments()
+
+
+def test_one_of_another_version_is_not_to_be_deleted(tmp_path):
+    save(tmp_path, 3)
+    (found,) = list_checkpoints(tmp_path)
+    state = json.loads((found / "state.json").read_text())
+    (found / "state.json").write_text(json.dumps(state | {"chosen": {}}))
+    with pytest.raises(ValueError, match=r"another version of grpo-dist .*chosen.*; go on with that") as told:
+        load_state(found, fakes.config())
+    assert "delete" not in str(told.value)
+
+
+def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_path):
+    with pytest.raises(RuntimeError, match="disk full"):
+        save(tmp_path, 1, fails=True)
+    assert list_checkpoints(tmp_path) == []
+    save(tmp_path, 1)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+
+
+def test_a_checkpoint_is_written_beside_the_steps_that_follow_and_the_next_waits_for_it(tmp_path):
+    async def steps():
+        checkpoints, writing = Checkpoints(tmp_path, fakes.config(), PROMPTS), asyncio.Event()
+        await checkpoints.save(1, Disk(writing=writing), Progress({}))  # does not wait
+        assert list_checkpoints(tmp_path) == []
+        second = asyncio.create_task(checkpoints.save(2, Disk(), Progress({})))
+        await asyncio.sleep(0.05)
+        assert not second.done() and list_checkpoints(tmp_path) == []
+        writing.set()
+        await second
+        assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+        await checkpoints.settle()
+        assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
+        await checkpoints.settle()  # nothing is left to wait for
+
+    asyncio.run(steps())
+
+
+def test_without_a_background_it_is_there_when_the_loop_goes_on(tmp_path):
+    config = fakes.config(checkpoint={"background": False})
+    asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress({})))
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_later_checkpoint_of_a_step_takes_the_place_of_the_one_before_at_once(tmp_path, monkeypatch, can):
+    """It has more of what is sampled; in between there is never none. Where names cannot be exchanged, the
+    one before stays, unless it is damaged.
+    """
+    if not can:
+        monkeypatch.setattr("grpo_dist.runs.checkpoint.exchange", lambda one, other: False)
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    first = (found / "manifest.json").stat().st_ino
+    save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    assert ((found / "manifest.json").stat().st_ino != first) == (found / "ahead").exists() == can
+    assert find_damage(found) is None and [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    (found / "state.json").write_text("{}")
+    save(tmp_path, 1, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    assert find_damage(found) is None and (found / "ahead").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+
+
+def test_what_a_killed_or_failed_save_has_left_is_removed(tmp_path):
+    (tmp_path / ".partial_step_000007_0").mkdir()
+    (tmp_path / "mine").mkdir()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    (tmp_path / ".partial_step_000007_0").mkdir()  # its rank was lost while it wrote
+    save(tmp_path, 8)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_000008"]
+
+
+def test_only_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
+    (tmp_path / "mine").mkdir()
+    config = fakes.config(checkpoint={"keep": 2})
+    for step in (2, 4, 10, 100):
+        save(tmp_path, step, config=config)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "step_000010", "step_000100"]
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "state.json").write_text('{"step": 1')
+    with pytest.raises(ValueError, match=r"step_000001: state\.json cannot be read"):
+        load_state(found, fakes.config())
+
+
+def test_another_configuration_does_not_resume_but_a_longer_run_does(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, fakes.config(steps=60)).step == 1
+    with pytest.raises(ValueError, match="made with another configuration"):
+        load_state(found, fakes.config(seed=5))
+
+
+def with_sft(path="sft", **sft):
+    section = {"model": "demo:tiny", "data": "demo:add3"} | sft
+    return fakes.config(model={"path": path}, sft=section)
+
+
+def test_what_the_cold_start_was_made_with_counts_where_there_is_one(tmp_path):
+    save(tmp_path, 1, config=with_sft())
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, with_sft(threads=2)).step == 1
+    with pytest.raises(ValueError, match="made with another configuration"):
+        load_state(found, with_sft(steps=3))
+    save(tmp_path / "none", 1, config=with_sft("demo:tiny"))
+    (found,) = list_checkpoints(tmp_path / "none")
+    assert load_state(found, with_sft("demo:tiny", steps=3)).step == 1
+
+
+def test_a_run_may_have_an_identity_that_outlives_its_paths(tmp_path):
+    identity = fakes.config(model={"path": "stage:cold"})
+    checkpoints = Checkpoints(tmp_path, fakes.config(model={"path": "here"}), PROMPTS, identity=identity)
+    asyncio.run(whole(checkpoints, 1, Disk(), Progress({})))
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, identity).step == 1
+    assert "path: here" in (found / "config.yaml").read_text()
+
+
+def test_other_training_prompts_do_not_resume(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    state = load_state(found, fakes.config())
+    changed = dataclasses.replace(PROMPTS[2], token_ids=np.array([1, 2, 4], np.int32))
+    for prompts in (PROMPTS[:3], PROMPTS[::-1], [*PROMPTS[:2], changed, PROMPTS[3]]):
+        with pytest.raises(ValueError, match="made with other training prompts"):
+            check_data(found, state, prompts)
+
+
+# --- what was written is what is loaded
+
+
+def torn(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def changed(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+FILES = ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parquet"]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(torn, "bytes instead of"), (changed, "its checksum is another"), (Path.unlink, "is missing")],
+)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, file, damage, words):
+    for step in (3, 6):
+        save(tmp_path, step, ahead={3: SampledBatch([group(PROMPTS[1])])})
+    older, newer = list_checkpoints(tmp_path)
+    said = []
+    assert newest_whole(tmp_path, said.append) == newer and not said
+    damage(newer / file)
+    assert newest_whole(tmp_path, said.append) == older
+    (warning,) = said
+    assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: {file}") and words in warning
+
+
+def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint .* is whole.*manifest\.json cannot be read"):
+        newest_whole(tmp_path, print)
+
+
+def listing(**files):
+    return json.dumps({"files": {name: {"bytes": 8, "blake2b": "0" * 32} for name in ("state.json", *files)}})
+
+
+def piped(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+HOSTILE = {
+    "absolute": lambda at: (at / "manifest.json").write_text(listing(**{"/etc/passwd": 1})),
+    "outside": lambda at: (at / "manifest.json").write_text(listing(**{"policy/../../x": 1})),
+    "deep": lambda at: (at / "manifest.json").write_text('{"files":' + "[" * 200_000 + "]" * 200_000 + "}"),
+    "of another kind": lambda at: (at / "manifest.json").write_text('{"files": {"state.json": 3}}'),
+    "a list": lambda at: (at / "manifest.json").write_text("[1]"),
+    "no text": lambda at: (at / "manifest.json").write_bytes(b"\xff\xfe"),
+    "a pipe": lambda at: piped(at / "manifest.json"),
+    "a device": lambda at: ((at / "manifest.json").unlink(), (at / "manifest.json").symlink_to("/dev/zero")),
+    "a directory": lambda at: ((at / "manifest.json").unlink(), (at / "manifest.json").mkdir()),
+    "no files": lambda at: (at / "manifest.json").write_text('{"files": {}}'),
+    "no state": lambda at: (at / "manifest.json").write_text(
+        json.dumps({"files": {k: v for k, v in json.loads((at / "manifest.json").read_text())["files"].items()
+                              if k != "state.json"}})
+    ),
+    "no name": lambda at: (at / "manifest.json").write_text(listing(**{"\ud800\0\n": 1})),
+    "a long name": lambda at: (at / "manifest.json").write_text(listing(**{"x" * 5000: 1})),
+    "a file that is a pipe": lambda at: piped(at / "policy/weights"),
+    "a file that is a device": lambda at: (
+        (at / "policy/weights").unlink(), (at / "policy/weights").symlink_to("/dev/zero"),
+    ),
+    "no directory": lambda at: (shutil.rmtree(at), piped(at)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_stands_in_the_place_of_a_checkpoint_the_one_before_is_used(tmp_path, kind):
+    for step in (3, 6):
+        save(tmp_path, step)
+    older, newer = list_checkpoints(tmp_path)
+    HOSTILE[kind](newer)
+    said = []
+    assert newest_whole(tmp_path, said.append) == older
+    (warning,) = said
+    assert warning.startswith(f"warning: damaged checkpoint, not used: {newer}: ")
+    assert "\n" not in warning and warning.encode()
+
+
+def test_a_state_that_is_nested_too_deep_is_refused_in_one_message(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    (found / "state.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"state\.json cannot be read"):
+        load_state(found, fakes.config())
+
+
+def test_links_in_the_place_of_what_is_saved_are_not_followed(tmp_path):
+    directory, other = tmp_path / "checkpoints", tmp_path / "other"
+    save(directory, 1, config=fakes.config(checkpoint={"keep": 1}))
+    other.mkdir()
+    (other / "precious").touch()
+    for name in (".partial_step_000002_0", "step_000002"):
+        (directory / name).symlink_to(other)
+    save(directory, 2, config=fakes.config(checkpoint={"keep": 1}))
+    assert [path.name for path in directory.iterdir()] == ["step_000002"]
+    assert not (directory / "step_000002").is_symlink()
+    assert [path.name for path in other.iterdir()] == ["precious"]
+
+
+def test_a_run_that_went_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
+    """Step 6 is damaged; with one checkpoint kept, that of step 4 must not be the one that goes."""
+    config = fakes.config(checkpoint={"keep": 1})
+    save(tmp_path, 6, config=config)
+    torn(tmp_path / "step_000006" / "policy" / "weights")
+    save(tmp_path, 3, config=config)
+    save(tmp_path, 4, config=config)
+    assert newest_whole(tmp_path, print) == tmp_path / "step_000004"
+    save(tmp_path, 6, config=config)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000006"]
+    assert newest_whole(tmp_path, print) == tmp_path / "step_000006"
+
+
+def test_where_no_checkpoint_is_whole_the_run_is_refused_before_anything_is_started(tmp_path, capsys):
+    config = fakes.config(name="torn", output_dir=str(tmp_path))
+    save(tmp_path / "torn" / "checkpoints", 3, config=config)
+    torn(tmp_path / "torn" / "checkpoints" / "step_000003" / "policy" / "weights")
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(config))
+    assert main(["train", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert "step_000003: policy/weights has 0 bytes instead of 1" in err and "Traceback" not in err
+    assert "warning: damaged checkpoint, not used" in out
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("policy", "num_workers", 2), ("policy", "zero_stage", 3), ("rollout", "num_workers", 3),
+     ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})],
+)  # fmt: skip
+def test_who_computes_in_which_portions_may_change_on_resume_and_is_told(tmp_path, section, key, value):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    was = getattr(getattr(fakes.config(), section), key)
+    other = fakes.config(**{section: {key: value}})
+    assert load_state(found, other).step == 1 and other_layout(found, fakes.config()) == ""
+    name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
+    words = f", with another layout (`{section}.{name}` = {value} was {was}): computed alike but for rounding"
+    assert other_layout(found, other) == words
+
+
+@pytest.mark.parametrize("on_disk_before", [False, True])
+def test_what_is_on_disks_of_ranks_is_not_dealt_out_anew(tmp_path, on_disk_before):
+    def config(nvme, **policy):
+        offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)} if nvme else {}
+        return fakes.config(policy={"zero_stage": 3, "offload": offload} | policy)
+
+    save(tmp_path / "run", 1, config=config(on_disk_before))
+    (found,) = list_checkpoints(tmp_path / "run")
+    assert load_state(found, config(on_disk_before)).step == 1
+    for other in (config(not on_disk_before), config(True, num_workers=8)):
+        with pytest.raises(ValueError, match=r"step_000001: .* states on NVMe disks .* cannot be dealt out"):
+            load_state(found, other)
+
+
+def test_bounds_of_watches_may_change_on_resume_and_what_is_trained_on_may_not(tmp_path):
+    save(tmp_path, 1)
+    (found,) = list_checkpoints(tmp_path)
+    assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1
+    with pytest.raises(ValueError, match=r"\(`health\.min_signal_groups` = 2 was 0\)"):
+        load_state(found, fakes.config(health={"min_signal_groups": 2, "kl_above": None}))

@@ -1,0 +1,131 @@
+"""What makes a run the run it is, and what may change where it goes on."""
+
+import json
+
+import pytest
+import test_checkpoint
+import yaml
+
+from grpo_dist.config.differences import flat
+from grpo_dist.config.files import dump_config
+from grpo_dist.runs.checkpoint import list_checkpoints, load_state
+from grpo_dist.runs.identity import (
+    _FREE,
+    _FREE_KEYS,
+    _LAYOUT,
+    Change,
+    changes,
+    fingerprint,
+    told,
+    without_layout,
+)
+from tests.support import fakes
+
+MODEL = {"name": "quality", "path": "p"}
+
+
+def config(**changed):
+    return fakes.config(**{"rewards": {"models": [MODEL]}} | changed)
+
+
+def test_the_keys_that_may_change_are_keys():
+    """A key that was renamed would decide again, without a word."""
+    everything = flat(config().model_dump(mode="json"))
+    for pattern in _LAYOUT:
+        own = pattern.replace("*", "0")
+        assert own in everything and Change(own, 1, 2).is_layout, pattern
+    sections = {key.split(".")[0] for key in everything}
+    assert set(_FREE) <= sections and set(_FREE_KEYS) <= everything.keys()
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "decides"),
+    [
+        ({"seed": 7}, "seed", True),
+        ({"steps": 9}, "steps", False),
+        ({"policy": {"num_workers": 2}}, "policy.num_workers", False),
+        ({"policy": {"optimizer": {"lr": 1.0}}}, "policy.optimizer.lr", True),
+        ({"rewards": {"models": [MODEL | {"num_workers": 2}]}}, "rewards.models.0.num_workers", False),
+        ({"rewards": {"models": [MODEL | {"weight": 2}]}}, "rewards.models.0.weight", True),
+        ({"rewards": {"models": [MODEL], "timeout_s": 9}}, "rewards.timeout_s", True),
+        ({"bench": {"steps": 9}}, "bench.steps", False),
+        ({"sft": {"model": "demo:tiny", "data": "demo:add3"}}, "sft", False),
+        ({"health": {"min_signal_groups": 3}}, "health.min_signal_groups", True),
+        ({"health": {"min_signal_groups": 0, "kl_above": 3.0}}, "health.kl_above", False),
+    ],
+)
+def test_the_fingerprint_changes_with_what_decides(changed, key, decides):
+    other = config(**changed)
+    found = [c for c in changes(dump_config(config()), other) if f"{c.key}.".startswith(f"{key}.")]
+    assert found and {c.decides(other) for c in found} == {decides}
+    assert (fingerprint(config()) != fingerprint(other)) == decides
+
+
+def test_a_schedule_that_falls_ends_at_the_last_step():
+    falling = {"policy": {"optimizer": {"schedule": "linear"}}}
+    (found,) = changes(dump_config(config(**falling)), other := config(**falling, steps=9))
+    assert found == Change("steps", 6, 9) and found.decides(other)
+    assert fingerprint(config(**falling)) != fingerprint(other)
+
+
+def without(settings, *keys):
+    """The configuration of a version that did not have ``keys`` yet."""
+    old = yaml.safe_load(dump_config(settings))
+    for key in keys:
+        section, name = key.split(".")
+        del old[section][name]
+    return old
+
+
+def test_keys_that_a_later_version_brought_are_no_change_at_their_defaults():
+    later = "rewards.accept_arithmetic", "health.idle_steps_above", "weight_sync.probe_every"
+    old = without(config(), *later)
+    assert changes(yaml.safe_dump(old), config()) == []
+    other = config(rewards={"models": [MODEL], "accept_arithmetic": True})
+    (found,) = changes(yaml.safe_dump(old), other)
+    assert found == Change("rewards.accept_arithmetic", None, True) and found.decides(other)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "same"),
+    [
+        ((True, True), (None, None), True), ((True, False), (True, None), True),
+        ((False, True), (False, None), True), ((True, True), (True, None), False),
+        ((False, True), (None, None), False),
+    ],
+)  # fmt: skip
+def test_reward_shift_and_reward_scale_are_compared_by_what_they_mean(was, now, same):
+    """Both were true by default before null was."""
+    old = yaml.safe_load(dump_config(config()))
+    old["algorithm"] |= {"reward_norm": "batch", "reward_shift": was[0], "reward_scale": was[1]}
+    other = config(algorithm={"reward_norm": "batch", "reward_shift": now[0], "reward_scale": now[1]})
+    assert (changes(yaml.safe_dump(old), other) == []) == same
+
+
+def test_settings_without_layout_are_a_copy():
+    models = [MODEL | {"num_workers": 1}]
+    settings = {"policy": {"num_workers": 2, "lora": None}, "rewards": {"models": models}}
+    assert without_layout(settings) == {"policy": {"lora": None}, "rewards": {"models": [MODEL]}}
+    assert settings["policy"]["num_workers"] == 2
+
+
+def test_a_message_names_three():
+    found = [Change(f"a.{i}", i, i + 1) for i in range(5)]
+    assert told(found) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
+
+
+def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path):
+    """Another version may hash other keys. What is hidden in the file is not known to be the same."""
+    secret = {"rewards": {"functions": [{"function": "math", "kwargs": {"api_key": "s3cret"}}]}}
+    for name, own, known in (("plain", config(), True), ("secret", fakes.config(**secret), False)):
+        test_checkpoint.save(tmp_path / name, 1, config=own)
+        (found,) = list_checkpoints(tmp_path / name)
+        state = json.loads((found / "state.json").read_text())
+        (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))
+        if known:
+            assert load_state(found, own).step == 1
+            with pytest.raises(ValueError, match=r"made with another configuration \(`seed` = 5 was 0\)"):
+                load_state(found, config(seed=5))
+        else:
+            with pytest.raises(ValueError, match="made with another configuration;"):
+                load_state(found, own)

@@ -1,0 +1,279 @@
+"""A run that is asked to end takes its step with it if there is time, and says so by its exit code."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_dist.cli import _guarded
+from grpo_dist.data.order import step_prompts
+from grpo_dist.driver import run
+from grpo_dist.errors import Preempted, StateLost
+from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.runs.preemption import Interrupted, Interruption, ended_by_sigterm
+from tests.support import fakes
+from tests.support.patience import HANG_S
+
+KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
+
+
+def asked_during(world, *, step, number=signal.SIGTERM, then=None):
+    """A signal arrives in the midst of the update of ``step``, which goes on with ``then``."""
+    update = world.update
+
+    async def updated(batches, *, kl_coef, bounds):
+        metrics = await update(batches, kl_coef=kl_coef, bounds=bounds)
+        if len(world.updates) == step:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.01)  # the loop hears of it
+            if then:
+                await then()
+        return metrics
+
+    world.update = updated
+
+
+def session(world, config, said, eval_sets=(), **kwargs):
+    async def train():
+        interruption = Interruption(grace_s=config.checkpoint.grace_s, say=said.append)
+        async with interruption:
+            with interruption.finishing():
+                await run(
+                    config, world.workers(), fakes.prompts(40), list(eval_sets), world, world,
+                    asked_to_end=interruption.asked, **kwargs,
+                )  # fmt: skip
+
+    asyncio.run(train())
+
+
+@pytest.mark.parametrize("name", KILL)
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_that_is_asked_to_end_finishes_its_step_and_the_same_command_goes_on(staleness, name):
+    config, said = fakes.config(steps=5, max_staleness=staleness), []
+    whole, world = fakes.World(), fakes.World()
+    session(whole, config, said)
+    asked_during(world, step=2, number=KILL[name])
+    with pytest.raises(Preempted, match="ended as asked after step 2") as ended:
+        session(world, config, said)
+    assert ended.value.exit_code == 75
+    assert len(said) == 1 and "ending after this step and its checkpoint, 60 s at most" in said[0]
+    assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
+    resumed = fakes.World()
+    resumed.version = 2
+    session(resumed, config, said, start=2, progress=world.saved[2])
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_run_that_is_asked_during_its_last_step_is_saved_once_and_still_ends_as_asked():
+    world, said = fakes.World(), []
+    asked_during(world, step=3)
+    with pytest.raises(Preempted):
+        session(world, fakes.config(steps=3), said)
+    assert list(world.saved) == [3]
+
+
+def test_a_step_that_takes_longer_than_the_grace_is_given_up():
+    world, said = fakes.World(), []
+    asked_during(world, step=2, then=lambda: asyncio.sleep(60))
+    config = fakes.config(steps=5, checkpoint={"grace_s": 0.05, "every": 1})
+    with pytest.raises(Preempted, match=r"not finished within `checkpoint\.grace_s` = 0\.05 s"):
+        session(world, config, said)
+    assert list(world.saved) == [1]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wait_for_the_rest(staleness):
+    """Of step 3 one group takes for ever: the checkpoint is that of step 2, with the other three groups."""
+    config, said = fakes.config(steps=4, max_staleness=staleness, weight_sync={"mode": "keep"}), []
+    whole = fakes.World(jitter=False)
+    session(whole, config, said)
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if len(self.updates) == 2 and prompt.uid == third[1]:
+                for _ in range(1000):  # the others are finished long before
+                    await asyncio.sleep(0)
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(HANG_S)
+            return found
+
+    third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2 + staleness)]
+    world = Slow(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step"):
+        session(world, config, said)
+    (step,) = world.saved
+    kept = world.saved[step]
+    assert {g.prompt.uid for g in kept.begun[2 + staleness]} == {*third} - {third[1]}
+    resumed = fakes.World(jitter=False)
+    resumed.version = step
+    session(resumed, config, said, start=step, progress=kept)
+    assert [uid for uid, *_ in resumed.sampled if uid in third] == [third[1]]
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+
+
+def test_asked_while_it_evaluates_it_saves_the_step_and_evaluates_when_it_goes_on():
+    """The evaluation takes longer than the grace."""
+    evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 1, "k": [1]}
+    config, said = fakes.config(steps=4, evaluation=evaluation), []
+    held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
+    whole = fakes.World(jitter=False)
+    session(whole, config, said, eval_sets=held)
+
+    class Long(fakes.World):
+        async def sample(self, prompt, **request):
+            if prompt.uid.startswith("held") and len(self.updates) == 2:
+                if prompt.uid == "held p0":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            return await super().sample(prompt, **request)
+
+    world = Long(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+        session(world, config, said, eval_sets=held)
+    assert list(world.saved) == [2] and world.saved[2].unassessed
+    assert not any(name.startswith("eval/") for name in world.logged[2])
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    session(resumed, config, said, eval_sets=held, start=2, progress=world.saved[2])
+    assert not resumed.saved[4].unassessed
+    evaluated = {step: own for step, own in whole.logged.items() if "eval/held/pass@1" in own}
+    assert sorted(evaluated) == [0, 2, 4]
+    for step in (2, 4):
+        for name in (n for n in evaluated[step] if n.startswith("eval/")):
+            assert resumed.logged[step][name] == evaluated[step][name]
+
+
+def test_asked_while_engines_are_drained_it_saves_the_step_that_is_done():
+    """A sample of the batch after it takes for ever, and new weights would wait for it."""
+    config, said = fakes.config(steps=5, max_staleness=1), []
+    whole = fakes.World(jitter=False)
+    session(whole, config, said)
+
+    class Slow(fakes.World):
+        async def sample(self, prompt, **request):
+            found = await super().sample(prompt, **request)
+            if prompt.uid == third[1]:
+                asyncio.get_running_loop().call_later(0.3, os.kill, os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            return found
+
+    third = [fakes.prompts(40)[i].uid for i in step_prompts(40, 4, 0, 2)]
+    world = Slow(jitter=False)
+    with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
+        session(world, config, said)
+    assert list(world.saved) == [2] and len(world.updates) == 2 and world.version == 1
+    resumed = fakes.World(jitter=False)
+    resumed.version = 2
+    session(resumed, config, said, start=2, progress=world.saved[2])
+    for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
+        assert torch.equal(a[0].tokens, b[0].tokens)
+
+
+def test_a_loss_while_it_ends_ends_it_all_the_same():
+    world, said = fakes.World(), []
+
+    async def lose():
+        raise StateLost("policy-1 is lost")
+
+    asked_during(world, step=2, then=lose)
+    with pytest.raises(Preempted, match=r"the step not saved \(policy-1 is lost\)"):
+        session(world, fakes.config(steps=5), said)
+
+
+def test_a_second_signal_ends_at_once():
+    world, said = fakes.World(), []
+
+    async def again():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    asked_during(world, step=2, then=again)
+    with pytest.raises(Interrupted, match="SIGTERM, again: ended at once") as ended:
+        session(world, fakes.config(steps=5), said)
+    assert ended.value.exit_code == 143 and not world.saved
+
+
+def test_while_starting_up_there_is_nothing_to_finish_and_what_was_started_is_ended():
+    ended_in_order = []
+
+    async def start():
+        async with Interruption(grace_s=60, say=print):
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(60)
+            finally:
+                ended_in_order.append(True)
+
+    with pytest.raises(Preempted, match="the same command goes on"):
+        asyncio.run(start())
+    assert ended_in_order
+
+
+def test_before_the_first_worker_sigterm_is_heard_too():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_rays_own_handler_is_understood():
+    """It exits with the signal's number; other exits are what they are."""
+    with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
+        raise SystemExit(signal.SIGTERM)
+    with pytest.raises(SystemExit), ended_by_sigterm():
+        raise SystemExit(1)
+
+
+@pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
+def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
+    def command(config, overrides):
+        raise end
+
+    assert _guarded(command, None, []) == code
+    assert capsys.readouterr().err == "x\n"
+
+
+WHILE_RAY_IS_THERE = """
+import os, signal, sys, time
+from tests.support import fakes
+from actors import cluster
+from grpo_dist.errors import RunEnded
+from grpo_dist.runs.preemption import ended_by_sigterm
+try:
+    with ended_by_sigterm():
+        cluster._connect(fakes.config(cluster={"num_cpus": 1}))
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+        finally:
+            time.sleep(4)  # to put away what has begun
+            print("put away", flush=True)
+except RunEnded as end:
+    sys.exit(end.exit_code)
+"""
+
+
+def test_a_run_that_is_asked_to_end_while_it_starts_has_time_to_put_away_what_it_began():
+    """Ray's own handler aborts a program three seconds after a SIGTERM."""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_RAY_IS_THERE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+    )
+    assert (done.returncode, done.stdout) == (75, "put away\n"), done.stderr[-3000:]

@@ -1,0 +1,365 @@
+"""Back to the last checkpoint within the same job: the books and the weights are those of a run that was
+never disturbed.
+"""
+
+import asyncio
+import json
+import shutil
+import threading
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import test_checkpoint
+from ray.exceptions import ActorDiedError
+
+from actors.cluster import Cluster
+from grpo_dist.config import Restarts
+from grpo_dist.driver import run
+from grpo_dist.errors import RunEnded, StateLost, Unhealthy
+from grpo_dist.loop.ledger import LEDGER
+from grpo_dist.runs import session
+from grpo_dist.runs.checkpoint import (
+    Place,
+    State,
+    data_digest,
+    fingerprint,
+    load_progress,
+    newest_whole,
+)
+from grpo_dist.runs.recovery import Recovery
+from grpo_dist.runtime.jsonl import StepLines
+from grpo_dist.runtime.restarts import Budget
+from tests.support import fakes
+from tests.support.patience import HANG_S, wait_until
+
+
+class Job(fakes.World):
+    """Workers, cluster and records of one job. Its only weight is the number of its updates."""
+
+    def __init__(self, **config):
+        super().__init__(jitter=False)
+        self.config = fakes.config(
+            checkpoint={"every": 2}, cluster={"restarts": {"backoff_s": 0.001}}, **config
+        )
+        self.weight, self.weights, self.starts, self.abandoned = 0, {}, 0, 0
+        self.dies_starting = False
+        self.trained = []
+        self.die_at, self.metrics_at = {}, {}
+
+    async def update(self, batches, *, kl_coef, bounds):
+        step = self.version + 1
+        if self.die_at.get(step):
+            self.die_at[step] -= 1
+            self.weight = None
+            raise StateLost(f"policy-1 is lost in step {step}")
+        self.weight += 1
+        self.trained.append((step, self.weight))
+        return {"loss/policy": 0.0, **self.metrics_at.get(step, {})}
+
+    async def save(self, step, workers, progress):
+        await super().save(step, workers, progress)
+        self.weights[step] = self.weight
+
+    async def start_again(self, model_dir):
+        self.starts, self.weight = self.starts + 1, 0
+        return self.workers()
+
+    async def abandon(self):
+        self.abandoned += 1
+
+    async def where_stuck(self):
+        return "nowhere"
+
+    @asynccontextmanager
+    async def losses_told(self):
+        yield
+
+    def back_to(self, step):
+        for kept in (self.logged, self.accounts):
+            for later in [s for s in kept if s > step]:
+                del kept[later]
+
+    async def newest(self):
+        if not self.saved:
+            return Place()
+        step = max(self.saved)
+        return Place(Path(f"step_{step:06d}"), step, self.saved[step])
+
+    async def go_on(self, place, workers):
+        if place.checkpoint is not None:
+            self.weight = self.weights[place.step]
+        await self.push(place.step)
+        await run(
+            self.config, workers, fakes.prompts(40), [], self, self,
+            start=place.step, progress=place.progress,
+        )  # fmt: skip
+
+    def carry_through(self):
+        recovery = Recovery(self.config, self, self, self.newest, Path("model"))
+        asyncio.run(recovery.carry_through(self.go_on, Place(), self.start))
+        return self
+
+    async def start(self):
+        if self.dies_starting:
+            raise StateLost("a worker is lost while it starts (killed)")
+        return self.workers()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
+    job = Job()
+    job.dies_starting = True
+    if allowed:
+        job.carry_through()
+        assert job.starts == 1 and list(job.accounts) == [1, 2, 3, 4, 5, 6]
+        return
+    restarts = job.config.cluster.restarts.model_copy(update={"max_per_worker": 0})
+    cluster = job.config.cluster.model_copy(update={"restarts": restarts})
+    job.config = job.config.model_copy(update={"cluster": cluster})
+    with pytest.raises(StateLost, match="lost while it starts"):
+        job.carry_through()
+    assert job.starts == 0
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize(("lost", "again_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
+def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(staleness, lost, again_from):
+    whole, hit = Job(max_staleness=staleness).carry_through(), Job(max_staleness=staleness)
+    hit.die_at = {lost: 1}
+    hit.carry_through()
+    assert hit.starts == 1 and whole.starts == 0
+    assert hit.accounts == whole.accounts and list(hit.accounts) == [1, 2, 3, 4, 5, 6]
+    assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
+    assert all(step == weight for step, weight in hit.trained)  # none is trained twice into the weights
+    place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
+    assert hit.warnings == [
+        f"policy-1 is lost in step {lost}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
+        f"going on from {place}",
+    ]
+
+
+def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch):
+    job = Job()
+    timeouts = {"room_s": 60.0, "start_s": 0.05}
+    job.config = fakes.config(checkpoint={"every": 2}, cluster={"timeouts": timeouts})
+    job.die_at = {3: 1}
+    start_again = job.start_again
+
+    async def after_a_wait(model_dir):
+        await asyncio.sleep(0.5)
+        return await start_again(model_dir)
+
+    monkeypatch.setattr(job, "start_again", after_a_wait)
+    assert list(job.carry_through().accounts) == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
+    job, lost = Job(), iter([True, False])
+    job.die_at = {3: 1}
+    start_again = job.start_again
+
+    async def lose_another(model_dir):
+        if next(lost):
+            raise StateLost("policy-0 is lost while it starts")
+        return await start_again(model_dir)
+
+    job.start_again = lose_another
+    job.carry_through()
+    assert job.accounts == Job().carry_through().accounts
+    assert ["restart 1 of 3" in job.warnings[0], "restart 2 of 3" in job.warnings[2]] == [True, True]
+
+
+def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
+    job = Job()
+    job.die_at = {3: 10}
+    with pytest.raises(StateLost, match="policy-1 is lost in step 3"):
+        job.carry_through()
+    assert job.starts == 3 and list(job.accounts) == [1, 2]
+    assert job.warnings[-1] == (
+        "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
+        "`cluster.restarts.max_per_worker`: ending; the same command goes on from the last checkpoint"
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
+    job = Job(max_staleness=staleness, health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
+    job.metrics_at = {4: {"ref/kl": 5.0}}
+    job.carry_through()
+    assert job.starts == 0 and job.abandoned == 1  # the workers stay
+    assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
+    assert job.weight == 5  # of six steps, one is not in it
+    assert "skipped" in job.accounts[4] and "trained" not in job.accounts[4]
+    assert all("trained" in job.accounts[s] and "skipped" not in job.accounts[s] for s in (3, 5))
+    assert list(job.kept_aside) == [4]
+    assert "ref/kl = 5 is above 1" in job.warnings[0] and job.warnings[0].endswith("; rolling back")
+    assert job.warnings[1:] == [
+        "going on from step_000002",
+        "step 4: not trained on, the run was rolled back from it",
+    ]
+
+
+def test_rolling_back_ends_where_every_step_is_out_of_bounds():
+    job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0, "max_rollbacks": 2})
+    job.metrics_at = {step: {"ref/kl": 5.0} for step in range(1, 7)}
+    with pytest.raises(Unhealthy, match=r"step 3: .*Stopped"):
+        job.carry_through()
+    assert [step for step, _ in job.trained] == [1, 2, 3]
+    assert job.starts == 2  # there was no checkpoint to load: the first weights come from new ranks
+
+
+def test_weights_that_are_lost_are_rolled_back_too():
+    job = Job(health={"min_signal_groups": 0, "action": "rollback"})
+    job.metrics_at = {3: {"health/bad_weights": 1.0}}
+    job.carry_through()
+    assert "trained" not in job.accounts[3] and job.weight == 5
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("stage sync: late\npolicy-0: stopped")])
+def test_whatever_is_lost_or_late_sends_the_run_back_to_its_checkpoint(error):
+    async def lose():
+        async with Cluster(fakes.config()).losses_told():
+            raise error
+
+    with pytest.raises(StateLost) as told:
+        asyncio.run(lose())
+    first, *rest = str(told.value).splitlines()
+    assert first.endswith(": all workers start anew")
+    assert rest == str(error).splitlines()[1:]  # the stacks, if there are any
+
+
+def test_what_the_program_itself_does_wrong_is_no_loss():
+    async def err():
+        async with Cluster(fakes.config()).losses_told():
+            raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        asyncio.run(err())
+
+
+def test_restarts_long_ago_do_not_count():
+    now = [0.0]
+    budget = Budget(Restarts(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
+    assert (budget.take(), budget.take(), budget.take()) == (1.0, 2.0, None)
+    now[0] = 101.0
+    assert budget.take() == 1.0 and budget.used == 3
+    assert Budget(None).take() is None and Budget(None).spent == ""
+    assert Budget(Restarts(max_per_worker=0)).take() is None
+
+
+def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
+    job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
+    job.metrics_at = {4: {"ref/kl": 5.0}}
+    job.carry_through()
+    assert job.saved[2].health.avoid == () and job.saved[4].health.avoid == (4,)
+    state = State(4, "", "", health=json.loads(json.dumps(asdict(job.saved[4].health))))
+    assert load_progress(tmp_path, state, []).health == job.saved[4].health
+
+
+class Saved:
+    async def settle(self):
+        pass
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A run with a whole and a newer, damaged checkpoint, and what it warned of."""
+    for step in (1, 2):
+        test_checkpoint.save(tmp_path / session.CHECKPOINTS, step)
+    (tmp_path / session.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
+    warned = []
+    prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
+    tracker = SimpleNamespace(warn=warned.append)
+
+    def run(save_s):
+        config = fakes.config(cluster={"timeouts": {"save_s": save_s}})
+        return session.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved())
+
+    return run, warned
+
+
+def slowly(monkeypatch, until):
+    """Checkpoints are not found before ``until()`` is true."""
+
+    def found(*arguments):
+        place = newest_whole(*arguments)
+        wait_until(until, "nobody waits for it")
+        return place
+
+    monkeypatch.setattr(session, "newest_whole", found)
+
+
+def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
+    """They take minutes where models are large, and others watch over actors meanwhile."""
+    (made, warned), ticks = saved, []
+    run = made(save_s=HANG_S)
+    slowly(monkeypatch, lambda: len(ticks) > 3)
+
+    async def beside():
+        finding = asyncio.create_task(run.newest())
+        while not finding.done():
+            ticks.append(await asyncio.sleep(0.01))
+        return await finding
+
+    place = asyncio.run(beside())
+    assert place.step == 1 and len(ticks) > 3
+    assert len(warned) == 1 and "damaged checkpoint" in warned[0] and "step_000002" in warned[0]
+
+
+def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(saved, monkeypatch):
+    """To a loss everybody would be started anew, and the same files read once more."""
+    made, warned = saved
+    run, ended = made(save_s=0.5), threading.Event()
+    slowly(monkeypatch, lambda: warned and ended.is_set())
+
+    async def within():
+        try:
+            async with Cluster(fakes.config()).losses_told():
+                await run.newest()
+        finally:
+            ended.set()
+
+    with pytest.raises(RunEnded, match=r"not finished within 1 s\. The same command goes on"):
+        asyncio.run(within())
+    assert len(warned) == 1  # what was found out by then is told
+
+
+def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_end(tmp_path):
+    config = fakes.config(
+        steps=6, max_staleness=1, checkpoint={"every": 2},
+        dynamic_sampling={"enabled": True, "max_extra_prompts": 6},
+    )  # fmt: skip
+    job, prompts = fakes.World(), fakes.prompts(26)
+    asyncio.run(run(config, job.workers(), prompts, [], job, job))
+    ledger = StepLines(tmp_path / LEDGER, keep_through=0)
+    for step, books in job.accounts.items():
+        ledger.add(step, books)
+    for step, progress in job.saved.items():
+        last = tmp_path / session.CHECKPOINTS / f"step_{step:06d}"
+        last.mkdir(parents=True)
+        state = State(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
+        (last / "state.json").write_text(json.dumps(asdict(state)))
+    warned = []
+    tracker = SimpleNamespace(warn=warned.append, flush=lambda: None)
+    finished = SimpleNamespace(
+        config=config, identity=config, directory=tmp_path, tracker=tracker,
+        prepared=SimpleNamespace(prompts=prompts, dropped=[]),
+    )  # fmt: skip
+    totals = session._checked_books(finished)
+    assert totals.startswith("ledger: ") and not warned
+    whole = (tmp_path / LEDGER).read_text()
+    uid = job.accounts[6]["trained"][0]
+    (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
+    with pytest.raises(RunEnded, match=r"^ledger: .*\n.*the ledger does not balance: .*times, expected"):
+        session._checked_books(finished)
+    (tmp_path / LEDGER).write_text(whole)
+    (last / "state.json").write_text("{")
+    assert session._checked_books(finished) == totals
+    assert warned.pop().startswith("the ledger cannot be checked: ")
+    for gone in (last, tmp_path / session.CHECKPOINTS):
+        shutil.rmtree(gone)
+        assert session._checked_books(finished) == totals
+        assert "no checkpoint of step 6" in warned.pop()

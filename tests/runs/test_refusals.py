@@ -1,0 +1,187 @@
+"""Input that cannot be used: one message that says where, what and what to do; exit code 2; nothing
+started.
+"""
+
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.runtime.files import alone
+from tests.support.good_inputs import GOOD, write
+
+
+def refusal(capsys, *overrides, command="train"):
+    """The one line that the command prints on its error output, having ended with code 2."""
+    assert main([command, "config.yaml", *overrides]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    lines = [line for line in error.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, error
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.path=/no/such/model"], ["model.path = /no/such/model", "no such directory"]),
+        (["model.path=demo:huge"], ["demo:huge", "demo:tiny"]),
+        (["data.train.0.path=missing.jsonl"], ["missing.jsonl", "no such file"]),
+        (["data.train.0.answer_column=anser"], ["train.jsonl:1", "`anser`", "did you mean `answer`"]),
+        (
+            ["data.max_prompt_tokens=4"],
+            ["train.jsonl:1", "tokens", "data.max_prompt_tokens = 4", "data.overlong=drop"],
+        ),
+        (["batch.prompts_per_step=64"], ["20 prompts", "`batch.prompts_per_step` = 64", "at most 20"]),
+        (["policy.num_workers=3"], ["`policy.num_workers` = 3", "use 2 or 4"]),
+        (["sampling.max_new_tokens=4096"], ["max_position_embeddings = 1024", "lower one"]),
+        (
+            ["policy.lora.target_modules=[q_proj,w_proj]"],
+            ["`policy.lora.target_modules` = w_proj", "no such layer", "down_proj, gate_proj"],
+        ),
+        (
+            ["policy.lora.target_modules=[lm_head]"],
+            ["`policy.lora.target_modules` = lm_head", "LM head stay as they are", "q_proj"],
+        ),
+        (["policy.lora.target_modules=linear"], ["policy.lora.target_modules", "all-linear"]),
+        (
+            ["policy.offload.optimizer=cpu", "policy.zero_stage=0"],
+            ["`policy.offload.optimizer` = cpu", "`policy.zero_stage` = 0", "1, 2 or 3"],
+        ),
+        (
+            ["policy.offload={optimizer: nvme, nvme_path: .}"],
+            ["`policy.offload.optimizer` = nvme", "`policy.zero_stage` = 3, not 2", "use cpu"],
+        ),
+        (
+            ["policy.offload.parameters=cpu"],
+            ["`policy.offload.parameters` = cpu", "`policy.zero_stage` = 3, not 2"],
+        ),
+        (
+            ["policy.offload.parameters=nvme", "policy.zero_stage=3"],
+            ["nvme needs `policy.offload.nvme_path`"],
+        ),
+        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` does nothing without"]),
+        (
+            ["policy.offload={parameters: nvme, nvme_path: /no/such/disk}", "policy.zero_stage=3"],
+            ["`policy.offload.nvme_path` = /no/such/disk", "expected a directory"],
+        ),
+        (
+            [
+                "policy.offload.optimizer=cpu",
+                "policy.deepspeed.zero_optimization.offload_optimizer.device=nvme",
+            ],
+            ["`policy.offload.optimizer` = cpu", "offload_optimizer.device` = nvme", "remove the latter"],
+        ),
+        (["rewards.functions=[{function: 'no_such_module:f'}]"], ["no_such_module", "code_paths"]),
+        (["rewards.functions=[{function: maths}]"], ["'maths'", "`module:function`"]),
+        (
+            ["rewards.functions=[{function: overlong, kwargs: {buffer_tokens: 9}}]"],
+            ["rewards.functions overlong", "kwargs.buffer_tokens = 9", "`sampling.max_new_tokens` = 8"],
+        ),
+        (["rewards.functions=[{function: math, gate: nothing}]"], ["gate = nothing", "no such reward"]),
+        (
+            ["rewards.models=[{name: quality, path: /no/such/model}]"],
+            ["rewards.models quality", "/no/such/model", "no such directory"],
+        ),
+        (["optimiser.lr=1"], ["unknown key `optimiser`"]),
+        (["data.train.0.answer_pattern='#### .+'"], ["answer_pattern", "no group"]),
+        (["data.train.0.answer_pattern='('"], ["answer_pattern", "not a regular expression"]),
+        (["data.train.0.answer_pattern='(a{99999999999999999999})'"], ["answer_pattern", "too large"]),
+        ([f"data.train.0.answer_pattern='{'(' * 3000}a{')' * 3000}'"], ["not a regular expression"]),
+        (["weight_sync.backend=nccl"], ["weight_sync.backend = nccl", "auto or gloo"]),
+        (["weight_sync.backend=ipc"], ["weight_sync.backend = ipc", "auto or gloo"]),
+        (["model.dtype=bfloat16", "policy.zero_stage=0"], ["`policy.zero_stage` = 0", "policy.zero_stage=1"]),
+        (["policy.deepspeed={train_batch_size: 8}"], ["policy.deepspeed.train_batch_size", "remove it"]),
+    ],
+)
+def test_settings_that_cannot_be_used(here, capsys, overrides, words):
+    message = refusal(capsys, *overrides)
+    assert all(word in message for word in words), message
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('{"problem": "1+1", ', ["train.jsonl:21", "not valid JSON"]),
+        ('["1+1", "2"]', ["train.jsonl:21", "a JSON list; expected one JSON object per line"]),
+        ({"problem": "1+1"}, ["train.jsonl:21", "no column `answer`"]),
+        ({"problem": "1+1", "answer": ""}, ["train.jsonl:21", "`answer` is empty"]),
+        ({"problem": "1+1", "answer": None}, ["train.jsonl:21", "`answer` is empty"]),
+        ({"problem": " ", "answer": "2"}, ["train.jsonl:21", "`problem` is empty"]),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(here, capsys, row, words):
+    write("train.jsonl", [*GOOD, row])
+    message = refusal(capsys)
+    assert all(word in message for word in words), message
+
+
+def test_empty_data(here, capsys):
+    write("train.jsonl", [])
+    assert "train.jsonl: no rows" in refusal(capsys)
+
+
+def test_a_model_directory_without_a_model(here, capsys):
+    (here / "model").mkdir()
+    assert "no config.json" in refusal(capsys, "model.path=./model")
+
+
+def test_a_model_directory_without_weights(here, capsys):
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text("{}")
+    assert "no weights there" in refusal(capsys, "model.path=./model")
+
+
+def test_broken_model_configuration(here, capsys):
+    (here / "model").mkdir()
+    (here / "model/config.json").write_text("{")
+    (here / "model/model.safetensors").write_text("")
+    assert "config.json" in refusal(capsys, "model.path=./model")
+
+
+def test_a_run_directory_that_cannot_be_made(here, capsys):
+    (here / "occupied").write_text("a file")
+    assert "occupied" in refusal(capsys, "output_dir=occupied")
+
+
+def test_a_run_that_another_process_trains(here, capsys, monkeypatch):
+    """Both would write the same files, and each remove what the other is about to save."""
+    monkeypatch.setattr("grpo_dist.runs.session._PATIENCE_S", 0.2)
+    run_dir = here / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    with alone(run_dir, "here"):
+        told = refusal(capsys, "name=run")
+    assert "runs/run: another process is training this run; wait for it, or choose another `name`" in told
+    assert [path.name for path in run_dir.iterdir()] == [".lock"]
+
+
+def test_check_does_not_train(here, capsys):
+    sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
+    assert main(["check", "config.yaml", "model.path=sft", sft]) == 0
+    assert "supervised:" not in capsys.readouterr().out
+
+
+def test_more_workers_than_the_cluster_has_are_refused_before_a_cold_start(here, capsys):
+    """A cold start of that many steps would take an hour."""
+    sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
+    message = refusal(capsys, "model.path=sft", sft, "cluster.num_cpus=2", "rollout.num_workers=3")
+    assert "`rollout.num_workers` = 3 but the cluster has 2 CPUs" in message and "at most 2" in message
+    assert not (here / "runs").exists()
+
+
+def test_training_problems_in_the_evaluation_set(here, capsys):
+    write("held_out.jsonl", GOOD[:3])
+    overrides = ("data.eval=[{path: held_out.jsonl}]", "data.overlap=refuse")
+    message = refusal(capsys, *overrides)
+    assert "3 of 3 problems are also in the training set" in message and "data.overlap=warn" in message
+
+
+def test_check_refuses_the_same_and_starts_nothing(here, capsys):
+    assert "missing.jsonl" in refusal(capsys, "data.train.0.path=missing.jsonl", command="check")
+    assert main(["check", "config.yaml"]) == 0
+    assert "4 prompts x 2 samples = 8 samples a step" in capsys.readouterr().out
+    assert not (here / "runs").exists()
+
+
+def test_sft_without_a_section_and_eval_without_a_set(here, capsys):
+    assert "no `sft` section" in refusal(capsys, command="sft")
+    assert "data.eval is empty" in refusal(capsys, command="eval")

@@ -1,0 +1,168 @@
+"""Admission: the least loaded worker with room, first come first served, at a cost that does not grow."""
+
+import asyncio
+import heapq
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_dist.runtime.load_balancer import Admission
+from tests.support.patience import HANG_S
+
+
+def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_that_has_room():
+    async def session():
+        admission = Admission(3, room=4)
+        assert [await admission.admit(2, tokens) for tokens in (50, 10, 30)] == [0, 1, 2]
+        assert await admission.admit(2, 5) == 1
+        assert await admission.admit(2, 5) == 2  # worker 1 has the fewest tokens and no room
+        admission.release(0, 2, 50)
+        assert await admission.admit(9, 1) == 0  # idle: it takes also what is larger than its room
+
+    asyncio.run(session())
+
+
+def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
+    async def session():
+        admission = Admission(1, room=4)
+        order = []
+
+        async def one(name, sequences):
+            await admission.admit(sequences, 1)
+            order.append(name)
+
+        await one("running", 4)
+        waiting = [asyncio.create_task(one(*who)) for who in (("large", 3), ("gone", 1), ("small", 1))]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.sleep(0)
+        admission.release(0, 2, 0)
+        await asyncio.sleep(0)
+        assert order == ["running"]  # there is room for the small one, but the large one came first
+        admission.release(0, 2, 1)
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert order == ["running", "large", "small"]
+
+    asyncio.run(session())
+
+
+def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
+    async def session():
+        admission = Admission(1, room=1)
+        await admission.admit(1, 1)
+        waiting = asyncio.create_task(admission.admit(1, 1))
+        await asyncio.sleep(0)
+        admission.release(0, 1, 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        async with asyncio.timeout(HANG_S):
+            assert await admission.admit(1, 1) == 0
+
+    asyncio.run(session())
+
+
+def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back():
+    async def session():
+        admission = Admission(2, room=4)
+        assert [await admission.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
+        waiting = asyncio.create_task(admission.admit(4, 5))
+        admission.withdraw(0)
+        admission.release(0, 4, 10)  # word of what the lost one did comes late
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        admission.release(1, 4, 20)
+        assert await waiting == 1
+        waiting = asyncio.create_task(admission.admit(4, 5))
+        await asyncio.sleep(0)
+        admission.restore(0)
+        assert await waiting == 0
+        admission.release(0, 4, 5)
+        assert await admission.admit(1, 1) == 0  # the one with nothing in hand, counted as such
+
+    asyncio.run(session())
+
+
+def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
+    async def session():
+        admission = Admission(1, room=1)
+        await admission.admit(1, 1)
+        waiting = asyncio.create_task(admission.admit(1, 1))
+        await asyncio.sleep(0)
+        admission.fail(RuntimeError("no engine is left"))
+        for late in (waiting, admission.admit(1, 1)):
+            with pytest.raises(RuntimeError, match="no engine is left"):
+                await late
+
+    asyncio.run(session())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    workers=st.integers(1, 5),
+    room=st.integers(1, 8),
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 90)), max_size=60),
+    order=st.randoms(use_true_random=False),
+)
+def test_every_group_runs_within_the_room_and_what_is_free_is_used(workers, room, sizes, order):
+    """Against a plain search over all workers."""
+
+    async def session():
+        admission = Admission(workers, room)
+        sequences, tokens, running = [0] * workers, [0] * workers, []
+
+        async def one(size, cost):
+            index = await admission.admit(size, cost)
+            running.append((index, size, cost))
+            assert sequences[index] == 0 or sequences[index] + size <= room
+            sequences[index] += size
+            tokens[index] += cost
+
+        tasks = [asyncio.create_task(one(*size)) for size in sizes]
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            waiting = len(sizes) - sum(task.done() for task in tasks)
+            assert not waiting or 0 not in sequences
+            index, size, cost = running.pop(order.randrange(len(running)))
+            sequences[index] -= size
+            tokens[index] -= cost
+            admission.release(index, size, cost)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(session())
+
+
+@pytest.mark.parametrize("workers", [1, 64])
+def test_the_work_for_a_group_does_not_grow_with_those_that_wait(monkeypatch, workers):
+    """Heap operations, each O(log workers), per group. A scan of all who wait would be thousands."""
+
+    def operations(groups):
+        count = 0
+
+        def counted(function):
+            def call(*arguments):
+                nonlocal count
+                count += 1
+                return function(*arguments)
+
+            return call
+
+        async def one(admission):
+            index = await admission.admit(8, 1000)
+            await asyncio.sleep(0)
+            admission.release(index, 8, 1000)
+
+        async def session():
+            admission = Admission(workers, room=64)
+            await asyncio.gather(*(one(admission) for _ in range(groups)))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(heapq, "heappush", counted(heapq.heappush))
+            patch.setattr(heapq, "heappop", counted(heapq.heappop))
+            asyncio.run(session())
+        return count / groups
+
+    assert operations(500) < 6
+    assert operations(4000) < 6

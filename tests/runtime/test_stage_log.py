@@ -1,0 +1,294 @@
+"""Lines about stages: what a run does while no step ends."""
+
+import asyncio
+import io
+import re
+import threading
+
+import pytest
+from rich.console import Console as RichConsole
+
+from grpo_dist.cli import main
+from grpo_dist.observe import Tracker
+from grpo_dist.observe import console as console_module
+from grpo_dist.observe.live_view import LiveView
+from grpo_dist.runs import session
+from grpo_dist.runtime import stage_log
+from grpo_dist.runtime.stage_log import (
+    LoopStages,
+    StageLog,
+    names_of,
+    note,
+    open_stages,
+    seconds_text,
+    stage,
+    stages_logged,
+)
+from tests.support import fakes
+from tests.support.good_inputs import CONFIG, GOOD, write
+
+
+class Said(list):
+    """The lines of a log, with a clock of its own."""
+
+    now = 100.0
+
+    def __init__(self):
+        super().__init__()
+        self.log = StageLog(self.append, every_s=15.0, clock=lambda: self.now)
+
+    def texts(self):
+        """Without time of day and seconds."""
+        return [re.sub(r"^\d\d:\d\d:\d\d +\S+ (s|min)  ", "", line) for line in self]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    found = Said()
+    monkeypatch.setattr(stage_log, "_current", found.log)
+    return found
+
+
+def test_a_stage_has_a_line_when_it_begins_and_when_it_ends_with_the_time(said):
+    said.now += 2.0
+    with stage("export", "the model is written"):
+        said.now += 1.5
+    assert re.fullmatch(r"\d\d:\d\d:\d\d     2\.0 s  export: the model is written", said[0])
+    assert re.fullmatch(r"\d\d:\d\d:\d\d     3\.5 s  export: done in 1\.5 s", said[1])
+
+
+def test_while_stages_last_a_line_says_what_each_waits_for(said):
+    waiting = ["rollout-0", "rollout-1"]
+    with stage("engines", waits_for=lambda: names_of(waiting)), stage("reference"):
+        for _ in range(40):  # seconds
+            said.now += 1.0
+            said.log.beat()
+        waiting.pop(0)
+        said.now += 15.0
+        said.log.beat()
+    assert said.texts() == [
+        "engines: begins",
+        "reference: begins",
+        "waiting: engines 15.0 s (rollout-0, rollout-1); reference 15.0 s",
+        "waiting: engines 30.0 s (rollout-0, rollout-1); reference 30.0 s",
+        "waiting: engines 55.0 s (rollout-1); reference 55.0 s",
+        "reference: done in 55.0 s",
+        "engines: done in 55.0 s",
+    ]
+
+
+def test_no_20_seconds_pass_without_a_line_and_none_is_said_after_the_last_stage():
+    """With the thread that says it, at a hundredth of the time."""
+    came, log = threading.Event(), None
+    found = []
+
+    def say(line):
+        found.append(line)
+        if "waiting" in line:
+            came.set()
+
+    log = StageLog(say, every_s=0.15)
+    threading.Thread(target=log.run, daemon=True).start()
+    begun = log.begin("engines", "", str, quiet=False)
+    assert came.wait(60)
+    log.end(begun)
+    log.close()
+    assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
+
+
+def test_a_view_may_ask_for_the_stages_while_a_line_is_printed(monkeypatch):
+    """A live view holds the lock of the terminal while it asks, and printing a line takes that lock."""
+    waited = []
+
+    def say(line):
+        asking = threading.Thread(target=open_stages, daemon=True)
+        asking.start()
+        asking.join(60)
+        waited.append(asking.is_alive())
+
+    log = StageLog(say, every_s=0.0)
+    monkeypatch.setattr(stage_log, "_current", log)
+    with stage("engines"):
+        log.beat()
+    assert waited == [False, False, False]
+
+
+def test_a_stage_that_fails_says_so_and_raises(said):
+    with pytest.raises(RuntimeError, match="no room"), stage("Ray"):
+        raise RuntimeError("no room")
+    assert said.texts()[-1] == "Ray: failed after 0.0 s"
+
+
+def test_what_waits_may_fail_to_say_for_what(said):
+    with stage("engines", waits_for=lambda: 1 / 0):
+        said.now += 15
+        said.log.beat()
+    assert said.texts()[1] == "waiting: engines 15.0 s"
+
+
+def test_how_far_a_stage_is_stands_behind_it(said):
+    with stage("evaluation"):
+        note("64 of 256 prompts are done")
+        said.now += 15
+        said.log.beat()
+    assert said.texts()[1] == "waiting: evaluation 15.0 s (64 of 256 prompts are done)"
+
+
+def test_without_a_log_stages_say_nothing():
+    with stage("engines"):
+        note("nothing")
+        assert open_stages() == []
+
+
+def test_a_log_within_another_changes_nothing(capsys):
+    found = []
+    with stages_logged(found.append):
+        with stages_logged(lambda line: found.append("inner")), stage("Ray"):
+            pass
+        with stage("engines"):
+            pass
+    assert len(found) == 4 and "inner" not in found and stage_log._current is None
+    with stages_logged(), stage("Ray"):
+        pass
+    assert "Ray: begins" in capsys.readouterr().out
+
+
+def test_a_loop_has_lines_for_its_first_step_and_for_what_lasts_later(said):
+    loop = LoopStages()
+    loop.phase("evaluate")
+    loop.logged(step=False)
+    for phase in ("sample", "update", "sync"):
+        loop.phase(phase)
+        said.now += 15.0
+        said.log.beat()
+    loop.logged(step=True)
+    for phase in ("sample", "update", "evaluate"):  # a short evaluation after a later step
+        loop.phase(phase)
+        said.now += 5.0
+        said.log.beat()
+    loop.logged(step=False)
+    loop.phase("save")
+    said.now += 16.0
+    said.log.beat()
+    loop.phase("sample")
+    said.now += 100.0
+    said.log.beat()
+    loop.end()
+    assert said.texts() == [
+        "evaluation: held-out problems are sampled and scored",
+        "evaluation: done in 0.0 s",
+        "first step: samples, rewards and an update",
+        "waiting: first step 15.0 s (sample)",
+        "waiting: first step 30.0 s (update)",
+        "waiting: first step 45.0 s (sync)",
+        "first step: done in 45.0 s",
+        "waiting: checkpoint 16.0 s",
+        "checkpoint: done in 16.0 s",
+    ]
+
+
+def test_a_run_that_fails_in_its_first_step_ends_that_stage(said, tmp_path):
+    off = {"console": False, "tensorboard": False}
+    with pytest.raises(RuntimeError), Tracker(fakes.config(tracking=off), tmp_path) as tracker:
+        tracker.phase("sample")
+        raise RuntimeError("lost")
+    assert said.texts()[-1] == "first step: failed after 0.0 s" and open_stages() == []
+
+
+def test_a_live_view_shows_the_stages_that_last(said):
+    view = LiveView("demo", 3, 0, clock=lambda: said.now)
+    out = io.StringIO()
+    with stage("engines", waits_for=lambda: names_of(["rollout-0"])):
+        said.now += 12.3
+        RichConsole(file=out, width=120).print(view)
+    assert re.search(r"now +engines 12\.3 s \(rollout-0\)", out.getvalue())
+
+
+def test_with_a_live_view_only_the_ends_of_stages_have_lines(said, monkeypatch):
+    out = io.StringIO()
+    out.isatty = lambda: True
+    terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
+    monkeypatch.setattr(console_module, "RichConsole", lambda **_: terminal)
+    own = console_module.Console("demo", 3, 0)
+    with stage("engines"):
+        said.now += 30.0
+        said.log.beat()
+    own.close(failed=False)
+    assert said.texts() == ["engines: done in 30.0 s"]
+    with stage("export"):
+        pass
+    assert said.texts()[1] == "export: begins"
+
+
+def test_many_actors_are_counted():
+    names = [f"rollout-{i}" for i in range(8)]
+    assert names_of(names) == "rollout-0, rollout-1, rollout-2 and 5 more" and names_of([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.06, "2.1 s"), (59.96, "60.0 s"), (64, "1:04 min"), (3723, "1:02:03 h")]
+)
+def test_seconds_are_read_at_a_glance(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
+    for console, words in ((True, "Ray: begins"), (False, "")):
+        with session._stages(fakes.config(tracking={"console": console})), stage("Ray"):
+            pass
+        out = capsys.readouterr().out
+        assert words in out if words else out == ""
+
+
+def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
+    from actors.cluster import _STARTS, _up
+    from actors.lifecycle.supervisor import Team
+
+    class Actor:
+        def __init__(self, up):
+            self.up = up
+
+    async def start(actor):
+        await actor.up.wait()
+
+    async def started(kind):
+        ups = [asyncio.Event(), asyncio.Event()]
+        makers = [lambda name, up=up: Actor(up) for up in ups]
+        handle = object.__new__(kind)
+        handle.team = Team("rollout", makers, restarts=None, start_s=60, start=start)
+        handle.models = []
+        handle.ready = handle.team.ready
+        coming = asyncio.create_task(_up(handle))
+        for up in ups:
+            for _ in range(10):  # turns of the event loop, in which the actors before it are seen to be up
+                await asyncio.sleep(0)
+            said.now += 15
+            said.log.beat()
+            up.set()
+        await coming
+
+    for kind in _STARTS:
+        said.clear()
+        asyncio.run(started(kind))
+        name, what = _STARTS[kind]
+        assert said.texts() == [
+            f"{name}: {what}",
+            f"waiting: {name} 15.0 s (rollout-0, rollout-1)",
+            f"waiting: {name} 30.0 s (rollout-1)",
+            f"{name}: done in 30.0 s",
+        ]
+
+
+def test_what_comes_before_the_actors_has_lines_from_the_first_second(tmp_path, monkeypatch, capsys):
+    async def nothing(*arguments):
+        return {}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(session, "_train", nothing)
+    monkeypatch.setattr(session, "_checked_books", lambda run: "")
+    write("train.jsonl", GOOD)
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert main(["train", "config.yaml", "tracking.tensorboard=false"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
+    begun = [re.split(r" {2,}", line)[2].partition(":")[0] for line in lines if "done in" not in line]
+    assert begun == ["libraries", "actors", "checks", "data", "model", "prompts"] and len(lines) == 12

@@ -1,0 +1,1 @@
+"""What tests share: fake workers, made data, real processes of several kinds."""

@@ -1,0 +1,85 @@
+"""Run by `test_room` in a process of its own: batches that no node's object store has room for, staged ahead
+for a rank on another node.
+"""
+
+import asyncio
+import re
+
+import ray
+import torch
+from ray._private.internal_api import memory_summary
+from ray.cluster_utils import Cluster
+
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from grpo_dist.config import Algorithm, Model, Policy, Timeouts
+from tests.support import made_groups
+
+STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
+
+
+class Adding(PolicyWorker):
+    """A rank that says what it was given, and where it is."""
+
+    def start(self, place, policy, settings):
+        self._where = ray.get_runtime_context().get_node_id()
+        return "cpu", 0.0
+
+    def update(self, shards, kl_coef, bounds):
+        return {"sum": float(sum(int(shard.tokens.sum()) for shard in shards)), "node": self._where}
+
+
+def batches():
+    """Of about BATCH_MB each: five arrays of 4 to 8 bytes a token."""
+    made = made_groups.batch(groups=2, samples=2)
+    repeats = BATCH_MB * 10**6 // (made.tokens.numel() * 25)
+    for seed in range(BATCHES):
+        rows = made.select([i % len(made) for i in range(len(made) * repeats)])
+        random = torch.Generator().manual_seed(seed)
+        rows.tokens.add_(torch.randint(0, 9, rows.tokens.shape, generator=random))
+        yield rows
+
+
+async def session(home):
+    group = PolicyGroup(
+        Policy(num_workers=1),
+        model=Model(path="none"),
+        model_dir="none",
+        algorithm=Algorithm(),
+        temperature=1.0,
+        token_budget=None,
+        epochs=1,
+        total_updates=1,
+        timeouts=Timeouts(),
+        seed=0,
+        options={"num_cpus": 1, "resources": {"elsewhere": 1}},
+        worker=Adding,
+    )
+    await group.ready()
+    staged, expected = [], []
+    for batch in batches():
+        expected.append(float(batch.tokens.sum()))
+        staged.append(group.stage([batch]))
+    for own, total in zip(staged, expected, strict=True):
+        found = await group.update(own)
+        assert found["sum"] == total, (found, total)
+        assert found["node"] != home
+    await group.shutdown()
+
+
+def main():
+    cluster = Cluster()
+    try:
+        for resources in ({}, {"elsewhere": 1}):
+            cluster.add_node(num_cpus=2, object_store_memory=STORE_MB * 10**6, resources=resources)
+        ray.init(address=cluster.address, log_to_driver=False)
+        asyncio.run(session(ray.get_runtime_context().get_node_id()))
+        spilled = re.search(r"Spilled (\d+) MiB, (\d+) objects", memory_summary(stats_only=True))
+        assert spilled, memory_summary(stats_only=True)
+        print(f"spilled {spilled[1]} MiB, {spilled[2]} objects", flush=True)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

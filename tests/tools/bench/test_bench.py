@@ -1,0 +1,445 @@
+"""`grpo-dist bench`: lengths, formulas, figures, comparison and refusals on made numbers, and one short real
+benchmark, whose figures must agree with each other. Speeds are not tested.
+"""
+
+import asyncio
+import json
+import math
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_dist import driver
+from grpo_dist.cli import main
+from grpo_dist.config import Config, Lengths
+from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.tools.bench.compare import compare, ratios
+from grpo_dist.tools.bench.figures import Limits, covered_s, figures, shares
+from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
+from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
+from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
+from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
+from grpo_dist.tools.bench.result import ActorMemory, Bar, DecodeStep, Result
+from grpo_dist.tools.bench.run import as_benchmark, timed
+from grpo_dist.tools.bench.table import FIGURES, print_result, written
+from tests.support.fakes import World, config, prompts
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=8, vocabulary=10)
+
+
+def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
+    lengths = Lengths(kind="lognormal", mean=32.0, sigma=0.5)
+    drawn = [length_of(seed, lengths, cap=100_000) for seed in range(20_000)]
+    assert statistics.mean(drawn) == pytest.approx(32, rel=0.01)
+    assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.03)
+    capped = [length_of(seed, Lengths(kind="lognormal", mean=32.0), cap=128) for seed in range(5_000)]
+    assert min(capped) >= 1 and max(capped) == 128
+
+
+def test_fixed_lengths_are_the_cap_unless_they_are_told():
+    assert length_of(7, Lengths(kind="fixed"), cap=128) == 128
+    assert length_of(7, Lengths(kind="fixed", tokens=5), cap=128) == 5
+    assert length_of(7, Lengths(), cap=128) is None
+
+
+class Asked:
+    """A rollouts handle that only notes what it is asked."""
+
+    def __init__(self):
+        self.lengths = {}
+
+    async def sample(self, prompt, *, seeds, sampling):
+        self.lengths |= dict(zip(seeds, sampling.lengths or [None] * len(seeds), strict=True))
+
+
+def test_a_request_has_its_length_whatever_comes_with_it():
+    from grpo_dist.types import Sampling
+
+    sampling, prompt = Sampling(max_new_tokens=64), prompts(1)[0]
+    alone, together, natural = Asked(), Asked(), Asked()
+    lengths = Lengths(kind="lognormal", mean=20.0)
+    for seed in (3, 1, 2):
+        asyncio.run(ForcedLengths(alone, lengths).sample(prompt, seeds=[seed], sampling=sampling))
+    asyncio.run(ForcedLengths(together, lengths).sample(prompt, seeds=[1, 2, 3], sampling=sampling))
+    asyncio.run(ForcedLengths(natural, Lengths()).sample(prompt, seeds=[1], sampling=sampling))
+    assert alone.lengths == together.lengths and len(set(together.lengths.values())) > 1
+    assert natural.lengths == {1: None}
+
+
+def test_training_flops_by_hand():
+    # Weights of a layer: 4 * 2 * (2 * 2 + 2 * 1) + 3 * 4 * 8 = 144; two layers 288; head 4 * 10 = 40.
+    assert SHAPE.layer_weights == 144
+    # 3 tokens, 2 of them trained. Attention: 1 + 2 + 3 pairs, 2 products, 2 layers, 2 heads of size 2.
+    weights, attention = 288 * 3 + 40 * 2, 6 * 2 * 2 * 2 * 2
+    assert training_flops(SHAPE, [(3, 2)]) == 6 * (weights + attention)
+    assert training_flops(SHAPE, [(3, 2), (3, 2)]) == 2 * training_flops(SHAPE, [(3, 2)])
+
+
+def test_peaks_of_cards_are_found_by_the_name_torch_gives():
+    assert card_peak("NVIDIA A100-SXM4-80GB") == 312e12
+    assert card_peak("NVIDIA A10") == 125e12
+    assert card_peak("NVIDIA H200") == 989e12
+    assert card_peak("Some Card 9000") is None
+
+
+def test_covered_seconds_count_an_overlap_once():
+    spans = [Span("a", 1, 3), Span("b", 0, 2), Span("c", 5, 9), Span("d", 5, 6)]
+    assert covered_s(spans, 0, 6) == 4
+    assert covered_s(spans, 2.5, 5.5) == 1
+    assert covered_s([], 0, 6) == 0
+
+
+def step(begin, spans, *, tokens=(10, 30), **metrics):
+    """A step of 10 seconds with two samples of 4 prompt tokens; ``spans`` in seconds from its begin."""
+    usage = {
+        actor: Usage(spans=tuple(Span(stage, begin + a, begin + b) for stage, a, b in own))
+        for actor, own in spans.items()
+    }
+    known = {
+        "time/rollout_sample_busy_s": 5.0, "time/policy_update_busy_s": 3.0, "time/policy_sync_busy_s": 0.5,
+        "time/reward_score_busy_s": 1.0, "time/sync_s": 1.0, "sync/bytes": 100.0, "train/tokens": 48.0,
+        "throughput/rollout_tokens": 40.0, "time/driver_cpu_s": 0.1,
+    }  # fmt: skip
+    requests = tuple(Request((1, 2, 3, 4), seed, n) for seed, n in enumerate(tokens))
+    return StepRecord(1, begin, begin + 10, known | metrics, usage, requests)
+
+
+SPANS = {
+    "rollout-0": [("sample", 0, 5), ("sync", 8.5, 9)],
+    "reward-0": [("score", 4, 5.5)],
+    "policy-0": [("update", 5.5, 8.5), ("sync", 8.4, 9)],
+}
+
+
+def test_shares_count_every_moment_once_and_add_up():
+    found = shares([step(0, SPANS), step(10, SPANS)])
+    assert found["share/generation"] == pytest.approx(0.5)
+    assert found["share/training"] == pytest.approx(0.3)
+    assert found["share/sync"] == pytest.approx(0.05)
+    assert found["share/scoring"] == pytest.approx(0.05)
+    assert found["share/reference"] == 0
+    assert found["share/overhead"] == pytest.approx(0.1)
+    assert found["overhead/step_s"] == pytest.approx(1.0)
+    assert sum(v for k, v in found.items() if k.startswith("share/")) == pytest.approx(1)
+    assert found["idle/rollout"] == pytest.approx(0.5)
+    assert found["idle/trainer"] == pytest.approx(0.65)
+
+
+def test_figures_by_hand():
+    limits = Limits(16.0, 24.0, 400.0, {})
+    steps = [step(0, SPANS), step(10, SPANS)]
+    found = figures(steps, shape=SHAPE, peak_flops=1000.0, limits=limits, overlapped=False)
+    assert found["loop/step_s"] == 10 and found["loop/samples_per_s"] == 0.2
+    assert found["loop/tokens_per_s"] == 4.8 and found["loop/completion_tokens_per_s"] == 4.0
+    assert found["generation/tokens_per_s"] == 8.0 and found["of_limit/generation"] == 0.5
+    assert found["training/tokens_per_s"] == 16.0
+    assert found["of_limit/training"] == pytest.approx(2 / 3)
+    assert found["sync/bytes_per_s"] == 100.0 and found["of_limit/sync"] == 0.25
+    work = training_flops(SHAPE, [(14, 10), (34, 30)])
+    assert found["training/mfu"] == pytest.approx(work / 3.0 / 1000.0)
+    # At the limits: 40 tokens / 16, 48 / 24, 100 bytes / 400.
+    assert found["limit/step_s"] == pytest.approx(2.5 + 2.0 + 0.25)
+    overlapped = figures(steps, shape=SHAPE, peak_flops=None, limits=limits, overlapped=True)
+    assert overlapped["limit/step_s"] == pytest.approx(2.5)
+    assert overlapped["loop/step_over_limit"] == pytest.approx(4.0)
+    assert set(found) <= set(FIGURES)
+
+
+def test_rows_that_are_left_out_of_training_are_no_work_done():
+    whole = figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
+    half = step(0, SPANS, **{"train/tokens": 24.0})
+    found = figures([half], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
+    assert found["training/mfu"] == pytest.approx(whole["training/mfu"] / 2)
+    assert not [key for key in found if key.startswith(("limit/", "of_limit/"))]
+
+
+class OneSecond:
+    """Workers that say they were busy for a second."""
+
+    def __init__(self):
+        self.latest = {}
+
+    async def read(self):
+        return {"time/rollout_sample_busy_s": 1.0}
+
+
+def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
+    bench, all_rows = {"warmup_steps": 2, "steps": 3}, {"skip_idle_rows": False}
+    settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
+    assert settings.steps == 2 + 3 + 1  # the last samples nothing ahead
+    world, usage = World(), OneSecond()
+    recorder = BenchRecorder(settings, Path(), lambda step, metrics: None)
+    workers = replace(world.workers(), usage=usage)
+    asyncio.run(driver.run(settings, workers, prompts(32), [], recorder, NoCheckpoints()))
+    steps = timed(settings, recorder.steps)
+    assert [s.step for s in steps] == [3, 4, 5]
+    assert all(a.end == b.begin for a, b in pairwise(steps))
+    assert all(s.metrics["time/rollout_sample_busy_s"] == 1.0 for s in steps)
+    assert all(s.metrics["train/tokens"] == sum(r.tokens for r in s.requests) for s in steps)
+    asked = {seed for _, seeds, _ in world.sampled for seed in seeds}
+    drawn = [request.seed for s in recorder.steps for request in s.requests]
+    assert len(drawn) == len(set(drawn)) == 6 * 4 * 2 and set(drawn) == asked
+
+
+def result(**changes):
+    found = figures(
+        [step(0, SPANS)], shape=SHAPE, peak_flops=1e6, limits=Limits(16.0, 24.0, 400.0, {}), overlapped=False
+    )
+    made = Result(
+        name="made", config={"seed": 0}, machine={"cpu": "a", "cores": 2}, workload={
+            "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "completion_tokens_mean": 20.0,
+        },
+        figures=found, limit_settings={"step": "sum of the limits"},
+        actors=[ActorMemory("rollout-0", 2**30, 0), ActorMemory("policy-0", 2**31, 0)],
+        steps=[{"seconds": 10.0}],
+        timeline=[Bar("rollout-0", "sample", 0.0, 5.0), Bar("policy-0", "update", 5.5, 8.5)], timeline_s=10.0,
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def printed(function, *arguments):
+    console = Console(width=140, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    function(*arguments, console)
+    return console.export_text()
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    made = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
+    made.write(tmp_path / "bench.json")
+    assert Result.read(tmp_path / "bench.json") == made
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_a_result_of_a_benchmark_without_single_steps_is_read(tmp_path):
+    result().write(tmp_path / "bench.json")
+    plain = json.loads((tmp_path / "bench.json").read_text())
+    del plain["lengths"], plain["decode_steps"]
+    (tmp_path / "bench.json").write_text(json.dumps(plain))
+    assert Result.read(tmp_path / "bench.json") == result()
+
+
+def test_comparison_gives_ratios_of_b_to_a(tmp_path):
+    a = result()
+    b = replace(
+        a,
+        figures={k: v * 2 for k, v in a.figures.items() if k != "training/mfu"},
+        workload=a.workload | {"steps": 3},
+    )
+    assert set(ratios(a.figures, b.figures).values()) == {2.0}
+    a.write(tmp_path / "a.json")
+    b.write(tmp_path / "b.json")
+    text = printed(compare, tmp_path / "a.json", tmp_path / "b.json")
+    row = next(line for line in text.splitlines() if "generation, of its limit" in line)
+    assert "50.0 %" in row and "100.0 %" in row and "2.000" in row
+    assert "–" in next(line for line in text.splitlines() if "FLOPs utilisation" in line)
+    assert "workload: steps is 1 in A and 3 in B" in text
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ('{"schema": 99}', ["`schema` = 99", "schema 1", "measure again"]),
+        ('{"figures": {}}', ["no `schema`"]),
+        ("[]", ["no `schema`"]),
+        ("not json", ["not JSON"]),
+        (None, ["cannot be read", "No such file"]),
+    ],
+)
+def test_comparison_refuses_what_is_no_result(tmp_path, capsys, content, words):
+    result().write(tmp_path / "a.json")
+    if content is not None:
+        (tmp_path / "b.json").write_text(content)
+    assert main(["bench", "--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 2
+    said = capsys.readouterr().err
+    assert "b.json" in said and all(word in said for word in words)
+
+
+def test_bench_wants_a_configuration_or_two_results(tmp_path, capsys):
+    assert main(["bench"]) == 2
+    assert main(["bench", "configs/demo.yaml", "--compare", "a.json", "b.json"]) == 2
+    assert capsys.readouterr().err.count("--compare A.json B.json alone") == 2
+
+
+@pytest.mark.parametrize(
+    "bench, words",
+    [
+        ({"lengths": {"kind": "lognormal"}}, "needs a mean"),
+        ({"lengths": {"kind": "fixed", "mean": 3.0}}, "mean = 3.0 is no setting of kind fixed"),
+        ({"lengths": {"kind": "natural", "tokens": 3}}, "tokens = 3 is no setting of kind natural"),
+        ({"lengths": {"kind": "fixed", "tokens": 5}}, "`bench.lengths.tokens` = 5 is above"),
+        ({"warmup_steps": 0}, "greater than 0"),
+    ],
+)
+def test_bench_settings_that_cannot_be(bench, words):
+    with pytest.raises(ValueError, match=words):
+        config(bench=bench)  # sampling.max_new_tokens = 4
+
+
+def test_the_terminal_and_the_picture_show_the_result(tmp_path):
+    from grpo_dist.tools.bench.picture import draw
+
+    text = printed(print_result, result())
+    assert (
+        "66.7 %" in text
+        and "2.1 GB" in text
+        and "driver and Ray" in text
+        and "2.11x the sum of the limits" in text
+    )
+    draw(result(), tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    without = {k: v for k, v in result().figures.items() if "limit" not in k}
+    draw(result(figures=without), tmp_path / "bench.png")
+    assert "–" in printed(print_result, result(figures=without, limit_settings={}))
+
+
+@pytest.mark.parametrize(
+    "value, unit, text",
+    [
+        (0.934, "%", "93.4 %"),
+        (52136448, "B", "52.1 MB"),
+        (2834.2, "/s", "2,834 /s"),
+        (0.0123, "s", "12.3 ms"),
+    ],
+)
+def test_values_are_written_for_people(value, unit, text):
+    assert written(value, unit) == text
+
+
+def test_processes_of_a_limit_share_out_the_gpus_that_are_visible(monkeypatch):
+    assert devices_of(1, 2) == {}
+    monkeypatch.setattr("grpo_dist.tools.bench.limits.device_type", lambda: "cuda")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert devices_of(1, 2) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,GPU-a")
+    assert [devices_of(i, 1)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "7", "GPU-a"]
+
+
+def test_a_repeat_lasts_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
+    one_process = [[[3.0, 2.0], [5.0, 6.0]]]  # [process][batch][repeat]
+    assert fastest(one_process) == 2.0 + 5.0
+    assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
+
+
+def test_a_limit_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"(?s)limit sync: process 0: exit code 1.*TypeError"):
+        run_jobs("grpo_dist.tools.bench.limit_sync", [{"unknown": 1}], threads=1, gpus=1)
+
+
+@pytest.mark.parametrize(
+    "shape", sorted((ROOT / "configs/bench/shapes").glob("*.json")), ids=lambda p: p.stem
+)
+def test_shapes_have_the_size_in_their_name(shape):
+    made = Shape(
+        **{
+            ours: json.loads(shape.read_text())[theirs]
+            for ours, theirs in {
+                "hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+                "kv_heads": "num_key_value_heads", "intermediate": "intermediate_size",
+                "vocabulary": "vocab_size",
+            }.items()
+        },
+        head_dim=64 if "1.5b" not in shape.stem else 128,
+    )  # fmt: skip
+    weights = made.layers * made.layer_weights + made.hidden * made.vocabulary
+    named = {"qwen2_13m": 13e6, "qwen2.5_0.5b": 0.494e9, "qwen2.5_1.5b": 1.54e9}[shape.stem]
+    assert weights == pytest.approx(named, rel=0.01)
+
+
+def test_a_random_model_has_the_shape_asked_for_and_is_made_once(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from grpo_dist.demo.model import random_model
+
+    file = tmp_path / "shape.json"
+    shape = json.loads((ROOT / "configs/bench/shapes/qwen2_13m.json").read_text())
+    file.write_text(json.dumps(shape | {"num_hidden_layers": 1, "dtype": "bfloat16"}))
+    directory = random_model(file, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert model.config.num_hidden_layers == 1 and str(model.dtype) == "torch.bfloat16"
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    assert len(tokenizer) == 107 and tokenizer.eos_token_id == model.config.eos_token_id
+    assert tokenizer.decode(tokenizer("12+34=\n <think>")["input_ids"]) == "12+34=\n <think>"
+    assert random_model(file, seed=0) == directory != random_model(file, seed=1)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (None, "no such file"),
+        ("{", "not JSON"),
+        ("{}", "expected an object with model_type"),
+        ('{"model_type": "qwen2", "vocab_size": 100}', "needs at least 107"),
+    ],
+)
+def test_a_shape_that_cannot_be_used_is_refused(tmp_path, content, words):
+    from grpo_dist.demo.model import random_model
+
+    file = tmp_path / "shape.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=words):
+        random_model(file, seed=0)
+
+
+REAL = """
+name: short
+output_dir: {directory}
+model: {{path: "demo:tiny", dtype: float32}}
+data: {{train: [{{path: "demo:add3"}}], max_prompt_tokens: 16}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 4}}
+sampling: {{max_new_tokens: 16}}
+rewards: {{functions: [{{function: parity}}, {{function: math, weight: 0}}], processes_per_worker: 1}}
+policy: {{zero_stage: 0, threads: 1}}
+rollout: {{kv_cache_gib: 0.25, enforce_eager: true, threads: 1}}
+bench: {{warmup_steps: 1, steps: 2, lengths: {{kind: lognormal, mean: 8}}}}
+"""
+
+
+@pytest.mark.evidence
+def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
+    path = tmp_path / "short.yaml"
+    path.write_text(REAL.format(directory=tmp_path))
+    assert main(["bench", str(path)]) == 0
+    assert "of limit" in capsys.readouterr().out
+    found = Result.read(tmp_path / "short/bench.json")
+    settings = Config.model_validate(found.config)
+    f = found.figures
+    # The work is known before anything runs: the lengths follow from the seeds.
+    from grpo_dist.data.order import step_prompts
+    from grpo_dist.runs.prepare import prepare
+    from grpo_dist.runtime.seeds import request_seed
+    from grpo_dist.tools.bench.lengths import length_of
+
+    known = prepare(settings, print).prompts
+    chosen = [(batch, known[i]) for batch in (1, 2) for i in step_prompts(len(known), 4, 0, batch)]
+    lengths = [
+        length_of(request_seed(0, batch, prompt.uid, i), settings.bench.lengths, cap=16)
+        for batch, prompt in chosen
+        for i in range(4)
+    ]
+    assert found.workload["completion_tokens"] == sum(lengths)
+    assert sum(s["rollout/tokens"] for s in found.steps) == sum(lengths)
+    assert sum(s["throughput/rollout_tokens"] for s in found.steps) == sum(lengths)
+    seconds = sum(s["seconds"] for s in found.steps)
+    prompt_tokens = sum(4 * len(prompt.token_ids) for _, prompt in chosen)
+    assert f["loop/tokens_per_s"] * seconds == pytest.approx(sum(lengths) + prompt_tokens)
+    assert sum(s["train/tokens"] for s in found.steps) == sum(lengths) + prompt_tokens
+    shares = {key: value for key, value in f.items() if key.startswith("share/")}
+    assert sum(shares.values()) == pytest.approx(1) and min(shares.values()) >= 0
+    assert 0 < f["idle/rollout"] < 1 and 0 < f["idle/trainer"] < 1
+    assert f["share/generation"] == pytest.approx(1 - f["idle/rollout"], abs=0.05)
+    assert f["sync/bytes"] == pytest.approx(4 * 823_424, rel=0.01)  # parameters of demo:tiny, tied
+    assert set(f) == set(FIGURES) and all(math.isfinite(value) and value >= 0 for value in f.values())
+    assert {a.name for a in found.actors} == {"rollout-0", "reward-0", "policy-0"}
+    assert all(a.peak_bytes > 100e6 for a in found.actors)
+    assert {bar.stage for bar in found.timeline} == {"sample", "score", "update", "sync"}
+    assert found.lengths == lengths
+    assert {s.sequences for s in found.decode_steps} == {1, 4, 16, 64, 256} and len(found.decode_steps) == 10
+    assert all(0 < s.seconds < 10 and s.context > 16 for s in found.decode_steps)
+    assert (tmp_path / "short/bench.png").stat().st_size > 10_000

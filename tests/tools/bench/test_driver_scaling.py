@@ -1,0 +1,216 @@
+"""What makes the driver fast gives what straightforward code gives, and its work grows with samples alone."""
+
+import asyncio
+import copy
+import math
+import pickle
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.workers.made_records import made_group, made_prompts, made_rollouts
+from grpo_dist import driver
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import Tracking
+from grpo_dist.observe import Tracker
+from grpo_dist.observe.samples import read_groups, write_groups
+from grpo_dist.tools.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
+from grpo_dist.types import Group, Prompt, Rollout, TrainBatch, pack_rollouts, unpack_rollouts
+from grpo_dist.workers import Workers
+from tests.support import made_groups
+from tests.support.patience import HANG_S
+
+pytestmark = pytest.mark.machine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
+    """[B, T] tensors of a batch, one row and one tensor after the other."""
+    samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
+    rows = [[*g.prompt.token_ids.tolist(), *r.completion_ids.tolist()] for g, _, r in samples]
+    shape = (len(rows), max(map(len, rows)))
+    out = {"tokens": torch.zeros(shape, dtype=torch.long), "loss_mask": torch.zeros(shape, dtype=torch.bool)}
+    out |= {name: torch.zeros(shape) for name in ("advantages", "rollout_logprobs", "ref_logprobs")}
+    flat = [a for own in advantages for a in own]
+    for row, (group, i, sample) in enumerate(samples):
+        here = slice(len(group.prompt.token_ids), len(rows[row]))
+        out["tokens"][row, : len(rows[row])] = torch.tensor(rows[row], dtype=torch.long)
+        if math.isnan(group.rewards[i]) or (mask_truncated and sample.finish_reason == "length"):
+            continue
+        out["loss_mask"][row, here] = True
+        out["advantages"][row, here] = float(flat[row])
+        out["rollout_logprobs"][row, here] = torch.from_numpy(sample.logprobs)
+        out["ref_logprobs"][row, here] = torch.from_numpy(ref_logprobs[row])
+    return out | {"lengths": torch.tensor([len(row) for row in rows])}
+
+
+@st.composite
+def any_groups(draw):
+    """Prompts and completions of any length, empty ones too; some not scored, some cut."""
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    groups = []
+    for g in range(draw(st.integers(1, 5))):
+        lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+        rollouts = tuple(
+            Rollout(
+                f"p{g}", i, rng.integers(0, 99, n).astype(np.int32), -rng.random(n, dtype=np.float32),
+                draw(st.sampled_from(["stop", "length"])), "x" * n, rng.integers(0, 3, n).astype(np.int32),
+            )
+            for i, n in enumerate(lengths)
+        )  # fmt: skip
+        prompt = Prompt(f"p{g}", rng.integers(1, 99, draw(st.integers(1, 5))).astype(np.int32), "1", "made")
+        rewards = np.where(rng.random(len(lengths)) < 0.3, np.nan, rng.random(len(lengths)))
+        rewards = rewards.astype(np.float32)
+        outcomes = ("correct",) * len(lengths)
+        groups.append(Group(prompt, rollouts, rewards, {"math": rewards}, outcomes, baseline_reward=0.5))
+    return groups
+
+
+def same_group(a, b):
+    same = a.prompt.uid == b.prompt.uid and a.outcomes == b.outcomes and a.score_s == b.score_s
+    same &= a.baseline_reward == b.baseline_reward and len(a.rollouts) == len(b.rollouts)
+    same &= np.array_equal(a.rewards, b.rewards, equal_nan=True)
+    for one, other in zip(a.rollouts, b.rollouts, strict=True):
+        for f in fields(Rollout):
+            mine, theirs = getattr(one, f.name), getattr(other, f.name)
+            if isinstance(mine, np.ndarray):
+                same &= mine.dtype == theirs.dtype and np.array_equal(mine, theirs)
+            else:
+                same &= mine == theirs
+    return same
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=any_groups(), mask_truncated=st.booleans())
+def test_a_batch_is_bit_for_bit_what_row_by_row_code_makes(groups, mask_truncated):
+    rng = np.random.default_rng(0)
+    advantages = [rng.standard_normal(len(g.rollouts)).astype(np.float32) for g in groups]
+    reference = [rng.random(len(r.completion_ids), dtype=np.float32) for g in groups for r in g.rollouts]
+    batch = make_batch(
+        groups, advantages, ref_logprobs=reference, max_new_tokens=9, mask_truncated=mask_truncated
+    )
+    for name, expected in row_by_row(groups, advantages, reference, mask_truncated).items():
+        actual = getattr(batch, name)
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected), name
+    assert batch.num_tokens == float(batch.loss_mask.sum())
+    assert batch.num_sequences == float(batch.loss_mask.any(dim=1).sum())
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=any_groups())
+def test_a_group_arrives_as_it_was_sent_in_one_piece(groups):
+    for group in groups:
+        buffers = []
+        sent = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
+        # The prompt's tokens, the rewards, their part, and all numbers of all samples.
+        assert len(buffers) <= 4
+        assert same_group(pickle.loads(sent, buffers=[bytes(b) for b in buffers]), group)
+        assert same_group(copy.deepcopy(group), group)
+
+
+def test_samples_of_unequal_fields_do_not_travel():
+    rollout = made_rollouts("p", 1, np.random.default_rng(0))[0]
+    short = Rollout("p", 0, rollout.completion_ids[1:], rollout.logprobs, "stop", "", rollout.policy_versions)
+    with pytest.raises(AssertionError, match="differ in length"):
+        pack_rollouts([short])
+    assert unpack_rollouts(*pack_rollouts([])) == ()
+
+
+def test_a_batch_arrives_as_it_was_sent_in_memory_of_its_own():
+    batch = made_groups.batch()
+    buffers = []
+    sent = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    arrived = pickle.loads(sent, buffers=[bytes(b) for b in buffers])
+    for f in fields(TrainBatch):
+        mine, theirs = getattr(batch, f.name), getattr(arrived, f.name)
+        if isinstance(mine, torch.Tensor):
+            assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), f.name
+        else:
+            assert mine == theirs, f.name
+    arrived.tokens.zero_()  # read-only memory would not allow it
+    assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups=any_groups())
+def test_a_table_of_samples_gives_back_what_it_was_given(groups, tmp_path_factory):
+    path = tmp_path_factory.mktemp("table") / "t.parquet"
+    write_groups(path, groups)
+    back = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
+    assert all(same_group(a, b) for a, b in zip(back, groups, strict=True))
+    schema = pq.read_schema(path)
+    assert schema.field("logprobs").type == pa.list_(pa.float32())
+    assert schema.field("problem").type == pa.string()
+
+
+def calls(samples, workers, tmp_path):
+    """Function calls, Python's and C's, in all threads of a run of the real loop with ``samples`` a step."""
+    quiet = Tracking(console=False, tensorboard=False)  # TensorBoard has a thread with a clock of its own
+    config = scaling_config(samples, workers).model_copy(update={"steps": 2, "tracking": quiet})
+    run_dir = tmp_path / f"{samples}_{workers}"
+    run_dir.mkdir()
+    prompts = made_prompts(samples // 8)
+    instant, count = Instant(config, prompts), 0
+
+    def count_call(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    threading.setprofile(count_call)
+    sys.setprofile(count_call)
+    try:
+        with Tracker(config, run_dir) as tracker:
+            handles = Workers(instant, instant, None, instant, instant)
+            asyncio.run(driver.run(config, handles, prompts, [], tracker, NoCheckpoints()))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return count
+
+
+def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
+    calls(128, 1, tmp_path)  # what is imported or cached at first use
+    few, twice, four = (calls(n, 1, tmp_path) for n in (512, 1024, 2048))
+    assert (four - twice) / (twice - few) == pytest.approx(2.0, rel=0.1)
+    assert calls(1024, 64, tmp_path) < 1.05 * twice
+
+
+def test_the_measurement_prints_a_row_for_every_case(capsys):
+    main(["--samples", "64", "--workers", "1", "2", "--tables", "process"])
+    title, header, *rows = capsys.readouterr().out.strip().splitlines()
+    assert title == "driver alone: microseconds per completion" and "loop" in header
+    assert [row.split()[:2] for row in rows] == [["64", "1"], ["64", "2"]]
+    assert all(float(cell) > 0 for row in rows for cell in row.split()[2:])
+
+
+def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
+    from actors.workers.simulated import ray_workers
+
+    cost = measure(64, 3, ray_workers)
+    assert (cost.samples, cost.workers) == (64, 3) and cost.total_us >= cost.loop_us > 0
+
+
+def test_simulated_actors_are_light():
+    heavy = "{'torch', 'vllm', 'transformers'}"
+    code = f"import sys, actors.workers.simulated; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_made_groups_are_trained_on():
+    prompt = made_prompts(1)[0]
+    group = made_group(prompt, made_rollouts(prompt.uid, 8, np.random.default_rng(0)))
+    assert set(group.rewards.tolist()) == {0.0, 1.0}

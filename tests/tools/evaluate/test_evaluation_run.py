@@ -1,0 +1,393 @@
+"""`grpo-dist eval` with fake workers: what is kept, what is sampled again, and what is refused."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import actors.cluster
+from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
+from grpo_dist.runtime.concurrency import progressing
+from grpo_dist.runtime.files import alone
+from grpo_dist.tools.evaluate import store
+from grpo_dist.tools.plan.virtual_clock import run_virtually
+from grpo_dist.tools.recipe import stages
+from grpo_dist.types import Group
+from tests.support import fakes
+from tests.support.fakes import World
+
+PROBLEMS = [
+    {"problem": f"{i} + 1", "answer": str(i + 1), "level": str(i % 2), "source": "made"} for i in range(10)
+]
+
+
+class Engine(World):
+    """One prompt at a time. A third of the samples is right, the others say one of two things. Once dead it
+    stays dead: who waited for it gets nothing more.
+    """
+
+    def __init__(self, fail_on):
+        super().__init__()
+        self._room, self._end_at, self._dead = asyncio.Lock(), fail_on, False
+
+    async def sample(self, prompt, *, seeds, sampling):
+        async with self._room:
+            self._dead |= prompt.text == self._end_at
+            if self._dead:
+                raise RuntimeError("the engine died")
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+    async def score(self, prompt, rollouts):
+        parity = [int(r.completion_ids[0]) % 3 for r in rollouts]
+        rewards = np.array([float(p == 0) for p in parity], np.float32)
+        outcomes = tuple("correct" if p == 0 else "wrong" for p in parity)
+        said = [replace(r, text=f"\\boxed{{{-p if p else prompt.answer}}}")
+                for r, p in zip(rollouts, parity, strict=True)]  # fmt: skip
+        return Group(prompt, tuple(said), rewards, {"math": rewards}, outcomes)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A directory with data; ``worlds``: the engines that were started, ``failing``: what ends the next."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GRPO_DATA", raising=False)
+    write("data.jsonl", PROBLEMS)
+
+    class Here:
+        worlds: list[Engine] = []  # noqa: RUF012
+        failing: list[str] = []  # noqa: RUF012
+
+    class FakeCluster:
+        def __init__(self, config):
+            Here.worlds.append(Engine(Here.failing.pop() if Here.failing else None))
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            return None
+
+        async def where_stuck(self):
+            return ""
+
+        async def start_evaluation(self, model_dir):
+            return Here.worlds[-1].workers()
+
+    Here.worlds, Here.failing = [], []
+    monkeypatch.setattr(actors.cluster, "Cluster", FakeCluster)
+    return Here
+
+
+def write(name, rows):
+    with open(name, "w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+ARGUMENTS = (
+    "sampling.max_new_tokens=4",
+    "data.max_prompt_tokens=256",
+    "evaluation.samples_per_prompt=32",  # two problems to a part
+    "evaluation.k=[1,4]",
+)
+
+
+def evaluate(*arguments, data=("data.jsonl",), directory="out"):
+    """The exit code, the contents of result.json and problems.jsonl."""
+    output = ("--output", directory) if directory else ()
+    code = main(["eval", "demo:tiny", *data, *ARGUMENTS, *output, *arguments])
+    return code, *(Path(f"{directory}/{name}").read_text() for name in ("result.json", "problems.jsonl"))
+
+
+def load_config_of(directory):
+    """A configuration with an evaluation set of its own, also written there."""
+    path = directory / "config.yaml"
+    path.write_text(
+        "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
+        "name: own}], max_prompt_tokens: 32}\nsampling: {max_new_tokens: 4}\nevaluation: {max_prompts: 3}\n"
+    )
+    return load_config(path)
+
+
+def sampled(world):
+    return len(world.sampled)
+
+
+def test_results_are_those_of_the_samples_in_total_and_by_level(here, capsys):
+    code, result, problems = evaluate()
+    rows = [json.loads(line) for line in problems.splitlines()]
+    measured = json.loads(result)["measured"]
+    assert code == 0 and [row["problem"] for row in rows] == [p["problem"] for p in PROBLEMS]
+    total, even, odd = measured
+    assert [(m["set"], m["by"], m["value"]) for m in measured] == [
+        ("data", None, None), ("data", "level", "0"), ("data", "level", "1")
+    ]  # fmt: skip
+    shares = [np.mean(row["correct"]) for row in rows]
+    assert total["estimates"]["avg@32"]["value"] == pytest.approx(np.mean(shares))
+    assert even["estimates"]["pass@1"]["value"] == pytest.approx(np.mean(shares[::2]))
+    assert odd["estimates"]["pass@1"]["value"] == pytest.approx(np.mean(shares[1::2]))
+    assert total["samples"] == 320 and total["unscored"] == 0 and total["length_tokens"] == 2
+    assert set(total["estimates"]) == {"pass@1", "pass@4", "avg@32", "maj@4", "cons@32"}
+    for row in rows:  # one number for each of the three answers
+        kinds = {(n, a) for n, a in zip(row["numbers"], row["answers"], strict=True)}
+        assert len(kinds) == 3 and len({n for n, _ in kinds}) == 3
+    out = capsys.readouterr().out
+    assert "avg@32" in out and "= pass@1" in out and "level 1" in out and "results: out" in out
+
+
+def test_samples_are_kept_as_training_keeps_them(here):
+    evaluate()
+    parts = [pq.read_table(f"out/samples/data/part_{i:05d}.parquet") for i in range(5)]
+    assert sum(part.num_rows for part in parts) == 320
+    assert {"completion", "logprobs", "reward", "outcome"} <= set(parts[0].column_names)
+
+
+def test_the_same_again_and_other_ks_start_no_engine(here, capsys):
+    _, result, _ = evaluate()
+    assert evaluate()[1] == result and len(here.worlds) == 1
+    _, other, _ = evaluate("evaluation.k=[2,8]")
+    assert "maj@8" in other and len(here.worlds) == 1
+    assert "all 10 problems are done: out" in capsys.readouterr().out
+
+
+def test_what_was_interrupted_goes_on_and_ends_with_the_same_bytes(here, capsys):
+    whole = evaluate(directory="whole")
+    here.failing.append("7 + 1")
+    with pytest.raises(RuntimeError, match="engine died"):
+        evaluate(directory="cut")
+    done = list(Path("cut/verdicts/data").glob("part_*"))
+    assert 0 < len(done) < 5 and sampled(here.worlds[1]) == 7
+    assert evaluate(directory="cut") == whole
+    assert sampled(here.worlds[2]) == 10 - 2 * len(done)
+    assert f"{2 * len(done)} of 10 problems are done" in capsys.readouterr().out
+
+
+def test_samples_that_were_written_without_their_verdicts_are_made_anew(here):
+    whole = evaluate()
+    last = Path("out/verdicts/data/part_00004.jsonl")
+    last.unlink()
+    assert evaluate() == whole and sampled(here.worlds[1]) == 2
+    assert last.exists() and len(list(Path("out/samples/data").iterdir())) == 5
+
+
+def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
+    evaluate("evaluation.max_prompts=4")
+    _, result, _ = evaluate()
+    assert sampled(here.worlds[1]) == 6 and json.loads(result)["measured"][0]["problems"] == 10
+    write("data.jsonl", [{**PROBLEMS[0], "answer": "99"}, *PROBLEMS[1:]])
+    _, _, problems = evaluate()
+    assert sampled(here.worlds[2]) == 1 and json.loads(problems.splitlines()[0])["answer"] == "99"
+
+
+def test_columns_that_rewards_see_are_part_of_the_problem(here):
+    columns = "data.eval.0.columns=[level]"
+    evaluate(columns)
+    write("data.jsonl", [{**PROBLEMS[0], "level": "7"}, *PROBLEMS[1:]])
+    evaluate(columns)
+    assert sampled(here.worlds[1]) == 1
+    here.worlds.clear()
+    evaluate(directory="unseen")
+    write("data.jsonl", PROBLEMS)
+    evaluate(directory="unseen")  # a column of the report alone decides no sample
+    assert len(here.worlds) == 1
+
+
+def test_another_model_or_setting_is_refused_in_the_same_directory_and_has_one_of_its_own(here, capsys):
+    evaluate()
+    code, *_ = evaluate("evaluation.temperature=0.5", "rewards.timeout_s=2")
+    error = capsys.readouterr().err
+    assert code == 2 and "out: holds another evaluation" in error and "--fresh" in error
+    assert "`evaluation.temperature` was 1.0 and is 0.5" in error and "`rewards.timeout_s` was 5.0" in error
+    assert evaluate("seed=1")[0] == 2 and "the model was demo:tiny" in capsys.readouterr().err
+    assert len(here.worlds) == 1
+    for changes in ([], ["seed=1"], []):
+        assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, *changes]) == 0
+    assert len(here.worlds) == 3
+    assert len(list(Path("runs/evaluations").iterdir())) == 2
+
+
+def test_fresh_moves_aside_and_samples_anew(here, capsys):
+    _, result, _ = evaluate()
+    assert evaluate("--fresh")[1] == result and len(here.worlds) == 2
+    assert Path("out.old-1/result.json").read_text() == result
+    assert "out is now in out.old-1" in capsys.readouterr().out
+
+
+def test_several_sets_have_rows_of_their_own_and_what_they_come_to(here):
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    _, result, _ = evaluate(data=("data.jsonl", "other.jsonl"))
+    measured = {(m["set"], m["value"]): m for m in json.loads(result)["measured"]}
+    assert set(measured) == {("data", None), ("data", "0"), ("data", "1"), ("other", None),
+                             ("all problems", None), ("mean of sets", None)}  # fmt: skip
+    one, two, both, mean = (
+        measured[name, None]["estimates"]["avg@32"]["value"]
+        for name in ("data", "other", "all problems", "mean of sets")
+    )
+    assert both == pytest.approx((10 * one + 2 * two) / 12) and mean == pytest.approx((one + two) / 2)
+
+
+def test_results_by_a_column_that_is_asked_for(here, capsys):
+    write("data.jsonl", [{**p, "topic": "abc"[i % 3]} for i, p in enumerate(PROBLEMS)])
+    _, result, _ = evaluate("--by", "topic")
+    values = [(m["by"], m["value"]) for m in json.loads(result)["measured"]]
+    assert values == [(None, None), ("topic", "a"), ("topic", "b"), ("topic", "c")]
+    assert evaluate("--by", "tpoic")[0] == 2
+    assert "--by tpoic: no data set has such a column" in capsys.readouterr().err
+
+
+def test_a_column_that_some_rows_lack_is_not_reported_by(here):
+    write("data.jsonl", [*PROBLEMS[:9], {"problem": "x", "answer": "1", "source": "other"}])
+    _, result, _ = evaluate()
+    values = [(m["by"], m["value"], m["problems"]) for m in json.loads(result)["measured"]]
+    assert values == [(None, None, 10), ("source", "made", 9), ("source", "other", 1)]
+
+
+def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
+    (tmp_path / "busy").mkdir()
+    (tmp_path / "busy/file").write_text("")
+    assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy"]) == 2
+    assert "busy: is there, but holds no evaluation" in capsys.readouterr().err
+    assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy", "--fresh"]) == 2
+    assert here.worlds == []
+
+
+def test_a_configuration_is_evaluated_on_its_own_sets_or_on_others(here, tmp_path):
+    load_config_of(tmp_path)
+    assert main(["eval", "config.yaml", "--output", "a"]) == 0
+    assert json.loads(Path("a/result.json").read_text())["measured"][0]["problems"] == 3
+    assert main(["eval", "config.yaml", "data.jsonl", "--output", "b"]) == 0
+    assert json.loads(Path("b/result.json").read_text())["measured"][0]["problems"] == 10
+
+
+def test_two_results_are_compared_on_the_command_line(here, capsys):
+    evaluate(directory="a")
+    evaluate("evaluation.temperature=0.7", "seed=3", directory="b")
+    capsys.readouterr()
+    assert main(["eval", "--compare", "a", "b/result.json", "--output", "difference.json"]) == 0
+    out = capsys.readouterr().out
+    assert "B - A" in out and "warning: A and B were not measured in the same way" in out
+    rows = json.loads(Path("difference.json").read_text())["rows"]
+    assert {row["measure"] for row in rows} == {"pass@1", "pass@4", "avg@32", "maj@4", "cons@32"}
+    write("data.jsonl", PROBLEMS[:9])
+    evaluate(directory="c")
+    assert main(["eval", "--compare", "a", "c"]) == 2
+    assert "a has 1 that c lacks (1 of data), e.g. '9 + 1'" in capsys.readouterr().err
+    assert main(["eval", "--compare", "a", "b", "seed=1"]) == 2
+    assert main(["eval"]) == 2
+
+
+def test_one_process_at_a_time(here, capsys):
+    evaluate()
+    with alone(Path("out"), "here"):
+        for arguments in ([], ["--fresh"]):
+            assert evaluate(*arguments)[0] == 2
+            assert "out: another process is at this evaluation" in capsys.readouterr().err
+    assert len(here.worlds) == 1 and not Path("out.old-1").exists()
+
+
+def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_model, tmp_path):
+    config = load_config_of(tmp_path)
+    measures = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
+    again = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
+    assert measures == again and len(here.worlds) == 1
+    names = ("pass@1", "pass@1_stderr", "length_tokens", "unscored")
+    assert set(measures) == {f"eval/own/{name}" for name in names}
+    (directory,) = (tmp_path / "stage/evaluations").iterdir()
+    found = json.loads((directory / "result.json").read_text())["measured"][0]
+    assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
+
+
+def test_a_deadline_is_for_the_next_step_and_not_for_all_of_them():
+    async def steps(count, seconds):
+        async with progressing(0.5, "evaluate: the next prompt") as still_going:
+            for _ in range(count):
+                await asyncio.sleep(seconds)
+                still_going()
+
+    run_virtually(lambda: steps(8, 0.1))
+    with pytest.raises(TimeoutError, match=r"stage evaluate: the next prompt: not finished within 0\.5 s"):
+        run_virtually(lambda: steps(1, 5.0))
+
+
+def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
+    async def score(self, prompt, rollouts):
+        rewards = np.array([[0.9, 0.2, np.nan][i % 3] for i in range(len(rollouts))], np.float32)
+        return Group(prompt, rollouts, rewards, {"mine": rewards}, ("",) * len(rollouts))
+
+    monkeypatch.setattr(Engine, "score", score)
+    _, result, problems = evaluate()
+    found = json.loads(result)["measured"][0]
+    assert set(found["estimates"]) == {"pass@1", "pass@4", "avg@32"}
+    assert found["estimates"]["avg@32"]["value"] == pytest.approx(0.5) and found["unscored"] == 100
+    assert json.loads(problems.splitlines()[0])["numbers"] is None
+
+
+def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeypatch):
+    before = store._settings(fakes.config())
+    monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
+    after = store._settings(fakes.config())
+    assert before["versions"]["math-verify"] != "99.0"
+    assert after == before | {"versions": {"math-verify": "99.0"}}
+
+
+def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
+    _, first, rows = evaluate()
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    capsys.readouterr()
+    _, both, all_rows = evaluate(data=("other.jsonl",))
+    out = capsys.readouterr().out
+    assert "result.json there has data, measured before, too" in out
+    measured = json.loads(both)["measured"]
+    assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
+    assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
+    _, again, _ = evaluate()  # the first once more: nothing is sampled, and all sets stay
+    assert {m["set"] for m in json.loads(again)["measured"]} == {m["set"] for m in measured}
+    assert len(here.worlds) == 2
+
+
+def test_results_of_several_sets_are_compared_on_those_that_both_have(here, capsys):
+    write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    evaluate(directory="a")
+    evaluate("seed=3", directory="b")
+    evaluate("seed=3", data=("other.jsonl",), directory="b")
+    capsys.readouterr()
+    assert main(["eval", "--compare", "a", "b", "--output", "difference.json"]) == 0
+    assert "warning: only b was measured on other, which is left out" in capsys.readouterr().out
+    assert {row["set"] for row in json.loads(Path("difference.json").read_text())["rows"]} == {"data"}
+    evaluate("seed=3", data=("other.jsonl",), directory="c")
+    assert main(["eval", "--compare", "a", "c"]) == 2
+    assert "measured on different problems" in capsys.readouterr().err
+
+
+def test_another_data_set_of_the_same_name_does_not_replace_the_first(here, capsys):
+    _, result, _ = evaluate()
+    Path("elsewhere").mkdir()
+    write("elsewhere/data.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
+    code, kept, _ = evaluate(data=("elsewhere/data.jsonl",))
+    assert code == 2 and kept == result and len(here.worlds) == 1
+    said = capsys.readouterr().err
+    assert "a set data with 10 other problems" in said and "data.eval.0.name=" in said
+    code, *_ = evaluate("data.eval.0.name=elsewhere", data=("elsewhere/data.jsonl",))
+    assert code == 0
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "problems.jsonl"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"a":' * 100_000, '{"set": "data"}\n'])
+def test_a_damaged_evaluation_is_refused_by_name(here, capsys, name, content):
+    evaluate()
+    Path("out", name).write_text(content)
+    code, *_ = evaluate()
+    said = capsys.readouterr().err
+    assert code == 2 and name in said and "--fresh" in said and "Traceback" not in said
+
+
+def test_a_damaged_result_is_not_compared(here, capsys):
+    evaluate(directory="a")
+    evaluate("seed=3", directory="b")
+    Path("a/result.json").write_text('{"model"')
+    assert main(["eval", "--compare", "a", "b"]) == 2
+    assert "a: holds no whole result" in capsys.readouterr().err

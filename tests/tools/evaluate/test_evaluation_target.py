@@ -1,0 +1,186 @@
+"""What `grpo-dist eval` takes for a model and for data."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grpo_dist.cli import _parser
+from grpo_dist.data.readers import read, read_all
+from grpo_dist.errors import UserError
+from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, breakdown
+from grpo_dist.tools.evaluate.target import INSTRUCTION, configuration
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = """
+model: {path: "demo:tiny", revision: main}
+data:
+  train: [{path: "demo:add3"}]
+  eval: [{path: "demo:add3", split: test}]
+  instruction: Add.
+  max_prompt_tokens: 64
+sampling: {max_new_tokens: 32}
+evaluation: {max_prompts: 8, samples_per_prompt: 2}
+"""
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    directory = tmp_path / "runs/mine"
+    (directory / "model").mkdir(parents=True)
+    (directory / "config.yaml").write_text(CONFIG)
+    (directory / "model/config.json").write_text("{}")
+    return directory
+
+
+def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run):
+    config = configuration(str(run), [], ["seed=3"])
+    assert config.model.path == str(run / "model") and config.model.revision is None
+    assert config.data.instruction == "Add." and config.evaluation.max_prompts == 8 and config.seed == 3
+    assert [s.path for s in config.data.eval] == ["demo:add3"]
+
+
+def test_other_data_for_a_run_is_looked_at_whole(run):
+    config = configuration(str(run), ["demo:add4", "x.jsonl"], ["data.eval.1.problem_column=question"])
+    assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [
+        ("demo:add4", "test", "problem"), ("x.jsonl", "test", "question")
+    ]  # fmt: skip
+    assert config.evaluation.max_prompts is None and config.evaluation.samples_per_prompt == 2
+    assert [s.path for s in config.data.train] == ["demo:add3"]
+
+
+def test_a_run_without_an_exported_model_is_refused(run):
+    (run / "model/config.json").unlink()
+    with pytest.raises(UserError, match=r"mine: a run directory without an exported model"):
+        configuration(str(run), ["x.jsonl"], [])
+
+
+def test_a_model_is_asked_for_a_box_and_needs_data(tmp_path):
+    config = configuration("Qwen/Qwen2.5-0.5B-Instruct", ["x.jsonl"], ["sampling.max_new_tokens=8"])
+    assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct" and config.data.instruction == INSTRUCTION
+    assert config.sampling.max_new_tokens == 8
+    with pytest.raises(UserError, match=r"demo:tiny: no data.*gsm8k, math500"):
+        configuration("demo:tiny", [], [])
+    with pytest.raises(UserError, match=r"unknown key `evaluation\.smaples`"):
+        configuration("demo:tiny", ["x.jsonl"], ["evaluation.smaples=3"])
+
+
+def test_benchmarks_are_found_in_the_directory_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_DATA", str(tmp_path))
+    (tmp_path / "aime24.jsonl").write_text(json.dumps({"problem": "1+1", "answer": 2}) + "\n")
+    (source,) = configuration("demo:tiny", ["aime24"], []).data.eval
+    assert (source.name, source.path) == ("aime24", str(tmp_path / "aime24.jsonl"))
+    with pytest.raises(UserError, match=r"gsm8k: no file .*gsm8k_test\.jsonl"):
+        configuration("demo:tiny", ["gsm8k"], [])
+    other = configuration("demo:tiny", ["aime24"], [], data_dir=tmp_path)
+    assert other.data.eval == (source,)
+
+
+def test_without_a_directory_benchmarks_come_from_the_hub_as_published(monkeypatch):
+    monkeypatch.delenv("GRPO_DATA", raising=False)
+    sources = configuration("demo:tiny", list(BENCHMARKS), []).data.eval
+    assert [s.name for s in sources] == list(BENCHMARKS)
+    assert all(s.path.count("/") == 1 for s in sources)
+
+
+def test_gsm8k_s_published_answers_are_read(tmp_path, shared_data):
+    """The data's `solution` is what the publishers call `answer`."""
+    rows = [json.loads(line) for line in (shared_data / "gsm8k_test.jsonl").read_text().splitlines()]
+    published = [{"question": row["problem"], "answer": row["solution"]} for row in rows]
+    path = tmp_path / "gsm8k.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in published))
+    hub = {key: value for key, value in BENCHMARKS["gsm8k"].hub.items() if key not in ("path", "subset")}
+    (source,) = configuration(
+        "demo:tiny", [str(path)], [f"data.eval.0.{k}='{v}'" for k, v in hub.items()]
+    ).data.eval
+    assert [row.answer.replace(",", "") for row in read(source)] == [row["answer"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("gsm8k", 1319), ("math500", 500), ("aime24", 30), ("aime25", 30), ("amc23", 40)]
+)
+def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, rows):
+    (source,) = configuration("demo:tiny", [name], [], data_dir=shared_data).data.eval
+    assert len(read(source)) == rows
+    assert ("level" in breakdown(source)) and ("subject" in breakdown(source)) == (name == "math500")
+
+
+def shown(command):
+    """Commands of the READMEs with arguments of their own, not those that say how one is made."""
+    folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/scoring/README.md")
+    lines = [line for path in folders for line in path.read_text().splitlines()]
+    return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
+
+
+@pytest.mark.parametrize("line", shown("eval"))
+def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
+    monkeypatch.delenv("GRPO_DATA", raising=False)
+    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    data = [word for word in args.overrides if "=" not in word]
+    config = configuration(args.config, data, [w for w in args.overrides if "=" in w])
+    assert not rest and len(config.data.eval) == len(data) > 0
+    assert config.evaluation.samples_per_prompt > 1
+
+
+@pytest.mark.parametrize("line", shown("score"))
+def test_scorings_of_the_readme_are_understood(line):
+    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
+
+
+OWN = """
+model: {path: "demo:tiny"}
+data:
+  train: [{path: "demo:add3"}]
+  eval:
+    - {path: x, problem_column: question, answer_column: solution, answer_pattern: "#### (.+)",
+       columns: [level]}
+"""
+
+
+def asked(run, tmp_path, row, *overrides):
+    file = tmp_path / "new.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (source,) = configuration(str(run), [str(file)], overrides).data.eval
+    return source
+
+
+def test_other_data_for_a_run_is_read_by_the_run_s_own_columns(run, tmp_path):
+    (run / "config.yaml").write_text(OWN)
+    row = {"question": "1+1", "solution": "so #### 2", "level": 3}
+    source = asked(run, tmp_path, row)
+    assert [(r.problem, r.answer, r.columns) for r in read(source)] == [("1+1", "2", {"level": 3})]
+    assert asked(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
+
+
+def test_data_that_have_other_columns_or_no_pattern_are_read_as_they_are(run, tmp_path):
+    (run / "config.yaml").write_text(OWN)
+    source = asked(run, tmp_path, {"problem": "1+1", "answer": "2"})
+    assert (source.problem_column, source.answer_pattern, source.columns) == ("problem", None, ())
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "2", "level": 3})
+    assert (source.problem_column, source.answer_pattern) == ("question", None)
+    assert [r.answer for r in read(source)] == ["2"]
+
+
+def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
+    source = asked(run, tmp_path, {"task": "1+1", "answer": "2"})
+    with pytest.raises(
+        ValueError, match=r"no column `problem`.*task, answer.*here `data\.eval\.0\.problem_column`"
+    ):
+        read_all([source], "data.eval")
+    (run / "config.yaml").write_text(OWN)
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "2"})
+    with pytest.raises(ValueError, match=r"no column `level`.*Set `columns`.*here `data\.eval\.0\.columns`"):
+        read_all([source], "data.eval")
+
+
+def test_a_pattern_of_a_run_that_finds_no_end_does_not_hang(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
+    (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))
+    source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})
+    assert source.answer_pattern == "(a+)+b"
+    monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
+    with pytest.raises(ValueError, match="finds no end within 1 s"):
+        read(source)

@@ -1,0 +1,50 @@
+"""Memory of supervised training before a run: counted by `check` and by `plan`."""
+
+import pytest
+from rich.console import Console
+
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.models import published
+from grpo_dist.tools.plan.report import print_plan
+from tests.support import fakes
+
+GIB = 2**30
+
+
+def config(**sft):
+    return fakes.config(
+        model={"path": "sft", "gradient_checkpointing": True},
+        sft={"model": "Qwen/Qwen2.5-1.5B", "data": "pairs.jsonl"} | sft,
+        policy={"num_workers": 4},
+        batch={"prompts_per_step": 4},
+    )
+
+
+def test_states_are_four_float32_numbers_a_weight_and_activations_those_of_the_whole_batch():
+    model = published("Qwen/Qwen2.5-1.5B")
+    one, two = (cold_start(config(batch_size=n), model, gpu=True, longest=64) for n in (4, 8))
+    states = sum(one.parts[name] for name in ("weights", "gradients", "optimiser"))
+    assert states == 16 * model.parameters
+    assert two.parts["activations"] == pytest.approx(2 * one.parts["activations"])
+    bounded = cold_start(config(batch_size=4, max_length=64), model, gpu=True)
+    assert bounded.total == one.total  # where the rows are not known, the longest that may be
+
+
+def test_what_does_not_fit_names_the_keys_to_lower():
+    model, cluster = published("Qwen/Qwen2.5-1.5B"), parse_cluster("1x8xH100")
+    small, large = (cold_start(config(), model, gpu=True, longest=n) for n in (16, 4096))
+    assert cold_start_problem(config(), small, cluster) is None
+    said = cold_start_problem(config(), large, cluster)
+    assert said.startswith("cold start: ") and "lower `sft.batch_size` or `sft.max_length`" in said
+
+
+def test_a_plan_counts_it():
+    assert is_trained_first(config()) and not is_trained_first(fakes.config())
+    made = make_plan(config(), "1x8xH100", prompt_tokens=50, split=False)
+    console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_plan(made, console)
+    said = console.export_text()
+    assert "cold start, before all workers: " in said and "48 rows of `sft.max_length` = 1024 tokens" in said
+    assert "warning: cold start: " in said and "`check` counts the rows as they are" in said

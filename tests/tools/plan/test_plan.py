@@ -1,0 +1,641 @@
+"""`grpo-dist plan`: clusters, times by hand, calibration, the best split, what is printed and refused."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_dist.cli import main
+from grpo_dist.config.files import load_config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.bench.result import DecodeStep, Result
+from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
+from grpo_dist.tools.plan.calibration import calibrate
+from grpo_dist.tools.plan.command import _slow, make_plan
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
+from grpo_dist.tools.plan.report import cost_per_million, losses_of, print_plan, reason
+from grpo_dist.tools.plan.stragglers import Slow
+from grpo_dist.tools.plan.sweep import Cell, _options, best, bound, longest_s, search
+from grpo_dist.tools.plan.workload import Workload, workload_of
+from tests.support.fakes import config
+
+ROOT = Path(__file__).resolve().parents[3]
+GPU = str(ROOT / "configs/gsm8k_qwen2.5_1.5b.yaml")
+
+
+# Clusters
+
+
+def test_a_cluster_is_nodes_of_cards():
+    cluster = parse_cluster("8x4xh100")
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.gpus, str(cluster)) == (8, 4, 32, "8x4xH100")
+    assert cluster.card.flops == 989e12 and cluster.price == 32 * 3.0
+    assert parse_cluster("1x1xA100", price=2.5).price == 2.5
+    assert parse_cluster("1x0xCPU").card is None
+
+
+def test_cards_have_what_a_plan_needs():
+    for card in ACCELERATORS.values():
+        assert 20e9 < card.memory < 300e9 and card.network <= card.link < card.hbm < card.flops
+
+
+@pytest.mark.parametrize(
+    "name, card",
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L40", None),
+        ("", None),
+    ],
+)
+def test_a_card_is_found_by_what_its_driver_calls_it(name, card):
+    found = card_called(name)
+    assert (found and found.name) == card
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("8xH100", "expected NODESxGPUSxKIND"),
+        ("0x8xH100", "0 nodes"),
+        ("1x0xH100", "no GPU in a node"),
+        ("1x8xH1000", "no data sheet of H1000 is known; expected one of B200, .*did you mean H100"),
+        ("2x0xCPU", "one at a time; use 1x0xCPU"),
+        ("1x4xCPU", "one at a time; use 1x0xCPU"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(text, words):
+    with pytest.raises(UserError, match=words):
+        parse_cluster(text)
+
+
+# Stage times
+
+
+def rates(cluster="1x8xH100", reached=None, **changes):
+    c = config(**{"model": {"path": "Qwen/Qwen2.5-7B"}} | changes)
+    peaks = Peaks.of(parse_cluster(cluster))
+    return Rates(c, model_of(c), Sizes.of(c, gpu=True), peaks, reached or Reached(1, 1, 1, 1, 1, 0, 0))
+
+
+WEIGHTS = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944) + 152064 * 3584  # that multiply a token
+
+
+def test_few_sequences_are_decoded_at_the_speed_of_the_memory_and_many_at_that_of_the_cores():
+    r = rates()
+    token = 2 * 28 * 4 * 128 * 2
+    assert r.decode_step_s(1, 500) == pytest.approx((2 * WEIGHTS + 500 * token) / 3.35e12)
+    operations = 2 * WEIGHTS * 4096 + 4 * 28 * 28 * 128 * 4096 * 10
+    assert r.decode_step_s(4096, 40_960) == pytest.approx(operations / 989e12)
+
+
+def test_tensor_parallel_divides_the_reading_and_adds_two_reductions_a_layer():
+    alone, two = rates(), rates(rollout={"tensor_parallel_size": 2})
+    hops = 2 * 28 * (12e-6 + 3584 * 2 / 450e9)
+    assert two.decode_step_s(1, 0) == pytest.approx(alone.decode_step_s(1, 0) / 2 + hops)
+
+
+def test_measured_engines_bend_the_roofline():
+    r = rates(reached=replace(Reached(1, 1, 1, 1, 1, 0, 0), decode_curve=((1, 2.0), (101, 3.0)), step_s=0.5))
+    for sequences, factor in ((1, 2.0), (51, 2.5), (500, 3.0)):
+        expected = rates().decode_step_s(sequences, 0) * factor + 0.5
+        assert r.decode_step_s(sequences, 0) == pytest.approx(expected)
+
+
+def test_an_update_multiplies_shared_prompts_once_and_logits_of_completions_alone():
+    work = UpdateWork(((100, (10, 30)),))
+    head = 152064 * 3584
+    pairs = (110 * 111 + 130 * 131) / 2
+    forward = 2 * ((WEIGHTS - head) * 140 + head * 40) + 4 * 28 * 28 * 128 * pairs
+    assert rates().forward_flops(work) == pytest.approx(forward)
+    padded = rates(model={"path": "Qwen/Qwen2.5-7B", "packing": False}).forward_flops(work)
+    assert padded - forward == pytest.approx(2 * (WEIGHTS - head) * 100)
+    passes = {True: 4, False: 3}
+    for checkpointing, count in passes.items():
+        r = rates(model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": checkpointing})
+        assert r.compute_s([work]) == pytest.approx(count * forward / 989e12)
+
+
+def test_a_second_update_needs_the_log_probs_of_before():
+    work = UpdateWork(((0, (10,) * 4),))
+    one = rates().compute_s([work])
+    r = rates(batch={"prompts_per_step": 4, "updates_per_step": 2})
+    assert r.compute_s([work, work]) == pytest.approx(2 * one + one / 3)
+    twice = rates(batch={"prompts_per_step": 4, "epochs_per_batch": 2})
+    assert twice.compute_s([work]) == pytest.approx(2 * one + one / 3)
+
+
+@pytest.mark.parametrize("stage, sent", [(0, 8), (1, 10), (2, 2 + 2), (3, 2 * 2 + 2)])
+def test_what_ranks_send_each_other_by_zero_stage(stage, sent):
+    work = UpdateWork(((0, (1,) * 4),))
+    policy = {"num_workers": 4, "zero_stage": stage}
+    batch = {"prompts_per_step": 4}
+    r = rates(policy=policy, batch=batch)
+    optimizer = 28 * 7_615_616_512 / 4 / 3.35e12
+    gathered = 2 * 2 if stage == 3 else 0  # beside the computation, which is nothing here
+    others = (sent - gathered) * 7_615_616_512 * 3 / 4 / 450e9
+    gathers = gathered * 7_615_616_512 * 3 / 4 / 450e9
+    assert r.update_s([work]) == pytest.approx(
+        max(gathers, r.compute_s([work])) + others + optimizer, rel=1e-6
+    )
+
+
+def test_the_longest_row_bounds_how_far_an_update_is_shared_out():
+    ranks = {"policy": {"num_workers": 8}, "batch": {"prompts_per_step": 8}}
+    even = UpdateWork(((0, (100,) * 16),))
+    uneven = UpdateWork(((0, (1,) * 15 + (1585,)),))
+    assert rates(**ranks).compute_s([even]) == pytest.approx(rates().compute_s([even]) / 8)
+    alone = UpdateWork(((0, (1585,)),))
+    assert rates(**ranks).compute_s([uneven]) == pytest.approx(rates().compute_s([alone]))
+
+
+def test_weights_travel_by_the_network_and_adapters_are_few():
+    whole, adapters = rates(), rates(policy={"lora": {"rank": 8, "sync": "adapter"}})
+    assert whole.sync_s() == pytest.approx(2 * 7_615_616_512 / 50e9)
+    assert adapters.sync_s() < 0.01 * whole.sync_s()
+    assert rates(policy={"zero_stage": 3}).sync_s() == pytest.approx(2 * whole.sync_s())
+
+
+# Options
+
+
+def setting(c, cluster="1x8xH100", **changes):
+    return Setting(parse_cluster(cluster), model_of(c), workload_of(c, prompt_tokens=100), None, **changes)
+
+
+def test_what_does_not_fit_is_said_with_a_remedy():
+    c = config(
+        model={"path": "Qwen/Qwen2.5-72B"},
+        policy={"num_workers": 4, "zero_stage": 2},
+        rollout={"num_workers": 1, "tensor_parallel_size": 1},
+        cluster={"placement": "separate"},
+        batch={"prompts_per_step": 4},
+    )
+    policy, rollout = option_of(c, setting(c)).problems
+    assert "policy: a worker needs" in policy and "a H100 has 75.7 GiB for it" in policy
+    assert "`model.gradient_checkpointing`=true" in policy and "raise `policy.zero_stage`" in policy
+    assert "one sequence of 516 tokens" in rollout and "raise `rollout.tensor_parallel_size`" in rollout
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"policy": {"num_workers": 8}}, r"9 GPUs are needed \(rollout 1 x 1 \+ policy 8 x 1\) but it has 8"),
+        ({"rollout": {"tensor_parallel_size": 16}}, "needs|node"),
+        ({"rollout": {"tensor_parallel_size": 3}}, "does not divide the 28 attention heads"),
+    ],
+)
+def test_what_a_cluster_cannot_hold_is_refused(changes, words):
+    c = config(**{"model": {"path": "Qwen/Qwen2.5-7B"}, "cluster": {"placement": "separate"}} | changes)
+    with pytest.raises(UserError, match=words):
+        option_of(c, setting(c))
+
+
+def test_engines_that_nodes_cannot_hold_are_refused():
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B"},
+        policy={"num_workers": 2},
+        rollout={"num_workers": 4, "tensor_parallel_size": 4},
+        cluster={"placement": "separate"},
+        batch={"prompts_per_step": 4},
+    )
+    with pytest.raises(UserError, match="3x6xH100: its nodes have no room for 4 times 4 GPUs"):
+        option_of(c, setting(c, "3x6xH100"))
+    assert option_of(c, setting(c, "4x6xH100")).roles.gpus == 18
+
+
+def wide(**changes):
+    return config(
+        **{
+            "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
+            "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
+            "sampling": {"max_new_tokens": 256},
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_the_best_split_is_that_of_simulating_all(staleness):
+    c = wide(max_staleness=staleness)
+    cell = Cell(16, staleness)
+    found = best(c, setting(c, "1x4xH100"), cell)
+    everything = [planned(o, steps=2) for o in _options(c, setting(c, "1x4xH100"), cell)]
+    assert len(everything) >= 4
+    most = max(p.simulated.tokens_per_s for p in everything)
+    again = planned(found.option, steps=2)
+    assert again.simulated.tokens_per_s == most
+    for p in everything:  # what allows it to stop early
+        assert p.simulated.tokens_per_s <= 1.05 * bound(p.option)
+
+
+def test_colocated_placement_is_tried_where_the_file_says_zero_3():
+    """With 7B on 8 GPUs at staleness 0 it is much the fastest, and ranks of ZeRO-3 cannot share GPUs."""
+    c = config(
+        model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True},
+        policy={"num_workers": 4, "zero_stage": 3},
+        rollout={"num_workers": 4},
+        batch={"prompts_per_step": 32, "samples_per_prompt": 16},
+        sampling={"max_new_tokens": 1024},
+        cluster={"placement": "separate"},
+    )
+    found = search(c, setting(c), Cell(32, 0))
+    tried = {(t.placement, t.zero_stage): t for t in found.tried}
+    assert [*tried] == [("separate", 3), ("separate", 2), ("colocated", 3), ("colocated", 2)]
+    assert tried["colocated", 3].best is None and "`policy.zero_stage` = 3 has" in tried["colocated", 3].why
+    best_of = {kind: t.best.simulated.tokens_per_s for kind, t in tried.items() if t.best}
+    assert max(best_of, key=best_of.get) == ("colocated", 2)
+    assert best_of["colocated", 2] > 1.1 * best_of["separate", 3]
+    said = printed(make_plan(c, "1x8xH100", prompt_tokens=100))
+    assert "policy.zero_stage=2 cluster.placement=colocated, " in said
+    for kind in ("separate, ZeRO-3: ", "separate, ZeRO-2: ", "colocated, ZeRO-3: none", "colocated, ZeRO-2"):
+        assert f"\n  {kind}" in said
+    assert "not tried: other batches and staleness (--sweep does); other ZeRO stages" in said
+
+
+def test_what_cannot_be_tried_says_why():
+    c = wide(max_staleness=1)
+    tried = search(c, setting(c, "1x4xH100"), Cell(16, 1)).tried
+    why = next(t.why for t in tried if t.placement == "colocated")
+    assert "`max_staleness` = 1 has sampling and training at the same time" in why
+    assert all(0 <= t.fitting <= t.splits and (t.best is None) == (t.fitting == 0) for t in tried)
+
+
+def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
+    c = load_config(GPU, [])
+    made = make_plan(c, "1x8xA100", split=False).simulated
+    said = reason(made)
+    assert said.startswith("the reference bounds the step: busy for ")
+    assert "with twice as many workers (`reference.num_workers`) a step takes " in said
+    more = make_plan(load_config(GPU, ["reference.num_workers=4"]), "2x8xA100", split=False).simulated
+    assert more.simulated.step_s < 0.9 * made.simulated.step_s
+    assert "reference" not in reason(more)
+
+
+def test_options_that_train_alike_keep_batch_and_staleness():
+    c = wide()
+    for option in _options(c, setting(c, "1x4xH100"), Cell(32, 1)):
+        own = option.config
+        assert (own.batch.prompts_per_step, own.max_staleness) == (32, 1) and not option.problems
+        used = own.policy.num_workers + own.rollout.num_workers * own.rollout.tensor_parallel_size
+        assert used <= 4 and not option.roles.colocated
+
+
+def test_cost_is_the_price_of_all_cards_for_the_time_of_the_tokens():
+    c = wide(max_staleness=1)
+    made = make_plan(c, "1x4xH100", price=2.0, prompt_tokens=100, split=False)
+    run = made.simulated.simulated
+    hours = run.step_s / 3600
+    assert cost_per_million(run, made.setting.cluster) == pytest.approx(
+        4 * 2.0 * hours / (run.tokens / 1e6), rel=1e-9
+    )
+
+
+# Calibration
+
+
+def result(c, **changes):
+    """Of a benchmark on two cores: 2 steps of 4 prompts, 2 samples each of 10 and of 30 tokens."""
+    figures = {
+        "generation/step_s": 3.0, "training/step_s": 5.0, "training/peak_flops": 2e11, "scoring/step_s": 0.4,
+        "sync/bytes_per_s": 5e8, "sync/step_s": 0.1, "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
+    }  # fmt: skip
+    base = Result(
+        name="made", config=c.model_dump(mode="json"), machine={"cpu": "made", "cores": 2},
+        workload={"prompt_tokens_mean": 16.0, "prompts_per_step": 4, "samples_per_prompt": 2},
+        figures=figures, limit_settings={}, actors=[], steps=[{"train/tokens": 4 * (2 * 16 + 40)}] * 2,
+        timeline=[], timeline_s=1.0,
+        lengths=[10, 30] * 8,
+        decode_steps=[DecodeStep(1, 30, 0.02), DecodeStep(8, 30, 0.04)],
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def cpu_config(**changes):
+    return config(
+        **{
+            "model": {"path": "random:" + str(ROOT / "configs/bench/shapes/qwen2_13m.json")},
+            "sampling": {"max_new_tokens": 30},
+            "policy": {"zero_stage": 0},
+        }
+        | changes
+    )
+
+
+def on_two_cores(c, measured):
+    cluster = parse_cluster("1x0xCPU")
+    calibration = calibrate(measured, cluster)
+    workload = workload_of(c, prompt_tokens=16, measured=calibration.lengths)
+    return planned(option_of(c, Setting(cluster, model_of(c), workload, calibration))).simulated
+
+
+@pytest.mark.parametrize("limits", [True, False])
+def test_a_plan_of_the_benchmarks_own_work_gives_its_own_times(limits):
+    c = cpu_config()
+    measured = result(c)
+    if not limits:
+        without = {k: v for k, v in measured.figures.items() if k != "training/peak_flops"}
+        measured = replace(measured, decode_steps=[], figures=without)
+    run = on_two_cores(c, measured)
+    assert run.stage_s["sample"] == pytest.approx(3.0, rel=0.05)
+    assert run.stage_s["update"] == pytest.approx(5.0, rel=0.05)
+    weights = 4 * model_of(c).parameters
+    assert run.stage_s["sync"] == pytest.approx(weights / 5e8)
+    scoring = 0.4 / 4  # of the last group, one after the other
+    assert run.step_s == pytest.approx(3.0 + scoring + 5.0 + weights / 5e8 + 0.05, rel=0.06)
+
+
+def test_other_work_takes_other_times():
+    c = cpu_config()
+    run = on_two_cores(cpu_config(batch={"prompts_per_step": 8, "samples_per_prompt": 2}), result(c))
+    assert run.stage_s["update"] == pytest.approx(10.0, rel=0.05)
+    assert 3.0 < run.stage_s["sample"] < 6.0  # twice the sequences in as many steps
+    one_ahead = on_two_cores(cpu_config(max_staleness=1), result(c))
+    # On half of the cores.
+    assert one_ahead.stage_s["update"] == pytest.approx(5.0 * 2**0.8, rel=0.05)
+
+
+def test_a_reward_model_has_one_thread_where_there_are_no_gpus():
+    measured = calibrate(result(cpu_config()), parse_cluster("1x0xCPU"))
+    both = measured.peaks_of(measured.roles)  # the rank had two threads, 1.74 times as fast as one
+    assert measured.roles.policy_threads == 2
+    assert both.thread_flops == pytest.approx(both.flops / 2**0.8)
+
+
+@pytest.mark.parametrize(
+    "changes, cluster, words",
+    [
+        ({}, "1x8xH100", "measured on a machine without GPUs, and --cluster is 1x8xH100"),
+        ({"machine": {"gpu": "NVIDIA A100-SXM4-80GB", "gpus": 1}}, "1x8xH100", "measured on NVIDIA A100"),
+        ({"machine": {"gpu": "NVIDIA L4", "gpus": 1}}, "1x0xCPU", "measured on NVIDIA L4"),
+        ({"machine": {"gpu": "NVIDIA L40S", "gpus": 1}}, "1x8xL4", "measured on NVIDIA L40S"),
+        ({"machine": {"gpu": "NVIDIA H200", "gpus": 1}}, "1x8xH20", "measured on NVIDIA H200"),
+        ({"machine": {"gpu": "some card", "gpus": 1}}, "1x0xCPU", "measured on some card"),
+        ({"lengths": []}, "1x0xCPU", "does not say how long its completions were"),
+    ],
+)
+def test_a_benchmark_of_other_hardware_is_refused(changes, cluster, words):
+    with pytest.raises(UserError, match=words):
+        calibrate(result(cpu_config(), **changes), parse_cluster(cluster))
+
+
+def test_a_benchmark_of_the_same_card_is_taken():
+    c = config(model={"path": "Qwen/Qwen2.5-1.5B"}, policy={"zero_stage": 2})
+    machine = {"gpu": "NVIDIA A100-SXM4-80GB", "gpus": 2}
+    measured = result(c, machine=machine, decode_steps=[])
+    calibration = calibrate(measured, parse_cluster("4x8xA100-80GB"))
+    assert calibration.cpus is None and calibration.reached.source.endswith("NVIDIA A100-SXM4-80GB")
+    # A rank has fewer CPU threads beside it where there are more ranks, and its GPU is the same.
+    fewer = replace(calibration.roles, policy_threads=calibration.roles.policy_threads // 4)
+    assert calibration.peaks_of(fewer) == calibration.peaks
+
+
+# The command
+
+
+def printed(made):
+    console = Console(record=True, width=150, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_plan(made, console)
+    return console.export_text()
+
+
+def test_the_command_prints_a_plan_and_writes_its_timeline(tmp_path, capsys):
+    trace = tmp_path / "plan.json"
+    small = ["batch.prompts_per_step=16", "sampling.max_new_tokens=256"]
+    arguments = ["--cluster", "1x8xH100", "--price", "2", "--timeline", str(trace), *small]
+    assert main(["plan", GPU, *arguments]) == 0
+    said = capsys.readouterr().out
+    for words in (
+        "1.544 billion parameters on 1x8xH100", "key-value cache", "tokens/s", "at $2 an hour",
+        "a million tokens", "best at this batch and staleness: rollout.num_workers=", "rollout-0 |",
+        "U update", "assumed: ",
+    ):  # fmt: skip
+        assert words in said
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"sample", "update", "sync", "score", "logprobs"} <= {e["name"] for e in events}
+    tracks = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert tracks >= {"rollout-0", "policy", "reference-0"}
+    updates = [e for e in events if e["name"] == "update"]
+    assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(updates))
+
+
+RECIPES = [ROOT / "configs/demo.yaml", *sorted((ROOT / "configs").glob("*_qwen*.yaml"))]
+EXPECTED = re.compile(
+    r"^# Expected on (\S+) \(`grpo-dist plan`, (.*?)\): (.*) of (?:a GPU|the machine); ([\d.]+) s a step, "
+    r"([\d,]+) tok",
+    re.M,
+)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_says_what_is_planned_for_it_and_fits(file):
+    """Whoever changes a recipe, or a rate of the plan, writes down what is expected then."""
+    cluster, source, memory, step_s, tokens_per_s = EXPECTED.search(file.read_text()).groups()
+    bench = None if source == "data sheets" else ROOT / source
+    made = make_plan(load_config(file, []), cluster, bench=bench, split=False)
+    assert not made.refused and made.configured.roles.gpus == made.setting.cluster.gpus
+    for text in memory.split(", "):
+        role, gib, _ = text.split(" ")
+        assert made.configured.memory[role].total / 2**30 == pytest.approx(float(gib), abs=0.06)
+    run = made.simulated.simulated
+    assert run.step_s == pytest.approx(float(step_s), rel=0.03)
+    assert run.tokens_per_s == pytest.approx(float(tokens_per_s.replace(",", "")), rel=0.03)
+
+
+def test_recipes_are_there_for_every_size():
+    sizes = {EXPECTED.search(file.read_text())[1] for file in RECIPES}
+    assert sizes == {"1x0xCPU", "1x1xH100", "1x4xH100", "1x8xH100", "2x8xH100", "8x8xH100", "16x8xH100"}
+    largest = load_config(ROOT / "configs/math_qwen2.5_32b_16nodes.yaml", [])
+    assert largest.policy.zero_stage == 3 and largest.policy.sequence_parallel > 1
+
+
+@pytest.mark.parametrize("preset", sorted(p.stem for p in (ROOT / "configs/algorithms").glob("*.yaml")))
+def test_every_algorithm_can_be_planned(preset):
+    small = ["batch.prompts_per_step=8", "bench.lengths.kind=fixed", "bench.lengths.tokens=20"]
+    own = [f"+algorithm={preset}", *small]
+    if preset == "process":
+        own.append("rewards.models=[{name: steps, path: some/model, kind: process}]")
+    made = make_plan(load_config(GPU, own), "1x9xH100", split=False)
+    samples = made.simulated.simulated.samples
+    put_aside = made.configured.config.dynamic_sampling.enabled
+    assert not made.refused and (samples > 8 * 8 if put_aside else samples == 8 * 8)
+
+
+def test_one_gpu_is_shared(capsys):
+    one = ["policy.num_workers=1", "rollout.num_workers=1", "max_staleness=0", "policy.zero_stage=2"]
+    own = [*one, "algorithm.kl.coef=0", "batch.prompts_per_step=8", "sampling.max_new_tokens=128"]
+    assert main(["plan", GPU, "--cluster", "1x1xA100", *own]) == 0
+    said = capsys.readouterr().out
+    assert "of the policy's" in said and "changes of turns" in said and "best split" not in said
+
+
+def test_what_does_not_fit_is_planned_with_the_best_split():
+    c = wide(policy={"num_workers": 8}, rollout={"num_workers": 8}, max_staleness=1)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100)
+    assert made.simulated is None and "16 GPUs are needed" in made.refused
+    text = printed(made)
+    assert "as configured: does not fit: " in text and "best split: 4 GPU(s)" in text
+
+
+def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
+    c = wide()
+    made = make_plan(c, "1x2xH100", prompt_tokens=100, sweep=True)
+    seen = [(p.option.config.batch.prompts_per_step, p.option.config.max_staleness) for p in made.found]
+    assert seen[0] == (16, 0) and set(seen) == {(b, n) for b in (8, 16, 32) for n in (0, 1)}
+    assert "best splits on 1x2xH100" in printed(made)
+
+
+def test_what_goes_wrong_is_planned_too():
+    slow = Slow(engines=1, engine=2.0, rank=1.5)
+    c = wide(checkpoint={"every": 10}, policy={"num_workers": 2}, steps=100)
+    calm = make_plan(c, "1x4xH100", prompt_tokens=100, split=False)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=slow, failure_hours=20)
+    assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
+    text = printed(made)
+    assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
+    assert "slow: a policy rank: updates take 1.5 times as long" in text
+    assert "losses of policy ranks: one every 10.0 h; to start anew (assumed: 2.0 min each)" in text
+    assert "without the back-off" in text and "warning" not in text
+    assert "slow" not in printed(calm) and "losses" not in printed(calm)
+
+
+def test_losses_are_in_the_hours_and_in_the_price():
+    c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5)
+    found = losses_of(made.simulated, made.setting)
+    assert found.every_s == 900 and found.planned_s == pytest.approx(3000 * made.simulated.simulated.step_s)
+    text = printed(made).replace("\n", " ")
+    planned_s, expected_s = found.planned_s / 3600, found.expected_s / 3600
+    assert expected_s > 1.3 * planned_s and f"3000 steps take {expected_s:,.1f} h with them" in text
+    price = made.setting.cluster.price
+    assert (
+        f"${price * planned_s:,.0f} the run without losses and ${price * expected_s:,.0f} with them" in text
+    )
+    assert "more than `cluster.restarts.max_per_worker` = 3 of them come within `window_s` = 3600 s" in text
+
+
+@pytest.mark.parametrize(
+    "every, remedy",
+    [(0, "; set `checkpoint.every`"), (3000, "; lower `checkpoint.every`"), (1, "")],
+)
+def test_a_run_that_gets_nowhere_is_said_to(every, remedy):
+    c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5 if every != 1 else 0.01)
+    line = next(x for x in printed(made).splitlines() if x.startswith("losses of policy ranks"))
+    assert line.endswith(f"the run gets nowhere{remedy}") and "with them" not in printed(made)
+
+
+@pytest.mark.parametrize("placement, engines_s", [("colocated", 0.0), ("separate", 100 * 3600 / 2)])
+def test_engines_that_share_gpus_with_ranks_are_lost_with_them(placement, engines_s):
+    """Not replaced alone, and not counted twice."""
+    rollout = {"num_workers": 1, "tensor_parallel_size": 2}
+    c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})
+    option = option_of(c, setting(c, "1x4xH100", lost_every_s=100 * 3600.0))
+    assert option.roles.colocated == (placement == "colocated")
+    assert option.scenario.losses.engine_s == engines_s
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=100)
+    assert losses_of(made.simulated, made.setting).every_s == 50 * 3600
+
+
+def test_slow_engines_are_said_to_be_waited_for():
+    """One of four takes three times as long; the longest completion may well be with another."""
+    c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
+    even = make_plan(c, "1x6xH100", prompt_tokens=100, split=False)
+    one = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=1, engine=3.0))
+    said = reason(one.simulated)
+    assert said.startswith("slow engines bound the step: they are idle for ") and "keep" in said
+    assert "slow" not in reason(even.simulated)
+    each = one.simulated.simulated.engines_idle
+    assert len(each) == 4 and max(each[1:]) - each[0] > 0.3
+    assert sum(each) / 4 == pytest.approx(one.simulated.simulated.idle["rollout"])
+    busy = replace(one.simulated.simulated, idle={"rollout": 0.5, "policy": 0.01})
+    assert not reason(replace(one.simulated, simulated=busy)).startswith("slow engines")
+    alone = longest_s(even.simulated.option.scenario)
+    every = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=6, engine=3.0))
+    assert longest_s(one.simulated.option.scenario) == alone
+    assert longest_s(every.simulated.option.scenario) == pytest.approx(3 * alone)
+    assert "slow: 4 of 4 engine(s)" in printed(every)  # of six that the best split may have
+
+
+def test_a_slow_rank_is_said_to_be_waited_for():
+    c = wide(max_staleness=1)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=Slow(rank=2.0)).simulated
+    run = replace(made.simulated, step_s=100.0, idle={"rollout": 0.5, "policy": 0.01})
+    assert reason(replace(made, simulated=run)).endswith("50.0 % of it wait for the slow rank")
+
+
+def test_slow_engines_are_as_many_as_the_cluster_may_have():
+    c, eight = config(rollout={"num_workers": 2}), parse_cluster("1x8xH100")
+    assert _slow(c, eight, "8x2", 1.0) == Slow(8, 2.0, 1.0)
+    for cluster, count, words in (
+        (eight, 9, "up to 8 .of 1x8xH100"),
+        (parse_cluster("1x0xCPU"), 3, "up to 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            _slow(c, cluster, f"{count}x2", 1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--cluster", "1x0xCPU"], ["in no data sheet", "grpo-dist bench"]),
+        (["--cluster", "1x8xH100", "--price", "-1"], ["--price -1"]),
+        (["--cluster", "1x8xH100", "--prompt-tokens", "0"], ["--prompt-tokens 0"]),
+        (["--cluster", "1x8xH100", "--failure-hours", "-2"], ["--failure-hours -2"]),
+        (["--cluster", "1x8xH100", "--failure-hours", "nan"], ["--failure-hours nan"]),
+        (["--cluster", "1x8xH100", "--failure-hours", "inf"], ["--failure-hours inf"]),
+        (["--cluster", "1x8xH100", "--slow-engines", "2"], ["--slow-engines 2", "COUNTxFACTOR"]),
+        (
+            ["--cluster", "1x8xH100", "--slow-engines", "99x2"],
+            ["--slow-engines 99x2", "up to 8 (of 1x8xH100)"],
+        ),
+        (["--cluster", "1x8xH100", "--slow-engines", "1x0.5"], ["--slow-engines 1x0.5", "1 or more"]),
+        (["--cluster", "1x8xH100", "--slow-rank", "nan"], ["--slow-rank nan"]),
+        (["--cluster", "1x8xH100", "--bench", "nothing.json"], ["nothing.json", "cannot be read"]),
+        (["--cluster", "1x8xH100", "model.path=some/model"], ["some/model", "whose sizes are known"]),
+        (["--cluster", "1x1xL4", "model.path=Qwen/Qwen2.5-72B"], ["gsm8k-qwen2.5-1.5b on 1x1xL4"]),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(arguments, words, capsys):
+    assert main(["plan", GPU, *arguments]) == 2
+    said = capsys.readouterr()
+    assert len(said.err.strip().splitlines()) == 1 and all(word in said.err for word in words)
+
+
+def test_a_model_of_another_kind_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    for content, words in (
+        ('{"model_type": "mamba2"}', "`model_type` = mamba2; a plan knows"),
+        ('{"model_type": "qwen2"}', "no 'num_attention_heads'"),
+        ("[]", "is no object"),
+        ("{", "cannot be read"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=words):
+            model_of(config(model={"path": f"random:{file}"}))
+
+
+def test_reasons_name_who_is_waited_for():
+    c = wide(max_staleness=1)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False).simulated
+    run = replace(made.simulated, step_s=100.0)
+    bounds = {"rollout": (0.01, 0.5, "generation bounds"), "policy": (0.5, 0.01, "training bounds")}
+    for rollout, policy, words in bounds.values():
+        idle = {"rollout": rollout, "policy": policy}
+        assert reason(replace(made, simulated=replace(run, idle=idle))).startswith(words)
+    slow = replace(run, stage_s={"sample": 1.0, "logprobs": 95.0})
+    assert reason(replace(made, simulated=slow)).startswith("the reference bounds the step")
+    tail = replace(run, step_s=longest_s(made.option.scenario))
+    assert reason(replace(made, simulated=tail)).startswith("the longest completions bound the step")
+    assert Workload(1, c.bench.lengths, 5, measured=(9,)).length(3) == 5

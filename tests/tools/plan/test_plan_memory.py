@@ -1,0 +1,290 @@
+"""The memory model of `grpo-dist plan`: by hand, and against what real models keep for a backward pass."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_dist.policy.attention import NAME, BlockKernel, register
+from grpo_dist.policy.packing import packed
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.memory import (
+    GIB,
+    Sizes,
+    activation_bytes,
+    attended,
+    lora_parameters,
+    policy_rank,
+    reference_worker,
+    rollout_engine,
+    states,
+)
+from grpo_dist.tools.plan.models import from_config_json, model_of, published
+from grpo_dist.tools.plan.workload import Workload, workload_of
+from grpo_dist.types import Rows
+from tests.support.fakes import config
+
+ROOT = Path(__file__).resolve().parents[3]
+LENGTHS = Workload(100, config().bench.lengths, 1000, measured=(300,))
+SHAPE = {
+    "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def gpu(**changes):
+    return config(model={"path": "Qwen/Qwen2.5-7B"} | changes.pop("model", {}), **changes)
+
+
+@pytest.mark.parametrize(
+    "hub_id, parameters",
+    [  # as their model cards, or the index of their checkpoint, say
+        ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
+        ("Qwen/Qwen2.5-32B", 32_763_876_352),
+        ("Qwen/Qwen3-8B-Base", 8_190_735_360),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+    ],
+)
+def test_published_models_have_their_published_sizes(hub_id, parameters):
+    assert published(hub_id).parameters == parameters
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_real_model(kind, tied):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPE | {"model_type": kind, "tie_word_embeddings": tied}
+    settings = {name: value for name, value in shape.items() if name != "model_type"}
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    assert from_config_json(shape, "made").parameters == sum(p.numel() for p in real.parameters())
+
+
+def test_a_made_model_is_counted_from_its_directory(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    real = AutoModelForCausalLM.from_pretrained(tiny_model)
+    found = model_of(config(model={"path": str(tiny_model)}))
+    assert found.parameters == sum(p.numel() for p in real.parameters())
+    assert found.kv_values() == 2 * 4 * 2 * 32  # keys and values, layers, heads, size
+
+
+def test_adapters_are_counted_as_peft_makes_them(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    from grpo_dist.config import LoRA
+    from grpo_dist.policy.lora import adapter_parameters, add_adapters
+
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        settings = {"rank": 4, "target_modules": targets}
+        real = AutoModelForCausalLM.from_pretrained(tiny_model)
+        add_adapters(real, LoRA.model_validate(settings), seed=0)
+        planned = config(model={"path": str(tiny_model)}, policy={"lora": settings})
+        expected = sum(p.numel() for _, p in adapter_parameters(real))
+        assert lora_parameters(planned, model_of(planned)) == expected
+
+
+@pytest.mark.parametrize(
+    "policy, dtype, bytes_each",
+    [  # (weights, gradients, optimiser), bytes a parameter on each of 4 ranks
+        ({"zero_stage": 0}, "float32", (4, 4, 8)),
+        ({"zero_stage": 1}, "float32", (4, 4 + 1, 3)),
+        ({"zero_stage": 1}, "bfloat16", (2, 4 + 2, 3)),
+        ({"zero_stage": 2}, "bfloat16", (2, 1, 3)),
+        ({"zero_stage": 3}, "bfloat16", (0.5, 1, 3)),
+        ({"zero_stage": 2, "offload": {"optimizer": "cpu"}}, "bfloat16", (2, 0, 0)),
+        ({"zero_stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, "bfloat16", (0, 0, 0)),
+    ],
+)
+def test_states_of_a_rank_by_zero_stage(policy, dtype, bytes_each):
+    planned = gpu(policy={"num_workers": 4} | policy, model={"dtype": dtype})
+    found = states(planned, model_of(planned), Sizes.of(planned, gpu=True))
+    assert [v / 7_615_616_512 for v in found.values()] == pytest.approx(list(bytes_each))
+
+
+def test_offloaded_states_are_in_host_memory():
+    planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "offload": {"optimizer": "cpu"}})
+    rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
+    assert sum(rank.host.values()) == pytest.approx(4 * 7_615_616_512)  # (12 + 4) / 4 ranks
+
+
+def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
+    planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "lora": {"rank": 8}})
+    found = states(planned, model_of(planned), Sizes.of(planned, gpu=True))
+    adapters = 28 * 8 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert found == {
+        "weights": 2 * (7_615_616_512 + adapters), "gradients": adapters, "optimiser": 3 * adapters
+    }  # fmt: skip
+
+
+def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
+    """Bytes of all tensors that a real forward pass keeps, weights and buffers aside; tokens of the stream
+    and of its rows.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from grpo_dist.policy.model import TokenLogprobs
+
+    register()
+    settings = {name: value for name, value in shape.items() if name != "model_type"}
+    made = AutoConfig.for_model(shape["model_type"], **settings)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation=NAME).to(dtype)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    module = TokenLogprobs(model.train(), temperature=1.0, chunk_mib=1)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tokens = torch.randint(0, 1000, (2, total))
+    tokens[1, :prompt] = tokens[0, :prompt]
+    wanted = torch.arange(total).expand(2, -1) >= prompt
+    groups = torch.zeros(2, dtype=torch.long)
+    layout = packed(
+        Rows(tokens, torch.full((2,), total), wanted, groups, torch.full((2,), prompt)), BlockKernel()
+    )
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage  # holding it keeps its address its own
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(layout)
+    return sum(s.nbytes() for s in kept.values()), layout.tokens.numel(), 2 * total
+
+
+@pytest.mark.parametrize("dtype, itemsize", [(torch.float32, 4), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("kind, prompt", [("qwen2", 0), ("qwen2", 48), ("llama", 16)])
+def test_activations_are_those_that_a_real_forward_pass_keeps(dtype, itemsize, kind, prompt):
+    shape = SHAPE | {"model_type": kind, "num_hidden_layers": 8}
+    kept, stream, rows = kept_for_backward(
+        shape, dtype, checkpointing=False, prompt=max(prompt, 1), total=128
+    )
+    sizes = Sizes(False, itemsize, 0, 0, 0)
+    found = activation_bytes(
+        from_config_json(shape, ""), sizes, tokens=stream, attended=rows, checkpointing=False
+    )
+    assert found == pytest.approx(kept, rel=0.02)
+
+
+def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
+    few, many = SHAPE | {"num_hidden_layers": 2}, SHAPE | {"num_hidden_layers": 10}
+    kept = [kept_for_backward(s, torch.bfloat16, checkpointing=True, prompt=1, total=64) for s in (few, many)]
+    sizes = Sizes(False, 2, 0, 0, 0)
+    found = [
+        activation_bytes(from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], checkpointing=True)
+        for s, k in zip((few, many), kept, strict=True)
+    ]
+    # What the pass keeps lacks the layer that the backward pass computes again.
+    assert found[1] - found[0] == kept[1][0] - kept[0][0] == 8 * kept[0][1] * 2 * 64
+    assert found[0] > kept[0][0]
+
+
+def test_a_rank_of_7b_by_hand():
+    planned = gpu(
+        policy={"num_workers": 8, "zero_stage": 2},
+        model={"gradient_checkpointing": True},
+        batch={"prompts_per_step": 8, "samples_per_prompt": 8, "micro_batch_tokens": 16384},
+    )
+    rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
+    n, tokens, vocabulary, hidden = 7_615_616_512, 16384, 152064, 3584
+    rows = tokens * 400 / (100 / 8 + 300)  # each sample with its prompt
+    norm = 8 * hidden + 4
+    layer = tokens * (2 * norm + 8 * 18944 + 2 * 3584) + rows * (4 * (3584 + 512) + 4 * 28)
+    assert rank.parts == {
+        "weights": 2 * n,
+        "gradients": n // 2,
+        "optimiser": 12 * n // 8,
+        "activations": round(28 * tokens * 2 * hidden + layer + tokens * (norm + 2 * hidden)),
+        # Two blocks of logits; the head's gradient in float32, a product of its size, and in bfloat16.
+        "logits": 2 * 256 * 2**20 + vocabulary * hidden * 10,
+        "buckets": 1_000_000_000,
+        "runtime": 2 * GIB,
+    }
+
+
+def test_sequence_parallel_ranks_share_the_tokens_of_a_micro_batch():
+    alone, shared = (
+        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
+        for c in (
+            gpu(policy={"num_workers": 4, "sequence_parallel": n}, batch={"prompts_per_step": 4})
+            for n in (1, 4)
+        )
+    )
+    assert alone == pytest.approx(4 * shared)
+
+
+def test_a_sequence_above_the_budget_is_what_a_rank_must_hold():
+    long = gpu(sampling={"max_new_tokens": 31_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
+    short = gpu(sampling={"max_new_tokens": 3_000}, batch={"prompts_per_step": 4, "micro_batch_tokens": 4096})
+    a, b = (
+        policy_rank(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts["activations"]
+        for c in (long, short)
+    )
+    assert a / b == pytest.approx((31_000 + 512) / 4096)
+
+
+def test_rows_of_a_packed_stream_have_their_own_prompts():
+    c = config(batch={"samples_per_prompt": 4, "prompts_per_step": 4})
+    assert attended(c, LENGTHS, 1000) == pytest.approx(1000 * (100 + 300) / (100 / 4 + 300))
+    long_prompts = Workload(10_000, c.bench.lengths, 1000, measured=(1,))
+    assert attended(c, long_prompts, 1000) == pytest.approx(4 * 1000, rel=0.01)
+    assert attended(config(model={"path": "x", "packing": False}), LENGTHS, 1000) == 1000
+
+
+def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
+    c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
+    model, sizes, card = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card
+    engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory, colocated=False)
+    token = 2 * 28 * 2 * 128 * 2  # keys and values, layers, half of 4 heads of size 128, bfloat16
+    others = 7_615_616_512 + 8192 * (3 * 18944 // 2 + 4 * 3584) * 2 + 3 * 256 * 152064 * 4 + 2 * GIB
+    assert engine.token_bytes == token and engine.cache == int(81_559 * 2**20 * 0.9) - others
+    assert engine.longest == engine.cache // token // (512 + 4)
+    assert engine.mean == 256  # no more are decoded at once
+    assert engine.total == int(81_559 * 2**20 * 0.9)
+    small = rollout_engine(
+        c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, colocated=True
+    )
+    assert small.cache < engine.cache / 4
+
+
+def test_who_sleeps_on_a_gpu_leaves_something_there():
+    c = gpu(rollout={"gpu_memory_utilization": 1.0})
+    model, sizes, memory = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card.memory
+    apart, beside = (policy_rank(c, model, sizes, LENGTHS, colocated=both) for both in (False, True))
+    assert beside.total - apart.total == beside.parts["sleeping engine"] == 2 * GIB
+    states = sum(apart.parts[name] for name in ("weights", "gradients", "optimiser"))
+    assert sum(beside.host.values()) - sum(apart.host.values()) == states
+    alone, sharing = (
+        rollout_engine(c, model, sizes, LENGTHS, memory=memory, colocated=both) for both in (False, True)
+    )
+    assert alone.cache - sharing.cache == 2 * GIB
+
+
+def test_a_reference_keeps_nothing_for_a_backward_pass():
+    c = gpu(algorithm={"kl": {"coef": 0.1}})
+    found = reference_worker(c, model_of(c), Sizes.of(c, gpu=True), LENGTHS).parts
+    assert found["weights"] == 2 * 7_615_616_512 and "gradients" not in found
+    assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
+
+
+def test_lengths_that_nobody_gives_are_assumed_and_said():
+    c = config(sampling={"max_new_tokens": 900})
+    made = workload_of(c, prompt_tokens=None)
+    assert made.prompt_tokens == 128 and made.mean == pytest.approx(300, rel=0.05)
+    assert "a quarter of data.max_prompt_tokens" in made.assumed and "log-normal" in made.assumed
+    known = workload_of(c, prompt_tokens=50, measured=[10, 2000])
+    assert (known.prompt_tokens, known.mean, known.assumed) == (50, (10 + 900) / 2, "")
+    fixed = workload_of(config(bench={"lengths": {"kind": "fixed"}}), prompt_tokens=5, measured=[9])
+    assert fixed.mean == 4 and fixed.length(3) == 4  # what is asked for comes before what was measured
+
+
+def test_shapes_of_benchmarks_can_be_planned():
+    for file in (ROOT / "configs/bench/shapes").glob("*.json"):
+        assert from_config_json(json.loads(file.read_text()), file.stem).parameters > 1e6

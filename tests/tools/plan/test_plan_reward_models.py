@@ -1,0 +1,202 @@
+"""Reward models in `grpo-dist plan`: their sizes, memory and times by hand, and what is said of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
+
+from grpo_dist.errors import UserError
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.memory import GIB, Sizes
+from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
+from grpo_dist.tools.plan.report import print_plan, reason, warnings
+from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
+from grpo_dist.tools.plan.sweep import bound
+from grpo_dist.tools.plan.workload import workload_of
+from tests.support.fakes import config
+from tests.support.made_classifiers import config as classifier_config
+
+KNOWN = "Qwen/Qwen2.5-7B"
+BODY = 28 * (3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944)  # weights that multiply each token
+
+
+def judged(*models, **changes):
+    base = {
+        "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
+        "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 256},
+        "rewards": {"models": [{"name": "judge", "path": KNOWN} | model for model in models]},
+    }
+    return config(**base | changes)
+
+
+def one(**changes):
+    """The only model of a configuration."""
+    (known,), unknown = reward_models_of(judged(changes))
+    assert not unknown
+    return known
+
+
+def printed(made):
+    console = Console(record=True, width=160, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_plan(made, console)
+    return console.export_text()
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("real", [Qwen2ForSequenceClassification, Qwen2ForTokenClassification])
+def test_a_classifier_is_the_decoder_without_a_head(real):
+    made = classifier_config(1, num_hidden_layers=3, hidden_size=64, num_attention_heads=4)
+    shape = from_config_json(made.to_dict(), "made")
+    model = real(made).eval()
+    head = sum(p.numel() for p in model.score.parameters())
+    assert shape.without_head == sum(p.numel() for p in model.parameters()) - head
+
+
+def test_sizes_come_from_a_directory_or_a_known_family(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(classifier_config(1).to_dict()))
+    assert one(path=str(tmp_path)).shape.shape.layers == 1
+    assert one().shape.without_head == 7_615_616_512 - 152064 * 3584
+
+
+def test_a_model_whose_sizes_are_unknown_says_why():
+    settings = judged({"path": "some/model"}).rewards.models[0]
+    with pytest.raises(UserError, match=r"path = some/model: neither a directory here.*`path`$"):
+        classifier_of(settings)
+    known, unknown = reward_models_of(judged({"path": "some/model"}, {"name": "other"}))
+    assert [m.settings.name for m in known] == ["other"] and list(unknown) == ["judge"]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("dtype, b", [("auto", 2), ("bfloat16", 2), ("float32", 4)])
+def test_a_worker_holds_the_weights_and_one_batch(dtype, b):
+    c = judged({"dtype": dtype})
+    known = reward_models_of(c)[0][0]
+    tokens, longest = 16384, 512 + 256
+    assert reward_model_worker(c, known, Sizes.of(c, gpu=True)).parts == {
+        "weights": b * (7_615_616_512 - 152064 * 3584),
+        "activations": tokens * (3 * 18944 + 3 * 3584) * b,
+        "attention mask": tokens * longest * (1 + b),
+        "runtime": 2 * GIB,
+    }
+
+
+def test_a_row_above_the_budget_is_a_batch_of_its_own():
+    c = judged({"micro_batch_tokens": 100})
+    found = reward_model_worker(c, reward_models_of(c)[0][0], Sizes.of(c, gpu=True))
+    assert found.parts["attention mask"] == 768 * 768 * 3
+
+
+def test_what_does_not_fit_is_said_with_a_remedy():
+    c = judged({"path": "Qwen/Qwen2.5-72B", "dtype": "float32"}, cluster={"placement": "separate"})
+    known, _ = reward_models_of(c)
+    setting = Setting(
+        parse_cluster("1x8xH100"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
+        reward_models=known,
+    )  # fmt: skip
+    (problem,) = option_of(c, setting).problems
+    assert problem.startswith("reward model judge: a worker needs ")
+    assert problem.endswith(
+        "a H100 has 75.7 GiB for it; lower its `micro_batch_tokens`, set its `dtype`=bfloat16, or use a "
+        "smaller model"
+    )
+    with pytest.raises(UserError, match="reward model judge: a worker needs"):
+        make_plan(c, "1x8xH100", prompt_tokens=100)
+
+
+# Times
+
+
+def test_padding_is_computed_and_a_prompt_with_each_completion():
+    """Rows of 30, 20 and 15 tokens; 60 hold two rows of 30, then one of 15."""
+    rows = {2: 30, 1: 15}
+    weights = 2 * BODY * sum(count * longest for count, longest in rows.items())
+    pairs = sum(count * longest * (longest + 1) / 2 for count, longest in rows.items())
+    expected = weights + 4 * 28 * 28 * 128 * pairs
+    assert one(micro_batch_tokens=60).flops(10, [10, 20, 5]) == pytest.approx(expected)
+
+
+def test_it_computes_at_what_is_reached_of_the_card_or_of_one_thread():
+    known, c = one(), judged({})
+    peaks = Peaks.of(parse_cluster("1x8xH100"))
+    rates = Rates(c, known.shape, Sizes.of(c, gpu=True), peaks, Reached(training=0.5))
+    flops = known.flops(100, [50] * 4)
+    assert rates.reward_model_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 989e12))
+    thread = replace(rates, peaks=replace(peaks, thread_flops=2e9))
+    assert thread.reward_model_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 2e9))
+
+
+def test_a_reward_model_that_is_the_bottleneck_takes_all_groups_one_after_the_other():
+    """Completions of 256 tokens, prompts of 100: 16 groups of 4 rows of 356 on one worker of 72 billion."""
+    lengths = {"bench": {"lengths": {"kind": "fixed", "tokens": 256}}}
+    c = judged({"path": "Qwen/Qwen2.5-72B"}, max_staleness=1, **lengths)
+    known, _ = reward_models_of(c)
+    setting = Setting(
+        parse_cluster("1x3xB200"), published("Qwen/Qwen2.5-1.5B"), workload_of(c, prompt_tokens=100), None,
+        reward_models=known,
+    )  # fmt: skip
+    option = option_of(c, setting)
+    assert not option.problems and option.roles.gpus == 3
+    body = 80 * (8192 * 128 * (2 * 64 + 2 * 8) + 3 * 8192 * 29568)
+    group = 4 * (2 * body * 356 + 4 * 80 * 64 * 128 * 356 * 357 / 2)
+    scoring_s = 16 * group / (0.4 * 2250e12)
+    found = planned(option)
+    run = found.simulated
+    assert run.stage_s["reward_model"] == pytest.approx(scoring_s, rel=1e-6)
+    # Mode drain: sampled (beside the update), scored, synced; a group is graded in 10 ms.
+    others = run.stage_s["sample"] + run.stage_s["sync"]
+    assert run.step_s == pytest.approx(scoring_s + others, rel=0.05)
+    assert run.tokens_per_s < 1.05 * bound(option)
+    slow = replace(found, simulated=replace(run, step_s=run.stage_s["reward_model"] / 0.95))
+    assert reason(slow) == (
+        "scoring by models bounds the step: busy all the time; raise `rewards.models.N.num_workers`"
+    )
+
+
+# What is said
+
+
+def test_memory_and_times_are_shown():
+    text = printed(make_plan(judged({"num_workers": 2}), "1x4xH100", prompt_tokens=100, split=False))
+    assert "reward model judge x 2" in text and "weights 13.2" in text
+    assert "scoring by models" in text and "reward-model-judge-1 |" in text
+    assert "assumed: reward models read as many tokens as the policy writes" in text
+    assert "warning: reward model" not in text
+
+
+def test_what_is_not_planned_is_named_and_nothing_is_refused():
+    models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
+    text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, split=False))
+    assert "warning: reward model judge: path = some/model: neither a directory here" in text
+    assert "it is given 1 worker(s), but neither their memory nor their time is planned" in text
+    assert "reward model exact x 1" in text and "reward model judge x" not in text
+    assert "warning: reward model exact: float32 takes longer than planned" in text
+
+
+def test_a_deadline_that_scoring_passes_is_warned_of():
+    made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, split=False)
+    run = made.simulated.simulated
+    assert not warnings(made.simulated, made.setting)
+    slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
+    (line,) = warnings(replace(made.simulated, simulated=slow), made.setting)
+    assert line == "warning: 1,900 s is beyond `cluster.timeouts.sample_s` = 1800; raise it"
+
+
+def test_without_reward_models_nothing_is_said_of_them():
+    text = printed(make_plan(judged(), "1x4xH100", prompt_tokens=100, split=False))
+    assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
+
+
+def test_a_model_of_another_kind_is_not_planned(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
+    known, unknown = reward_models_of(judged({"path": str(tmp_path)}))
+    assert not known and f"model {tmp_path}: `model_type` = deberta-v2" in unknown["judge"]

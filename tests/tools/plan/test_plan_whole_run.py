@@ -1,0 +1,228 @@
+"""What a planned run does besides its steps: evaluations and checkpoints, by hand."""
+
+import json
+
+import pytest
+from rich.console import Console
+from test_plan_simulation import Times, judges
+
+from grpo_dist.config import Lengths
+from grpo_dist.tools.bench.flops import Shape
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints, rank_bytes
+from grpo_dist.tools.plan.command import make_plan
+from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation
+from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.models import ModelShape, published
+from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.report import print_plan
+from grpo_dist.tools.plan.simulation import Scenario
+from grpo_dist.tools.plan.workload import Workload
+from tests.support.fakes import config
+
+TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
+EVAL = {"data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]}}
+
+
+def wide(**changes):
+    base = {
+        "model": {"path": "Qwen/Qwen2.5-1.5B", "gradient_checkpointing": True},
+        "batch": {"prompts_per_step": 16, "samples_per_prompt": 4},
+        "sampling": {"max_new_tokens": 256},
+    }
+    return config(**base | changes)
+
+
+def option(c, cluster="1x4xH100"):
+    lengths = Workload(100, Lengths(kind="fixed", tokens=200), 256)
+    return option_of(c, Setting(parse_cluster(cluster), published("Qwen/Qwen2.5-1.5B"), lengths, None))
+
+
+def printed(made):
+    console = Console(record=True, width=160, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_plan(made, console)
+    return console.export_text()
+
+
+# Evaluations
+
+
+@pytest.mark.parametrize(
+    "evaluation, export, count",
+    [  # of 100 steps
+        ({"before": True, "after": True, "every": 0}, True, 2),
+        ({"before": False, "after": False, "every": 25}, True, 4),
+        ({"before": True, "after": True, "every": 25}, True, 5),  # the last is that of the exported model
+        ({"before": True, "after": True, "every": 30}, True, 5),
+        ({"before": True, "after": True, "every": 25}, False, 5),  # nothing is exported: step 100 has its own
+        ({"before": False, "after": False, "every": 0}, True, 0),
+    ],
+)
+def test_evaluations_are_those_of_the_loop_and_of_the_exported_model(evaluation, export, count):
+    c = config(steps=100, evaluation=evaluation, checkpoint={"export": export}, **EVAL)
+    assert evaluations(c) == count
+
+
+def test_without_sets_there_is_none():
+    c = wide(evaluation={"before": True, "every": 1})
+    assert evaluations(c) == 0 and planned_evaluation(option(c)) is None
+
+
+def timed(sizes, *, seats=100, cap=1000, goes_with=None, **changes):
+    """Prompts of 20 tokens, completions of 10."""
+    settings = config(rewards={"num_workers": 64}, sampling={"max_new_tokens": 1000}, **changes)
+    times = Times(models={"judge": 1.5})
+    workload = Workload(20, settings.bench.lengths, cap, measured=(10,))
+    return evaluation_s(Scenario(settings, times, workload, seats, False, **(goes_with or {})), sizes)
+
+
+def test_an_evaluation_is_sampling_and_scoring_with_nothing_else_to_do():
+    assert timed([7]) == pytest.approx(1.0 + 0.5)  # ten tokens of 0.1 s, and a grader
+    assert timed([7, 5]) == pytest.approx(2 * 1.5)  # one set after the other
+    assert timed([6], seats=2) == pytest.approx(3 * 1.0 + 0.5)  # three at a time
+    each = {"evaluation": {"before": False, "after": False, "samples_per_prompt": 4}}
+    assert timed([6], seats=8, **each) == pytest.approx(3 * 1.0 + 0.5)  # 24 samples, 8 at a time
+    assert timed([7], cap=6) == pytest.approx(0.6 + 0.5)  # the longest that is allowed
+    assert timed([2], goes_with=judges(judge=1)) == pytest.approx(1.0 + 2 * 1.5 + 0.5)
+
+
+def test_prompts_are_counted_where_they_can_be_seen(tmp_path):
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"problem": "1+1", "answer": str(i)}) + "\n" for i in range(9)))
+    sets = [{"path": str(file)}, {"path": "some/set", "max_rows": 40}, {"path": "other/set"}]
+    data = {"train": [{"path": "demo:add3"}], "eval": sets}
+    found = planned_evaluation(option(wide(data=data, evaluation={"after": False})))
+    assert (found.prompts, found.assumed, found.left_out) == (49, ("set",), ("set",))
+    few = planned_evaluation(option(wide(data=data, evaluation={"after": False, "max_prompts": 5})))
+    assert (few.prompts, few.assumed, few.left_out) == (15, ("set", "set"), ())
+    assert 0 < found.seconds < few.seconds  # of two sets, and of three
+    assert few.count == 1 and few.total_s == few.seconds
+
+
+def test_an_evaluation_has_a_longest_completion_of_its_own():
+    """200 tokens where 256 are allowed as in training, and 50 where no more are."""
+    usual, short = (
+        option(wide(evaluation={"max_prompts": 8, "max_new_tokens": most}, **EVAL)) for most in (None, 50)
+    )
+    rates = usual.scenario.rates
+    longer_s = 150 * rates.decode_step_s(8, 8 * (100 + 125))  # with what eight hold half way
+    found = planned_evaluation(usual).seconds - planned_evaluation(short).seconds
+    assert found == pytest.approx(longer_s, rel=0.01)
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(
+    "stage, dtype, expected",
+    [  # of 1000 parameters, two ranks
+        (0, "float32", [12_000, 0]),
+        (1, "bfloat16", [8_000, 6_000]),
+        (2, "float32", [10_000, 6_000]),
+        (3, "bfloat16", [6_000, 6_000]),
+    ],
+)
+def test_ranks_write_what_deepspeed_shares_out(stage, dtype, expected):
+    c = config(policy={"num_workers": 2, "zero_stage": stage}, model={"path": "demo:tiny", "dtype": dtype})
+    assert rank_bytes(c, TINY, Sizes.of(c, gpu=True)) == expected
+
+
+def test_adapters_are_all_that_is_written_where_they_are_all_that_is_trained():
+    c = config(policy={"num_workers": 1, "zero_stage": 1, "lora": {"rank": 2, "target_modules": ["o_proj"]}})
+    assert rank_bytes(c, TINY, Sizes.of(c, gpu=True)) == [2 * (8 + 8) * (2 + 12)]
+
+
+@pytest.mark.parametrize("every, count", [(0, 1), (10, 10), (30, 4), (100, 1), (1000, 1)])
+def test_the_last_step_is_always_saved(every, count):
+    assert checkpoints(config(steps=100, checkpoint={"every": every})) == count
+
+
+WEIGHTS = 1_543_714_304
+
+
+def saved(**changes):
+    own = {"policy": {"num_workers": 2}, "steps": 100, "checkpoint": {"every": 50}}
+    return planned_checkpoints(planned(option(wide(**own | changes))))
+
+
+def test_beside_the_loop_only_the_copy_and_the_last_are_waited_for():
+    """ZeRO 2 on two ranks: the first copies 2 + 6 bytes a weight at 5 GB/s; 14 are written at 1 GB/s."""
+    found = saved()
+    assert (found.count, found.size) == (2, 14 * WEIGHTS)
+    assert found.held_s == pytest.approx(8 * WEIGHTS / 5e9) and found.late_s == 0
+    assert found.last_s == pytest.approx(14 * WEIGHTS / 1e9)
+    assert found.total_s == pytest.approx(2 * found.held_s + found.last_s)
+
+
+def test_a_checkpoint_waits_for_the_one_before():
+    found = saved(checkpoint={"every": 1}, steps=3)
+    run = planned(option(wide(policy={"num_workers": 2}))).simulated
+    assert found.late_s == pytest.approx(14 * WEIGHTS / 1e9 - run.step_s)
+    assert found.total_s == pytest.approx(3 * found.held_s + 2 * found.late_s + found.last_s)
+
+
+def test_a_single_checkpoint_waits_for_none():
+    found = saved(checkpoint={"every": 0})
+    assert (found.count, found.late_s) == (1, 0.0)
+    assert found.total_s == pytest.approx(found.held_s + found.last_s)
+
+
+def test_in_the_loop_all_that_is_written_is_waited_for():
+    found = saved(checkpoint={"every": 50, "background": False})
+    assert found.held_s == pytest.approx(14 * WEIGHTS / 1e9) and found.last_s == found.late_s == 0
+    assert found.total_s == pytest.approx(2 * found.held_s)
+
+
+def test_a_reference_that_is_renewed_is_written_while_the_loop_waits():
+    renewed = {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 10}}
+    found, plain = saved(**renewed), saved()
+    assert found.held_s - plain.held_s == pytest.approx(2 * WEIGHTS / 1e9)
+    assert found.size - plain.size == 2 * WEIGHTS
+
+
+def test_who_shares_gpus_changes_turns_to_save():
+    shared = {"rollout": {"num_workers": 2}, "policy": {"num_workers": 2, "zero_stage": 1}}
+    c = wide(cluster={"placement": "colocated"}, steps=100, checkpoint={"every": 50}, **shared)
+    one = option(c, "1x2xH100")
+    assert one.scenario.colocated
+    turns_s = 2 * one.scenario.rates.turn_s()
+    assert planned_checkpoints(planned(one)).held_s == pytest.approx(turns_s + 8 * WEIGHTS / 5e9)
+
+
+# What is said
+
+
+def test_the_whole_run_is_in_hours_and_price():
+    data = {"evaluation": {"every": 50, "max_prompts": 64}, "checkpoint": {"every": 50}, "steps": 100} | EVAL
+    made = make_plan(wide(**data), "1x4xH100", prompt_tokens=100, split=False)
+    whole, run = made.whole, made.simulated.simulated
+    assert whole.evaluation.count == 3 and whole.evaluation.prompts == 64
+    beside_s = 3 * whole.evaluation.seconds + whole.checkpoints.total_s
+    assert whole.seconds == pytest.approx(100 * run.step_s + beside_s)
+    text = printed(made).replace("\n", " ")
+    assert f"100 steps take {100 * run.step_s / 3600:,.1f} h" in text
+    assert f"${made.setting.cluster.price * 100 * run.step_s / 3600:,.0f} the run (steps alone)" in text
+    assert "evaluation: 64 prompt(s) with 1 sample(s) each take " in text and ", 3 time(s): " in text
+    assert "checkpoints: 2 of 21.6 GB hold the loop up for " in text and "assumed: 5 GB/s" in text
+    hours = whole.seconds / 3600
+    assert f"the whole run, with these: {hours:,.2f} h, ${made.setting.cluster.price * hours:,.2f}; " in text
+    assert "left out: its start, the export at its end" in text
+    assert "fresh engines for `evaluation.after`" in text and "warning" not in text
+
+
+def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
+    plain = make_plan(wide(), "1x4xH100", prompt_tokens=100, split=False)
+    judged = make_plan(wide(evaluation={"every": 1}, **EVAL), "1x4xH100", prompt_tokens=100, split=False)
+    assert plain.simulated.simulated.step_s == pytest.approx(judged.simulated.simulated.step_s)
+    assert plain.whole.evaluation is None and "evaluation" not in printed(plain)
+    price = next(line for line in printed(plain).splitlines() if line.startswith("cost:"))
+    assert price.partition(",")[0] in printed(judged)
+
+
+def test_sets_of_unknown_size_are_left_out_and_said_so():
+    data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
+    made = make_plan(wide(data=data, evaluation={"every": 1}), "1x4xH100", prompt_tokens=100, split=False)
+    text = printed(made).replace("\n", " ")
+    assert "warning: evaluation of hard, 7 time(s), is left out" in text
+    assert "plan with evaluation.max_prompts" in text and "evaluations (see the warning)" in text
+    assert "evaluation: " not in text

@@ -1,0 +1,103 @@
+"""The sample stage with fake workers: it goes on by chunks, repeats itself, and says when nothing is left."""
+
+import asyncio
+import json
+
+import pytest
+
+import actors.cluster
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.recipe.sampling import run_sampling
+from tests.support.fakes import World
+
+
+def config(**rejection) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "demo:tiny"},
+            "data": {"train": [{"path": "demo:add3", "max_rows": 10}]},
+            "sampling": {"max_new_tokens": 4},
+            "rejection": {"samples_per_prompt": 4, "chunk_prompts": 3} | rejection,
+        }
+    )
+
+
+class OneAtATime(World):
+    """An engine with room for one prompt: the first asked is the first done."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self._room = asyncio.Lock()
+
+    async def sample(self, prompt, *, seeds, sampling):
+        async with self._room:
+            return await super().sample(prompt, seeds=seeds, sampling=sampling)
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """Worlds of the clusters that are started; those in ``failing`` die on a uid."""
+    made: list[World] = []
+    failing: list[str] = []
+
+    class FakeCluster:
+        def __init__(self, config):
+            made.append(OneAtATime(fail_on=failing.pop() if failing else None))
+
+        async def __aenter__(self):
+            return self
+
+        async def __aexit__(self, *exc):
+            return None
+
+        async def start_evaluation(self, model_dir):
+            return made[-1].workers()
+
+    monkeypatch.setattr(actors.cluster, "Cluster", FakeCluster)
+    return made, failing
+
+
+def sample(directory, **rejection):
+    report = run_sampling(config(**rejection), directory, lambda _: None)
+    return report, (directory / "sft.jsonl").read_text()
+
+
+def test_an_interrupted_sampling_goes_on_with_the_missing_chunks_and_ends_the_same(tmp_path, clusters):
+    made, failing = clusters
+    report, text = sample(tmp_path / "whole")
+    order = [uid for uid, _, _ in sorted(made[0].sampled)]
+    assert len(order) == 10 and report["samples"] == 40
+    third_chunk = json.loads(text.splitlines()[-1])["uid"]  # kept last, so of the third or the last chunk
+    failing.append(third_chunk)
+    with pytest.raises(RuntimeError, match="engine died"):
+        sample(tmp_path / "cut")
+    before = {p.name for p in (tmp_path / "cut/samples").iterdir()}
+    assert before and before < {p.name for p in (tmp_path / "whole/samples").iterdir()}
+    assert not (tmp_path / "cut/sft.jsonl").exists()
+    assert sample(tmp_path / "cut") == (report, text)
+    again = {uid for uid, _, _ in made[-1].sampled}
+    assert third_chunk in again and len(again) == 10 - 3 * len(before)
+
+
+def test_no_engine_is_started_when_every_chunk_is_there(tmp_path, clusters):
+    made, _ = clusters
+    first = sample(tmp_path)
+    (tmp_path / "sft.jsonl").unlink()
+    assert sample(tmp_path) == first and len(made) == 1
+
+
+def test_so_many_prompts_are_drawn_by_seed_and_the_samples_of_one_differ_in_seed(tmp_path, clusters):
+    made, _ = clusters
+    report, _ = sample(tmp_path, max_prompts=4)
+    assert report["prompts"] == 4 and report["samples"] == 16
+    seeds = [seed for _, group, _ in made[0].sampled for seed in group]
+    assert len(set(seeds)) == 16
+
+
+def test_where_nothing_is_kept_the_stage_says_why_and_leaves_no_demonstrations(tmp_path, clusters):
+    with pytest.raises(UserError) as refusal:
+        sample(tmp_path, min_reward=2)
+    message = str(refusal.value)
+    assert "none of 40 samples is kept (40 below_min_reward); lower `rejection.min_reward` = 2" in message
+    assert not (tmp_path / "sft.jsonl").exists() and (tmp_path / "report.json").is_file()

@@ -1,0 +1,559 @@
+"""`grpo-dist report` without a browser: what it reads, what it leaves out, what it refuses."""
+
+import base64
+import gzip
+import html
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.demo.tokenizer import character_tokenizer
+from grpo_dist.errors import UserError
+from grpo_dist.tools.report import rollouts
+from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.arguments import steps_of
+from grpo_dist.tools.report.command import write_report
+from grpo_dist.tools.report.layout import SECTIONS
+from grpo_dist.tools.report.line_files import Encoded, LineFile
+from grpo_dist.tools.report.run_dir import open_runs
+from grpo_dist.tools.report.server import ReportServer
+from grpo_dist.tools.report.source import Limits, Source
+from grpo_dist.tools.report.tokens import SCALES, TokenTexts
+from tests.support.made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
+from tests.support.patience import HANG_S
+
+
+def pieces(path):
+    """What a page holds: its manifest, and its pieces of data by name."""
+    text = path.read_text()
+    found = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
+    begin = json.loads(
+        re.search(r'<script type="application/json" id="begin">(.*?)</script>', text, re.DOTALL)[1]
+    )
+    unpacked = {html.unescape(n): json.loads(gzip.decompress(base64.b64decode(d))) for n, d in found}
+    return begin["manifest"], unpacked
+
+
+def page_of(runs, tmp_path, **limits):
+    said = []
+    target = write_report(
+        [str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), said.append
+    )
+    return *pieces(target), target, said
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "one", recorded=(2, 5), evals=(0, 6))
+
+
+def test_a_page_holds_all_of_a_run_and_loads_nothing(run, tmp_path):
+    manifest, found, target, said = page_of([run], tmp_path)
+    (own,) = manifest["runs"]
+    assert own["label"] == "one" and not own["about"]["notices"]
+    assert [e["key"] for e in own["samples"]][:2] == [
+        "samples/eval_add3_step_000000/0",
+        "samples/step_000001/0",
+    ]
+    assert found["0/metrics/0"]["step"] == list(range(7))
+    assert found["0/metrics/0"]["columns"]["ref/kl"][2:5] == [0.02, None, 0.04]
+    assert own["about"]["config"]["policy.optimizer.lr"] == "0.0001"
+    assert own["about"]["config"]["rewards.api_key"] == "***"
+    assert own["about"]["environment"]["versions.torch"] == "2.13.0"
+    assert own["about"]["ledger"] == {"trained": 24}
+    rows = found["0/rows/samples/step_000002/0"]
+    assert rows["sample"][:5] == [0, 1, 2, 3, 0] and rows["group"][:5] == [0, 0, 0, 0, 1]
+    assert rows["reward"][:2] == [1.0, 0.0] and rows["parts"]["format"][:2] == [0.25, 0.25]
+    assert rows["advantage"][:2] == [0.5, -0.5]
+    assert [rows["found"]["values"][i] for i in rows["found"]["index"][:2]] == ["6", "7"]
+    text = target.read_text()
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=(?!\"data:,\")", text)
+    assert "open it in a browser" in said[0]
+
+
+def test_token_values_are_what_was_recorded_within_their_rounding(run, tmp_path):
+    _, found, _, _ = page_of([run], tmp_path)
+    tokens = found["0/tokens/samples/step_000002/0"]
+    table = pq.read_table(run / "samples/step_000002.parquet").to_pylist()
+    for i in (0, 7):
+        assert "".join(tokens["vocabulary"][t] for t in tokens["tokens"][i]) == table[i]["completion"]
+        got = np.array(tokens["logprob"][i]) / SCALES["logprob"]
+        assert np.abs(got - np.array(table[i]["logprobs"])).max() <= 0.0005 + 1e-9
+        assert tokens["log_ratio"][i] == 100 or set(tokens["log_ratio"][i]) <= {99, 100, 101}  # 0.01
+        assert tokens["advantage"][i] == round(1000 * table[i]["advantages"][0])
+        # k3 of a difference of 0.11: e^-0.11 - 1 + 0.11
+        kl = tokens["kl"][i]
+        assert {kl} if isinstance(kl, int) else set(kl) <= {58, 59}
+    assert found["0/tokens/samples/step_000001/0"]["kl"][0] is None
+
+
+def test_hostile_text_reaches_the_page_whole_and_as_no_markup(tmp_path):
+    run = make_run(tmp_path / 'a<b>"&', steps=1, texts=lambda s, g, i: HOSTILE)
+    _, found, target, _ = page_of([run], tmp_path)
+    assert found["0/texts/samples/step_000001/0"]["completion"][0] == HOSTILE
+    text = target.read_text()
+    assert "owned" not in text and "<b>" not in text.split("</title>")[0]
+    assert "<title>grpo-dist: a&lt;b&gt;&quot;&amp;</title>" in text
+
+
+def test_text_that_is_no_utf8_and_lone_surrogates_are_shown(tmp_path):
+    import pyarrow as pa
+
+    run = make_run(tmp_path / "run", steps=1)
+    path = run / "samples/step_000001.parquet"
+    table = pq.read_table(path)
+    raw = pa.array([b"\xff\xfe\\boxed{1}"] * len(table), pa.binary()).view(pa.string())
+    pq.write_table(table.set_column(table.schema.get_field_index("completion"), "completion", raw), path)
+    (run / "events.jsonl").write_text('{"time": 1, "step": 1, "message": "\\ud800 lone"}\n')
+    _, found, _, _ = page_of([run], tmp_path)
+    assert found["0/texts/samples/step_000001/0"]["completion"][0] == "\ufffd\ufffd\\boxed{1}"
+    assert found["0/events/0"] == [[1.0, 1, "\ud800 lone"]]
+
+
+def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('[1, 2]\n{"step": 7, "rew')
+    (run / "samples/step_000003.parquet").write_bytes(b"PAR1 torn")
+    (run / "timeline.jsonl").unlink()
+    (run / "config.yaml").write_text("a: [")
+    (run / "environment.json").write_text("{")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    notices = "\n".join(manifest["runs"][0]["about"]["notices"])
+    assert "metrics.jsonl: 2 line(s)" in notices
+    assert "samples/step_000003.parquet: cannot be read" in notices
+    assert "missing or empty: timeline.jsonl" in notices
+    assert "config.yaml: cannot be read" in notices and "environment.json: cannot be read" in notices
+    assert found["0/metrics/0"]["step"] == list(range(7))
+    assert "samples/step_000002/0" in [e["key"] for e in manifest["runs"][0]["samples"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ledger.jsonl", '{"step": 1, "trained": 3, "no_signal": null, "unscored": ["p"]}'),
+        ("events.jsonl", "[" * 100_000),
+        ("events.jsonl", '{"message": {"a": 1}, "step": {"b": NaN}, "time": "x"}'),
+        ("timeline.jsonl", f'{{"step": 1, "spans": [["a", "b", 1{"0" * 400}, 2]]}}'),
+        ("metrics.jsonl", f'{{"step": 1, "reward/mean": "x", "loss/total": 1{"0" * 400}}}'),
+        ("config.yaml", "model: foo\nsft: 3"),
+        ("environment.json", "[1"),
+    ],
+)
+def test_nothing_that_stands_in_a_file_stops_a_report(tmp_path, name, text):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_text(text + "\n")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert found["0/rows/samples/step_000001/0"]
+    if name == "ledger.jsonl":
+        assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
+
+
+def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert manifest["runs"][0]["samples"] == [] and found == {}
+
+
+def test_tables_of_older_runs_lack_columns(tmp_path):
+    run = make_run(tmp_path / "run", steps=1)
+    path = run / "samples/step_000001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.select(["uid", "sample", "completion", "reward"]), path)
+    _, found, _, _ = page_of([run], tmp_path)
+    rows = found["0/rows/samples/step_000001/0"]
+    assert rows["length"][0] is None and rows["advantage"][0] is None and rows["parts"] == {}
+
+
+def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
+    path = tmp_path / "samples/step_000001.parquet"
+    path.parent.mkdir()
+    write_samples(path, 1, 700, 3, np.random.default_rng(0))
+    cut = rollouts.cut(path)
+    assert [(s.begin, s.end) for s in cut.stretches] == [(0, 2001), (2001, 2100)]
+    table = rollouts.read_stretch(path, cut.stretches[1])
+    assert table["sample"].to_pylist() == [0, 1, 2] * 33
+    assert table["uid"][0].as_py() == "p1-667"
+    twice = pq.read_table(path).slice(0, 3)
+    import pyarrow as pa
+
+    assert rollouts.group_starts(pa.concat_tables([twice, twice])) == [0, 3]
+
+
+def test_the_newest_rollouts_are_kept_and_the_page_says_what_is_left_out(run, tmp_path):
+    manifest, found, _, _ = page_of([run], tmp_path, rollouts=30)
+    (own,) = manifest["runs"]
+    assert [e["step"] for e in own["samples"]] == [5, 6, 6]
+    assert own["about"]["left_out"] == {"rollouts": 0, "tables": 5}
+    assert "0/rows/samples/step_000004/0" not in found
+
+
+def test_token_values_keep_to_their_limit_recorded_steps_first(run, tmp_path):
+    _, everything, _, _ = page_of([run], tmp_path)
+    a_group = sum(map(len, everything["0/tokens/samples/step_000005/0"]["tokens"][:4]))
+    manifest, found, _, _ = page_of([run], tmp_path, tokens=2 * a_group + 5)
+    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000005/0"]
+    assert len(found["0/tokens/samples/step_000005/0"]["tokens"]) == 8
+    assert [e["key"] for e in manifest["runs"][0]["samples"] if e.get("tokens")] == ["samples/step_000005/0"]
+    _, found, _, _ = page_of([run], tmp_path, token_steps=(3,))
+    assert [name for name in found if "/tokens/" in name] == ["0/tokens/samples/step_000003/0"]
+    _, found, _, _ = page_of([run], tmp_path, tokens=0)
+    assert not [name for name in found if "/tokens/" in name]
+
+
+def test_another_tokenizer_is_found_out(tmp_path):
+    from grpo_dist.demo.tokenizer import word_tokenizer
+
+    run = make_run(tmp_path / "run", steps=1)
+    word_tokenizer(["some other words"], pieces=300).save_pretrained(run / "model")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert not [name for name in found if "/tokens/" in name]
+    assert "are not those of" in "\n".join(manifest["runs"][0]["about"]["notices"])
+
+
+def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(), answers)
+        assert not source.manifest()["has_tokens"]
+        character_tokenizer().save_pretrained(run / "model")
+        assert source.manifest()["has_tokens"]
+        assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
+
+
+def test_rows_of_a_table_that_is_shown_no_more_are_let_go(tmp_path):
+    run = make_run(tmp_path / "run", steps=2, evals=())
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(rollouts=16), answers)
+        for step in (2, 3, 4):
+            source.manifest()
+            source.piece(f"rows/samples/step_{step:06d}/0")
+            write_samples(run / f"samples/step_{step + 1:06d}.parquet", 1, 4, 4, np.random.default_rng(0))
+        source.manifest()
+        assert len(source._rows) == 0 and list(source.parts) == ["samples/step_000005/0"]
+
+
+def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", steps=1)
+
+    def interrupted(*_):
+        yield "<!DOCTYPE html>"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_dist.tools.report.command.whole_page", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_report([str(run)], None, Limits(), print)
+    assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
+
+
+def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
+    run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
+    manifest, _, _, _ = page_of([run], tmp_path)
+    assert not manifest["runs"][0]["has_tokens"]
+    assert "nobody/has-this" in manifest["runs"][0]["about"]["tokenizer"]
+
+
+@pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
+def test_texts_of_tokens_add_up_to_the_text(text):
+    from grpo_dist.demo.tokenizer import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+    texts = TokenTexts(tokenizer.backend_tokenizer).of(ids)
+    assert "".join(texts) == text and len(texts) == len(ids)
+
+
+def test_answers_are_those_that_the_grader_reads():
+    completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
+    with Answers() as answers:
+        found = answers.found(completions, ["correct", "wrong", "no_answer", ""])
+        assert answers.not_searched == 0
+    assert found == ["2", "8", None, "Paris"]
+
+
+def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch, tmp_path):
+    from grpo_dist.tools.report import answers as module
+
+    monkeypatch.setattr(module, "_SEARCHED", 0)
+    run = make_run(tmp_path / "run", steps=1, evals=(), texts=lambda s, g, i: "it is 6")
+    manifest, found, _, _ = page_of([run], tmp_path)
+    assert set(found["0/rows/samples/step_000001/0"]["found"]["values"]) == {None}
+    assert "16 completions without a box" in "\n".join(manifest["runs"][0]["about"]["notices"])
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
+def test_an_interrupt_ends_a_server_in_order(tmp_path, before):
+    """SIG_IGN: what a script starts with `&` has SIGINT ignored."""
+    run = make_run(tmp_path / "run", steps=1)
+    command = [sys.executable, "-m", "grpo_dist.cli", "report", str(run), "--serve", "--port", "0"]
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    begin = {"preexec_fn": lambda: signal.signal(signal.SIGINT, before)}
+    with subprocess.Popen(command, **begin, **pipes) as process:
+        try:
+            line = process.stdout.readline()
+            assert b"<!DOCTYPE html>" in ask(re.search(r"http://127\.0\.0\.1:\d+/", line)[0])[1]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=HANG_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and errors == ""
+
+
+def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
+    for name in ("x/demo", "y/demo"):
+        make_run_dir = tmp_path / name
+        make_run_dir.mkdir(parents=True)
+        (make_run_dir / "metrics.jsonl").write_text("")
+    labels = [run.label for run in open_runs([str(tmp_path / "x/demo"), str(tmp_path / "y/demo")])]
+    assert labels == ["x/demo", "y/demo"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "no such directory"),
+        (["."], "not a run directory"),
+        (["run", "run"], "given twice"),
+        (["run", "--output", "run"], "a directory"),
+        (["run", "--output", "none/such/x.html"], "cannot be written"),
+        (["run", "--serve", "--output", "x.html"], "--serve writes no file"),
+        (["run", "--rollouts", "-1"], "not negative"),
+        (["run", "--token-steps", "5-x"], "'5-x' is no step"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused_with_exit_code_2(arguments, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    assert main(["report", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", steps=1)
+    assert main(["report", str(run)]) == 0
+    manifest, _ = pieces(run / "report.html")
+    assert manifest["runs"][0]["label"] == "run"
+    other = make_run(tmp_path / "other", steps=1)
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(run), str(other)]) == 0
+    assert len(pieces(tmp_path / "report.html")[0]["runs"]) == 2
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_a_report_does_without_torch():
+    code = "import sys, grpo_dist.tools.report.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
+
+
+def test_ranges_of_steps():
+    assert steps_of("1,10,50-52") == (1, 10, 50, 51, 52)
+    assert steps_of("") == ()
+    with pytest.raises(UserError, match="no step"):
+        steps_of("9-3")
+
+
+def test_only_lines_that_changed_are_read_anew(tmp_path):
+    encoded = []
+
+    def encode(lines):
+        encoded.append([line["step"] for line in lines])
+        return Encoded([line["step"] for line in lines], weight=len(lines))
+
+    path = tmp_path / "lines.jsonl"
+    file = LineFile(path, encode, per_part=2)
+    file.look()
+    assert file.parts == []
+    write_lines(path, [{"step": s} for s in (1, 2, 3)])
+    file.look()
+    before = [part.version for part in file.parts]
+    write_lines(path, [{"step": s} for s in (1, 2, 3, 4, 5)])
+    file.look()
+    assert encoded == [[1, 2], [3], [3, 4], [5]]
+    assert file.parts[0].version == before[0] and file.parts[1].version != before[1]
+    write_lines(path, [{"step": 1}])  # rolled back
+    file.look()
+    assert [part.payload for part in file.parts] == [[1]]
+
+
+def test_of_a_long_file_the_newest_parts_are_kept(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    write_lines(path, [{"step": s} for s in range(10)])
+    file = LineFile(path, lambda lines: Encoded(len(lines), weight=len(lines)), per_part=2, most=5)
+    file.look()
+    assert [part.payload for part in file.parts] == [None, None, None, 2, 2] and file.left_out == 3
+
+
+STATS = """
+loss_total loss_policy ratio ratio_max clip_low clip_high dual_clip approx_kl mismatch mismatch_max
+mismatch_kl mismatch_w mismatch_w2 tokens loss_entropy entropy kl loss_kl correction_weight
+correction_weight_max correction_outside correction_dropped correction_weight_sq
+"""
+
+
+def test_every_metric_of_the_loop_has_its_place_in_a_chart():
+    import torch
+
+    from grpo_dist.policy.loss import finish_stats
+
+    patterns = [re.compile(p) for s in SECTIONS for chart in s.charts for p in chart.metrics]
+    names = dict.fromkeys(metrics_of(1, np.random.default_rng(0), False))
+    names.pop("step"), names.pop("novel/thing")
+    stats = STATS.split()
+    names |= finish_stats(dict.fromkeys(stats, torch.tensor(1.0)))
+    lost = [name for name in names if not any(p.fullmatch(name) for p in patterns)]
+    assert lost == []
+
+
+@pytest.fixture
+def served(tmp_path):
+    run = make_run(tmp_path / "run", steps=3, recorded=(2,))
+    with Answers() as answers:
+        source = Source(open_runs([str(run)])[0], Limits(), answers)
+        with ReportServer("127.0.0.1", 0, [source]) as server:
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            yield run, server.url
+            server.shutdown()
+            thread.join(timeout=HANG_S)
+
+
+def ask(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=HANG_S) as answer:
+        body = answer.read()
+        return answer, gzip.decompress(body) if answer.headers["Content-Encoding"] else body
+
+
+def test_a_server_tells_only_what_is_new(served):
+    run, url = served
+    answer, body = ask(url + "manifest")
+    before = json.loads(body)["runs"][0]
+    tag = answer.headers["ETag"]
+    with pytest.raises(urllib.error.HTTPError, match="304"):
+        ask(url + "manifest", **{"If-None-Match": tag})
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(metrics_of(4, np.random.default_rng(1), False)) + "\n")
+    write_samples(run / "samples/step_000004.parquet", 4, 2, 2, np.random.default_rng(1))
+    _, body = ask(url + "manifest", **{"If-None-Match": tag})
+    after = json.loads(body)["runs"][0]
+    assert before["metrics"] != after["metrics"] and before["clock"] == after["clock"]
+    new = [e["key"] for e in after["samples"] if e not in before["samples"]]
+    assert new == ["samples/step_000004/0"]
+    assert json.loads(ask(f"{url}0/rows/{new[0]}")[1])["sample"] == [0, 1, 0, 1]
+    assert json.loads(ask(f"{url}0/tokens/samples/step_000002/0")[1])["kl"][0] is not None
+    assert b"<!DOCTYPE html>" in ask(url)[1]
+
+
+@pytest.mark.parametrize(
+    "path", ["5/metrics/0", "0/metrics/99", "0/rows/../../../etc/passwd", "0/nothing", "x/y"]
+)
+def test_a_server_gives_nothing_but_its_pieces(served, path):
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask(served[1] + path)
+
+
+def test_a_run_that_cannot_be_read_is_told_of_by_a_server(served):
+    run, url = served
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert b"<!DOCTYPE html>" in ask(url)[1]
+    with pytest.raises(urllib.error.HTTPError, match="500") as refused:
+        ask(url + "manifest")
+    assert refused.value.read().decode() == f"{run}/metrics.jsonl: Is a directory"
+
+
+def test_a_defect_of_a_server_is_told_and_a_client_that_went_away_is_not(served, monkeypatch, capsys):
+    def raising(error):
+        def answer(self, *_):
+            raise error
+
+        return answer
+
+    for error, told in ((BrokenPipeError("gone"), False), (RuntimeError("a defect"), True)):
+        monkeypatch.setattr("grpo_dist.tools.report.server._Handler._answer", raising(error))
+        with pytest.raises(ConnectionError):
+            ask(served[1])
+        assert (str(error) in capsys.readouterr().err) is told
+
+
+def test_a_server_listens_on_ipv6_too():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with ReportServer("::1", 0, []) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        assert server.url.startswith("http://[::1]:")
+        assert json.loads(ask(server.url + "manifest")[1]) == {"live": True, "runs": []}
+        server.shutdown()
+        thread.join(timeout=HANG_S)
+
+
+def test_a_server_answers_to_its_own_name_only(served):
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        ask(served[1], Host="evil.example:80")
+
+
+def test_a_server_that_was_told_to_be_seen_has_any_name():
+    with ReportServer("0.0.0.0", 0, []) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        _, body = ask(f"http://127.0.0.1:{server.server_port}/manifest", Host="head-node:80")
+        server.shutdown()
+        thread.join(timeout=HANG_S)
+    assert json.loads(body) == {"live": True, "runs": []}
+
+
+def test_a_port_that_is_taken_is_refused(served, capsys):
+    run, url = served
+    port = url.rstrip("/").rpartition(":")[2]
+    assert main(["report", str(run), "--serve", "--port", port]) == 2
+    assert "choose another port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("timeline.jsonl", b'{"step": 1, "spans": 5}\n'),
+        ("config.yaml", b'{"a":' * 100_000),
+        ("config.yaml", b"a: \xff"),
+        ("environment.json", b'{"a":' * 100_000),
+        (
+            "events.jsonl",
+            b'{"a":' * 100_000 + b'\n\xff\n[]\n{"message": "\\ud800"}\n{"step": "x", "message": 5}\n',
+        ),
+    ],
+)
+def test_a_damaged_file_of_a_run_does_not_end_a_report(tmp_path, name, content):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / name).write_bytes(content)
+    manifest, _, _, _ = page_of([run], tmp_path)
+    assert manifest["runs"][0]["label"] == "run"
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "metrics.jsonl"])
+def test_a_pipe_in_a_run_directory_is_refused_by_name(tmp_path, capsys, name):
+    run = make_run(tmp_path / "run", steps=1)
+    (run / "environment.json").unlink()
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert main(["report", str(run)]) == 2
+    assert f"{name}: Not a regular file; make it readable" in capsys.readouterr().err

@@ -1,0 +1,288 @@
+"""Runs submitted to Kubernetes: the manifest against the schema of a RayJob, and kubectl by a stand-in."""
+
+import json
+import os
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from actors.placement.demands import Resources, placement
+from actors.placement.fitting import Node, bundles, fits
+from grpo_dist.config.files import load_config
+from tests.support.rayjob_schema import RAYJOB
+from tests.support.submitted import TINY, command, config_in
+
+ROOT = Path(__file__).resolve().parents[3]
+# The published definition, e.g. helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of a KubeRay release.
+CRD = os.environ.get("KUBERAY_CRD")
+
+KUBECTL = """#!/usr/bin/env bash
+echo "kubectl $*" >> "$KUBE/calls"
+for word in "$@"; do
+    case $word in
+        get) [[ $* != *pods* ]] || { echo pod/tiny-head; exit; }
+             cat "$KUBE/rayjob.json" 2>/dev/null; exit 0 ;;
+        create) [[ ! -e $KUBE/exists ]] || { echo "AlreadyExists" >&2; exit 1; }
+                cat > "$KUBE/created.yaml"; exit ;;
+        delete) rm -f "$KUBE/rayjob.json"; exit ;;
+        logs) echo "step 1"; [[ ! -e $KUBE/broken ]]; exit ;;
+        exec) exit ;;
+    esac
+done
+"""
+OPTIONS = ("--to", "kuberay", "--image", "registry/grpo-dist:1", "--volume", "claim:/data",
+           "--gpus-per-node", "8", "--namespace", "research")  # fmt: skip
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch):
+    programs, notes = tmp_path / "bin", tmp_path / "notes"
+    programs.mkdir(), notes.mkdir()
+    (programs / "kubectl").write_text(KUBECTL)
+    (programs / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("KUBE", str(notes))
+    monkeypatch.chdir(tmp_path)
+    return notes
+
+
+def submit(capsys, directory, *arguments, text=TINY):
+    path = config_in(directory, text=text, output="/data/runs")
+    return command(capsys, "submit", path, *OPTIONS, *arguments)
+
+
+def manifest(capsys, directory, *arguments):
+    status, said = submit(capsys, directory, "--dry-run", *arguments)
+    assert status == 0, said
+    return tuple(yaml.safe_load_all(said))
+
+
+def has(notes, status):
+    (notes / "rayjob.json").write_text(json.dumps({"status": status}))
+
+
+def calls(notes):
+    return (notes / "calls").read_text().splitlines()
+
+
+def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys):
+    config, rayjob = manifest(
+        capsys, tmp_path, "policy.num_workers=8", "rollout.num_workers=8", "batch.prompts_per_step=8",
+        "max_staleness=1", "--secret", "wandb", "--secret", "hub:HF_TOKEN", "--env", "NCCL_DEBUG=INFO",
+        "--memory-gib", "400", "checkpoint.grace_s=100", "--head-cpus", "2", "--head-memory-gib", "7",
+    )  # fmt: skip
+    jsonschema.validate(rayjob, RAYJOB)
+    spec, cluster = rayjob["spec"], rayjob["spec"]["rayClusterSpec"]
+    assert rayjob["metadata"]["namespace"] == config["metadata"]["namespace"] == "research"
+    assert rayjob["metadata"]["name"] == config["metadata"]["name"]
+    assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"], "suspend" in spec) == (3, True, False)
+    assert spec["ttlSecondsAfterFinished"] > 0 and spec["activeDeadlineSeconds"] > 0
+    assert yaml.safe_load(spec["runtimeEnvYAML"]) == {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "130"}}
+    assert json.loads(spec["entrypointResources"]) == {"node:__internal_head__": 0.001}
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": str(spec["entrypointNumCpus"])}
+    (group,) = cluster["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
+    worker, head = group["template"]["spec"], cluster["headGroupSpec"]["template"]["spec"]
+    (own,) = worker["containers"]
+    assert own["resources"]["limits"] == {"cpu": "64", "memory": "400Gi", "nvidia.com/gpu": "8"}
+    assert head["containers"][0]["resources"]["limits"] == {"cpu": "2", "memory": "7Gi"}
+    for pod in (head, worker):
+        container = pod["containers"][0]
+        assert container["image"] == "registry/grpo-dist:1"
+        assert container["env"] == [
+            {"name": "NCCL_DEBUG", "value": "INFO"},
+            {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "HF_TOKEN"}}},
+        ]
+        assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert set(mounts) == set(volumes)
+        assert (mounts["runs"], mounts["shm"]) == ("/data", "/dev/shm")
+        assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "claim"}
+        assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+        shared = 400 // 4 if pod is worker else 7 / 2
+        assert volumes["shm"]["emptyDir"]["sizeLimit"] == f"{round(shared * 1024)}Mi"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--head-cpus", "0"), ("--head-memory-gib", "0"), ("--memory-gib", "-1"), ("--retries", "-1")],
+)
+def test_numbers_that_make_no_sense_are_refused(kube, tmp_path, capsys, arguments):
+    status, said = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and f"{' '.join(arguments)}: expected" in said and not (kube / "calls").exists()
+
+
+def test_a_failure_is_tried_again_as_often_as_asked(kube, tmp_path, capsys):
+    tried = [manifest(capsys, tmp_path, *own)[1]["spec"]["backoffLimit"] for own in ((), ("--retries", "0"))]
+    assert tried == [3, 0]
+
+
+def test_the_cluster_of_a_rayjob_does_not_grow(kube, tmp_path, capsys):
+    config, _ = manifest(capsys, tmp_path, "cluster.grows_to={nodes: 4, gpus: 8, cpus: 64}")
+    assert yaml.safe_load(config["data"]["config.yaml"])["cluster"]["grows_to"] is None
+
+
+def test_the_configuration_is_the_one_that_was_given(kube, tmp_path, capsys):
+    config, rayjob = manifest(capsys, tmp_path, "steps=5", "data.system_prompt='first line\nsecond: {line}'")
+    mounted = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["volumes"][0]
+    assert mounted == {"name": "config", "configMap": {"name": config["metadata"]["name"]}}
+    (tmp_path / "there.yaml").write_text(config["data"]["config.yaml"])
+    given = load_config(
+        tmp_path / "tiny.yaml", ["steps=5", "data.system_prompt='first line\nsecond: {line}'"]
+    )
+    assert load_config(tmp_path / "there.yaml") == given
+    assert rayjob["spec"]["entrypoint"] == "grpo-dist train /etc/grpo-dist/config.yaml"
+
+
+def test_a_run_without_gpus_has_room_on_its_nodes(kube, tmp_path, capsys):
+    """As Ray counts them: with the head, whose CPUs are no room for what takes half of all."""
+    own = ("--gpus-per-node", "0", "max_staleness=1")
+    _, rayjob = manifest(capsys, tmp_path, *own)
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    head = int(cluster["headGroupSpec"]["rayStartParams"]["num-cpus"])
+    (group,) = cluster["workerGroupSpecs"]
+    cpus = int(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
+    has = Resources(head + group["replicas"] * cpus, 0, cpus, shared=True)
+    config = load_config(tmp_path / "tiny.yaml", ["max_staleness=1"])
+    nodes = [Node("head", head, 0, 0, 0), *[Node("node", cpus, 0, cpus, 0)] * group["replicas"]]
+    assert fits(bundles(placement(config, has, training=True)), nodes)
+
+
+def test_names_are_what_kubernetes_allows(kube, tmp_path, capsys):
+    for name in ("A.Strange_Name--", "7b", "x" * 90):
+        _, rayjob = manifest(capsys, tmp_path, f"name={name}")
+        jsonschema.validate(rayjob, RAYJOB)  # which has the pattern and the length
+
+
+def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, capsys):
+    assert submit(capsys, tmp_path)[0] == 0
+    run = "/data/runs/tiny"
+    _, rayjob = yaml.safe_load_all((kube / "created.yaml").read_text())
+    name = rayjob["metadata"]["name"]
+    # Also where only its RayJob was deleted by hand.
+    assert calls(kube)[-2].startswith(f"kubectl --namespace=research delete configmap {name} ")
+    assert calls(kube)[-1] == "kubectl --namespace=research create -f -"
+
+    has(
+        kube,
+        {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c-1", "jobId": "j-1"},
+    )
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and f"its RayJob {name} is there (Running: RUNNING)" in said
+    assert f"{name} on kuberay" in (said := command(capsys, "status", run)[1]) and "Running: RUNNING" in said
+    assert command(capsys, "logs", run)[1] == command(capsys, "logs", "--follow", run)[1] == "step 1\n"
+    (kube / "broken").touch()
+    assert command(capsys, "logs", "--follow", run)[0] == command(capsys, "logs", run)[0] == 2
+    command(capsys, "stop", run)
+    assert calls(kube)[-1].endswith("exec pod/tiny-head --container=ray-head -- ray job stop --no-wait j-1")
+    assert "--selector ray.io/cluster=c-1,ray.io/node-type=head" in calls(kube)[-2]
+
+    has(kube, {"jobDeploymentStatus": "Initializing"})  # no driver that could save anything
+    command(capsys, "stop", run)
+    assert calls(kube)[-1].endswith(f"delete rayjob,configmap {name} --ignore-not-found --wait=false")
+
+    has(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # over: it gives way to the next
+    assert submit(capsys, tmp_path)[0] == 0
+    assert [call.split()[2] for call in calls(kube)[-3:]] == ["get", "delete", "create"]
+    assert "its RayJob is gone" in command(capsys, "status", run)[1]
+
+
+def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
+    (kube / "exists").touch()
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "AlreadyExists" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--volume", "runs"), "--volume runs: expected CLAIM:/path"),
+        (("--volume", "claim:/data/../etc"), "expected CLAIM:/path"),
+        (("--volume", "claim:/da\nta"), "expected CLAIM:/path"),
+        (("--volume", "Claim!:/data"), "expected CLAIM:/path"),
+        (("--volume", "claim:/etc/grpo-dist"), "/etc/grpo-dist would hide /etc/grpo-dist of the pods"),
+        (("--volume", "claim:/etc/./"), "/etc would hide /etc/grpo-dist"),
+        (("--volume", "claim://"), "/ would hide /etc/grpo-dist"),
+        (("--volume", "claim:/etc/grpo-dist/runs"), "lies within /etc/grpo-dist"),
+        (("--volume", "claim:/dev/shm"), "/dev/shm lies within /dev"),
+        (("--volume", "claim:/opt"), "/opt would hide /opt of the pods"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (('output_dir="/data/a\\nb"',), "has a line break"),
+        (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
+        (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
+        (("--secret", "hub:HF_TOKEN: x"), "--secret 'hub:HF_TOKEN: x': expected the name of a Secret"),
+        (("rewards.functions=[{function: math, kwargs: {a: {api_key: k-1}}}]",), "looks like a secret"),
+        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
+        (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
+        (("output_dir=runs",), "`output_dir` = runs is relative"),
+        (("rewards.code_paths=[.]",), "no code travels to a pod"),
+        (("--env", "PATH"), "--env PATH: its value would stand in the manifest"),
+        (("--nodes", "1", "policy.num_workers=4", "rollout.num_workers=8"), "12 GPUs are needed"),
+        (("--address", "x"), "--address is no option of --to kuberay"),
+        (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
+    ],
+)
+def test_what_cannot_work_is_not_submitted(kube, tmp_path, capsys, arguments, words):
+    status, said = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and words in said and "k-1" not in said
+    assert not (kube / "calls").exists()
+
+
+def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
+    broken = "x\n---\nkind: Pod\nmetadata: {name: 'a\"b'}\n"
+    given = (f"data.instruction={json.dumps(broken)}", f"--env=A={broken}")
+    config, rayjob = manifest(capsys, tmp_path, *given)
+    (container,) = rayjob["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"]
+    assert container["env"] == [{"name": "A", "value": broken}]
+    assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
+
+
+def test_the_template_is_a_manifest_as_it_is():
+    config, rayjob = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
+    jsonschema.validate(rayjob, RAYJOB)
+    assert config["metadata"]["name"] == rayjob["metadata"]["name"]
+    assert yaml.safe_load(config["data"]["config.yaml"])["output_dir"] == "/runs"
+
+
+@pytest.mark.skipif(not CRD, reason="KUBERAY_CRD names no file of the published definition")
+def test_both_are_valid_by_the_published_definition(kube, tmp_path, capsys):
+    definition = yaml.safe_load(Path(str(CRD)).read_text())
+    (v1,) = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
+    published = v1["schema"]["openAPIV3Schema"]
+    _, rendered = manifest(capsys, tmp_path, "--secret", "hub:HF_TOKEN", "--env", "A=b")
+    _, template = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
+    for rayjob in (rendered, template):
+        jsonschema.validate(rayjob, strict(published))
+    assert not list(beyond(RAYJOB["properties"]["spec"], published["properties"]["spec"], "spec"))
+
+
+def strict(schema):
+    """As the API server reads it: a key that is not there is an error, and some values are text or number."""
+    if isinstance(schema, list):
+        return [strict(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(inner) for key, inner in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        made = {"type": ["integer", "string"]}
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def beyond(own, published, place):
+    """What the schema of these tests allows and the published one does not know."""
+    if "type" in own and published.get("type", own["type"]) != own["type"]:
+        yield f"{place}: {own['type']} is {published['type']}"
+    for name, inner in own.get("properties", {}).items():
+        if "properties" in published and name not in published["properties"]:
+            yield f"{place}.{name}"
+        else:
+            yield from beyond(inner, published.get("properties", {}).get(name, {}), f"{place}.{name}")
+    if "items" in own:
+        yield from beyond(own["items"], published.get("items", {}), f"{place}[]")
+    if missing := set(published.get("required", ())) - set(own.get("required", ())):
+        yield f"{place}: {missing} must be there"

@@ -1,0 +1,389 @@
+"""Runs submitted to a Ray cluster from outside: a head of its own with a job server and a token."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from grpo_dist import __version__
+from grpo_dist.config.files import load_config
+from grpo_dist.errors import UserError
+from grpo_dist.tools.submit import code, ray_jobs
+from grpo_dist.tools.submit.job import Job
+from tests.support.patience import HANG_S
+from tests.support.submitted import command, config_in, health, ray_head, until
+
+pytestmark = pytest.mark.machine
+
+# In place of the driver: says where it is and what it has been given, waits to be ended, and ends in order.
+DRIVER = """
+import json, os, pathlib, signal, sys, time
+import grpo_dist
+from grpo_dist import __version__
+from grpo_dist.config.files import load_config
+import ray
+config = load_config("config.yaml")
+ray.init(address=os.environ["RAY_ADDRESS"], log_to_driver=False)
+told = {
+    "code": grpo_dist.__file__, "here": os.getcwd(), "run": config.output_dir, "steps": config.steps,
+    "variable": os.environ.get("MY_VARIABLE"),
+    "files": sorted(path.name for path in pathlib.Path("rewards").iterdir()),
+    "head": "node:__internal_head__" in ray.nodes()[0]["Resources"],
+}
+def ended(number, frame):
+    time.sleep(4)  # longer than Ray's own patience
+    print("checkpoint saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, ended)
+print("DRIVER", json.dumps(told), flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """The current directory, with reward code beside data and results that must stay here."""
+    rewards = tmp_path / "rewards"
+    (rewards / "checkpoints").mkdir(parents=True)
+    (rewards / "driver.py").write_text(DRIVER)
+    (rewards / "problems.jsonl").write_text("{}\n")
+    (rewards / "checkpoints/weights.txt").write_text("x")
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return tmp_path
+
+
+_COMMAND = """
+import sys
+from grpo_dist.cli import main
+from grpo_dist.tools.submit import ray_jobs
+ray_jobs._ENTRYPOINT = "python rewards/driver.py"
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def outside(*arguments, **environment):
+    """Exit status and all that a command says, in a process of its own: Ray reads its token once in each."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, *map(str, arguments)],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, monkeypatch):
+    monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
+    path, run = config_in(project), project / "runs/tiny"
+    submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "rewards.code_paths=[rewards]")
+    with ray_head(project) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert health(**environment | {"RAY_ADDRESS": environment["GCS_ADDRESS"]}) == 0
+        status, said = outside(*submit)
+        assert status == 0, said
+        job = json.loads((run / "submitted.json").read_text())["job"]
+        assert job == f"{Job(load_config(path), path, ()).name}-1"
+        assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
+
+        printed = until(lambda: driver_said(run), lambda: outside("status", run))
+        # The code that was here, not what is installed there.
+        assert Path(printed["code"]).is_relative_to(printed["here"])
+        assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
+        assert (printed["variable"], printed["head"]) == ("of-mine-alone", True)
+        assert printed["files"] == ["driver.py"]
+        assert "RUNNING" in outside("status", run)[1]
+
+        status, said = outside(*submit)
+        assert status == 2
+        assert f"its job {job} is RUNNING; end it with `grpo-dist stop {run}`" in said
+
+        assert outside("stop", run)[0] == 0
+        # Ends with the job, which had the time to save its checkpoint.
+        assert "checkpoint saved" in outside("logs", "--follow", run)[1]
+        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
+        assert "is over: STOPPED" in outside("stop", run)[1]
+
+        (run / "submitted.json").unlink()  # as if the next submission came from another machine
+        assert outside(*submit)[0] == 0
+        assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
+        until(lambda: driver_said(run), "the second job says nothing")
+        outside("stop", run)
+        until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
+
+        status, said = outside("status", run, RAY_AUTH_TOKEN="0" * 32)
+        assert status == 2 and "token" in said.lower()
+
+
+def driver_said(run):
+    lines = [line for line in outside("logs", run)[1].splitlines() if line.startswith("DRIVER ")]
+    return json.loads(lines[0].removeprefix("DRIVER ")) if lines else None
+
+
+def test_a_dry_run_shows_the_request_and_no_secret(project, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "k-secret")
+    status, said = command(
+        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "--env", "WANDB_API_KEY",
+        "--env", "HF_HOME=/shared/hf", "steps=5", "checkpoint.grace_s=200",
+    )  # fmt: skip
+    assert status == 0 and "k-secret" not in said
+    request, config = said.split("\n# config.yaml\n")
+    shown = yaml.safe_load(request)
+    assert shown["runtime_env"]["env_vars"] == {
+        "WANDB_API_KEY": "***", "HF_HOME": "/shared/hf", "RAY_JOB_STOP_WAIT_TIME_S": "230",
+    }  # fmt: skip
+    assert shown["entrypoint"] == "python -m grpo_dist.cli train config.yaml"
+    assert (shown["entrypoint_num_cpus"], shown["entrypoint_resources"]) == (
+        1,
+        {"node:__internal_head__": 0.001},
+    )
+    assert shown["metadata"]["run"] == str(project / "runs/tiny")
+    assert yaml.safe_load(config)["steps"] == 5
+    assert not (project / "runs/tiny").exists()
+
+
+def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkeypatch):
+    def address(*arguments):
+        said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run", *arguments)[1]
+        return yaml.safe_load(said.partition("\n# config.yaml\n")[0])["address"]
+
+    assert address() == "(none given)"
+    monkeypatch.setenv("RAY_ADDRESS", "http://head:8265")
+    assert address() == "http://head:8265"
+    assert address("--address", "http://other:8265") == "http://other:8265"
+
+
+def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
+    from aiohttp import ClientError
+
+    with pytest.raises(UserError, match="http://head:8265"), ray_jobs._answers("http://head:8265"):
+        raise ClientError("404")
+
+
+def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
+    path = config_in(project)
+    config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
+    into = project / "carried"
+    into.mkdir()
+    carried = code.gather(config, into, ray_jobs._template()["excludes"])
+    assert {"grpo_dist/cli.py", "actors/transfer/vllm_plugin.py", "rewards/driver.py", "config.yaml"} <= set(
+        carried.files
+    )
+    assert {Path(name).parts[0] for name in carried.files} == {
+        "grpo_dist", "actors", "rewards", "config.yaml", f"grpo_dist-{__version__}.dist-info",
+    }  # fmt: skip
+    assert [name for name in carried.files if name.startswith("rewards/")] == ["rewards/driver.py"]
+    assert not [name for name in carried.files if name.endswith(".pyc")]
+    there = load_config(into / "config.yaml")
+    assert there.cluster.address is None
+    assert there.model_copy(update={"cluster": config.cluster}) == config
+
+
+def test_by_hand_ray_leaves_no_code_behind():
+    from ray._private.runtime_env.packaging import _get_excludes
+
+    root = Path(__file__).resolve().parents[3]
+    stays = _get_excludes(root, ray_jobs._template()["excludes"])
+    code_of_ours = [p for name in ("grpo_dist", "actors", "configs") for p in (root / name).rglob("*.*")]
+    assert not [p for p in code_of_ours if "__pycache__" not in p.parts and p.is_file() and stays(p)]
+    for left in (
+        "runs/demo/metrics.jsonl",
+        ".git/config",
+        ".venv/bin/python",
+        "data/train.txt",
+        "m/model.safetensors",
+    ):
+        assert stays(root / left)
+
+
+def test_the_top_alone_is_excluded_where_it_says_so(project):
+    for place in ("data", "lib/data"):
+        (project / place).mkdir(parents=True)
+        (project / place / "words.py").write_text("")
+    (project / "carried").mkdir()
+    config = load_config(config_in(project), ["rewards.code_paths=[.]"])
+    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    assert "lib/data/words.py" in carried.files and "data/words.py" not in carried.files
+
+
+def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
+    import tomllib
+
+    root = Path(__file__).resolve().parents[3]
+    plugins = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"][
+        "vllm.general_plugins"
+    ]
+    group, *lines = code._METADATA["entry_points.txt"].splitlines()
+    assert group == "[vllm.general_plugins]"
+    assert dict(line.split(" = ") for line in lines) == plugins
+
+
+def test_too_much_is_noticed_before_it_travels(project, capsys):
+    (project / "rewards/big.txt").write_bytes(b"")
+    os.truncate(project / "rewards/big.txt", 101 * 2**20)
+    status, said = command(
+        capsys, "submit", config_in(project), "--to", "ray", "--dry-run", "rewards.code_paths=[rewards]"
+    )
+    assert status == 2
+    assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
+
+
+def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
+    copied, real = [], code.shutil.copy2
+    monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
+    for name in "abc":
+        (project / f"rewards/{name}.txt").touch()
+        os.truncate(project / f"rewards/{name}.txt", 60 * 2**20)
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and said.count("(60.0 MiB)") == 3
+    assert len([file for file in copied if file.endswith(".txt")]) == 1
+
+
+def test_neither_keys_nor_what_links_lead_out_to_travel(project, capsys):
+    rewards, outside = project / "rewards", project / "elsewhere"
+    outside.mkdir()
+    (outside / "private.py").write_text("SESAME")
+    for name in ("id_rsa", "server.pem", ".env", ".netrc", "credentials", "kubeconfig", "Secrets.YAML"):
+        (rewards / name).write_text("SESAME")
+    (rewards / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nSESAME\n")
+    (rewards / ".ssh").mkdir()
+    (rewards / ".ssh/config").write_text("SESAME")
+    (rewards / "out.py").symlink_to(outside / "private.py")
+    (rewards / "out").symlink_to(outside)
+    (rewards / "key.txt").symlink_to("id_rsa")
+    (rewards / "loop").symlink_to(".")
+    os.mkfifo(rewards / "pipe")
+    (rewards / "same.py").symlink_to("driver.py")
+    (rewards / "credentials.py").write_text("")  # a module
+    config = load_config(config_in(project), ["rewards.code_paths=[rewards]"])
+    (project / "carried").mkdir()
+    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    own = {name for name in carried.files if name.startswith("rewards/")}
+    assert own == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
+    assert not [p for p in (project / "carried").rglob("*") if p.is_file() and b"SESAME" in p.read_bytes()]
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 0
+    for line in (
+        "id_rsa (its name is that of a key)", ".env (its name is that of a key)", "deploy (a private key)",
+        "out.py (a link that leads out of its directory)", "key.txt (its name is that of a key)",
+        "loop (a link to a directory that it is in)", "pipe (neither a file nor a directory)",
+    ):  # fmt: skip
+        assert f"\n# left out: rewards/{line}\n" in said
+    yaml.safe_load(said.partition("\n# config.yaml\n")[0])
+
+
+def test_a_directory_of_code_that_is_a_link_out_of_here_is_refused(project, capsys, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (project / "linked").symlink_to(other)
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[linked]")
+    status, said = command(capsys, "submit", config_in(project), *arguments)
+    assert status == 2 and "linked is outside of the current directory" in said
+
+
+def test_by_hand_keys_stay_here_too():
+    excludes = ray_jobs._template()["excludes"]
+    assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
+
+
+def test_links_that_lead_nowhere_do_not_travel(project, capsys):
+    (project / "rewards/old.py").symlink_to("nowhere.py")
+    arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
+    assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("output_dir=runs",), "`output_dir` = runs is relative"),
+        (("data.train.0.path=here.jsonl",), "`data.train.0.path` = here.jsonl is on this machine"),
+        (("rewards.code_paths=[../elsewhere]",), "is outside of the current directory"),
+        (("rewards.code_paths=[nowhere]",), "nowhere: no such directory here"),
+        (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
+        (("steps=none",), "steps"),
+        (("rewards.functions=[{function: maths}]",), "`rewards.functions.0.function` = maths: expected"),
+        (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
+        (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
+        (("--image", "x"), "--image is no option of --to ray"),
+        ((), "no cluster; give --address http://HEAD:8265"),
+        (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is no address of a job server"),
+        (("--address", "http://127.0.0.1:1"), "no Ray job server answers there"),
+        (
+            ('rewards.functions=[{function: math, kwargs: {api_key: "k-1"}}]',),
+            "`rewards.functions.0.kwargs.api_key` looks like a secret",
+        ),
+        (("rewards.functions=[{function: judge, kwargs: {extra_body: {key: k-1}}}]",), "looks like a secret"),
+        (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_message(project, capsys, arguments, words):
+    (project / "here.jsonl").write_text('{"problem": "1", "answer": "1"}\n')
+    status, said = command(capsys, "submit", config_in(project), "--to", "ray", *arguments)
+    assert status == 2
+    assert words in said and said.count("error:") == 1
+    assert "k-1" not in said and "hf_123" not in said
+    assert not (project / "runs/tiny").exists()
+
+
+def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
+    (project / "runs/tiny").mkdir()
+    (project / "runs/tiny/DONE").write_text("2\n")
+    status, said = command(capsys, "submit", config_in(project), "--to", "ray", "--dry-run")
+    assert status == 2 and "the run is complete (2 steps)" in said
+
+
+def test_a_run_that_was_not_submitted_is_named(project, capsys):
+    for what in ("status", "logs", "stop"):
+        status, said = command(capsys, what, "runs/other")
+        assert status == 2 and "runs/other: nothing was submitted" in said
+
+
+def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monkeypatch):
+    from grpo_dist.tools.submit.job import Record, read_record
+
+    Record("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
+    record = read_record(Path("/nowhere/runs/far"))
+    assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
+
+
+def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkeypatch):
+    from grpo_dist.tools.submit import job
+
+    run, real = project / "runs/tiny", job.write_text
+
+    def refused(path, text):
+        if path.is_relative_to(run):
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, text)
+
+    job.Record("ray", "tiny-1", str(run)).write()
+    monkeypatch.setattr(job, "datetime", SimpleNamespace(now=lambda zone: datetime(2100, 1, 1, tzinfo=zone)))
+    monkeypatch.setattr(job, "write_text", refused)
+    job.Record("ray", "tiny-2", str(run)).write()
+    assert job.read_record(run).job == "tiny-2"  # the later one
+
+
+@pytest.mark.evidence
+def test_a_whole_run_trains_as_a_job(project, capsys, monkeypatch):
+    with ray_head(project) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        run = project / "runs/tiny"
+        assert command(capsys, "submit", config_in(project), "--to", "ray")[0] == 0
+        said = command(capsys, "logs", "--follow", run)[1]
+        until(lambda: "SUCCEEDED" in command(capsys, "status", run)[1], said)
+        assert (run / "DONE").read_text() == "2\n"
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+        status, said = command(capsys, "submit", config_in(project), "--to", "ray")
+        assert status == 2 and "the run is complete" in said

@@ -1,0 +1,68 @@
+"""Nodes that a job asks for, held against the GPUs that the run uses."""
+
+import pytest
+
+from grpo_dist.cli import main
+from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.slurm_jobs import SlurmTarget
+from tests.support.submitted import command, config_in
+
+KUBERAY = ("--image", "x", "--volume", "runs:/runs", "output_dir=/runs")
+
+
+def dry_run(capsys, directory, to, *arguments):
+    own = KUBERAY if to == "kuberay" else ()
+    return command(capsys, "submit", config_in(directory), "--to", to, "--dry-run", *own, *arguments)
+
+
+@pytest.mark.parametrize("to", ["slurm", "kuberay"])
+def test_a_job_that_asks_for_more_gpus_than_the_run_uses_is_warned_of(tmp_path, capsys, to):
+    status, said = dry_run(capsys, tmp_path, to, "--gpus-per-node", "8", "cluster.placement=separate")
+    assert status == 0
+    assert "the job asks for 8 GPU(s), 1 node(s) with 8 each, and the run uses 2: 6 would be idle" in said
+    assert "give --gpus-per-node 2" in said
+
+
+def test_over_several_nodes_the_warning_names_what_uses_the_rest(tmp_path, capsys):
+    sizes = ("--gpus-per-node", "8", "cluster.placement=separate", "policy.num_workers=2")
+    status, said = dry_run(capsys, tmp_path, "slurm", *sizes, "--nodes", "2", "rollout.num_workers=8")
+    assert status == 0 and "the run uses 10: 6 would be idle; raise `rollout.num_workers`" in said, said
+
+
+@pytest.mark.parametrize("gpus", ["0", "2"])
+def test_a_job_that_uses_all_it_asks_for_has_no_warning(tmp_path, capsys, gpus):
+    placed = () if gpus == "0" else ("cluster.placement=separate",)
+    status, said = dry_run(capsys, tmp_path, "slurm", "--gpus-per-node", gpus, *placed)
+    assert status == 0 and "warning" not in said
+
+
+def test_a_submission_prints_the_warning_beside_what_it_submits(tmp_path, capsys, monkeypatch):
+    submitted = Record("slurm", "1", str(tmp_path))
+    monkeypatch.setattr(SlurmTarget, "submit", lambda target, job: submitted)
+    arguments = ["submit", str(config_in(tmp_path)), "--to", "slurm", "--gpus-per-node", "8"]
+    assert main(arguments) == 0
+    said = capsys.readouterr()
+    assert "would be idle" in said.err and said.out.startswith("submitted to slurm")
+
+
+@pytest.mark.parametrize(
+    ("to", "arguments", "words"),
+    [
+        ("slurm", ("--gpus-per-node", "-1"), "--gpus-per-node -1: expected 0 to 1024"),
+        ("slurm", ("--gpus-per-node", "10000000"), "expected 0 to 1024"),
+        ("slurm", ("--gpus-per-node", "8", "--nodes", "0"), "--nodes 0: expected 1 to 100000"),
+        ("kuberay", ("--gpus-per-node", "8", "--nodes", "100000000"), "--nodes 100000000: expected 1 to"),
+        ("kuberay", ("--gpus-per-node", "8", "--cpus-per-node", "0"), "--cpus-per-node 0: expected 1 to"),
+        ("ray", ("--driver-cpus", "nan"), "--driver-cpus nan: expected 0 to"),
+        ("ray", ("--driver-cpus", "-1"), "--driver-cpus -1: expected 0 to"),
+        ("ray", ("--driver-cpus", "inf"), "--driver-cpus inf: expected 0 to"),
+    ],
+)
+def test_sizes_that_no_cluster_has_are_refused(tmp_path, capsys, to, arguments, words):
+    status, said = dry_run(capsys, tmp_path, to, *arguments)
+    assert status == 2 and words in said
+
+
+def test_a_run_directory_of_any_name_is_asked_for(tmp_path, capsys):
+    status, said = command(capsys, "status", tmp_path / "\udcff")
+    assert status == 2 and "nothing was submitted for this run directory" in said

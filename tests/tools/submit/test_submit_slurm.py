@@ -1,0 +1,368 @@
+"""Runs submitted to Slurm: the rendered script is really run, with stand-ins for Slurm's programs that run
+everything on this machine: a real Ray head, a second real Ray node, and the waiting for both.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.slurm_jobs import print_logs
+from tests.support.fake_slurm import PROGRAMS, PYTHON, RAY, Running
+from tests.support.patience import HANG_S
+from tests.support.submitted import BIN, command, config_in, until
+
+pytestmark = pytest.mark.machine
+
+ROOT = Path(__file__).resolve().parents[3]
+JUDGE = "rewards.functions=[{function: judge, kwargs: {extra_body: {api_key: k-1}}}]"
+TEMPLATE = ROOT / "launch/slurm.sbatch"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A directory of stand-ins that comes first on the path, and what they note."""
+    programs, notes = tmp_path / "bin", tmp_path / "notes"
+    programs.mkdir(), notes.mkdir()
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (notes / "job").write_text("JobId=4711 JobState=RUNNING Reason=None PreemptTime=None")
+    monkeypatch.setenv("PATH", f"{programs}:{BIN}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_STAND_IN", str(notes))
+    monkeypatch.chdir(tmp_path)
+    return notes
+
+
+def submit(capsys, directory, *arguments):
+    path = config_in(directory)
+    return command(capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0", *arguments)
+
+
+def calls(notes):
+    return (notes / "calls").read_text().splitlines() if (notes / "calls").exists() else []
+
+
+@pytest.fixture
+def without_ray(tmp_path, slurm):
+    for name, text in {"ray": RAY, "python": PYTHON.replace("REAL", sys.executable)}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def make(*arguments, **options):
+        started.append(Running(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield make
+    for job in started:
+        job.kill()
+
+
+def test_the_run_has_all_nodes_and_is_queued_again_before_its_time_is_over(slurm, tmp_path, capsys, start):
+    status, said = submit(
+        capsys,
+        tmp_path,
+        "--nodes",
+        "2",
+        "--dry-run",
+        "--env",
+        "GIVEN=a b",
+        "steps=7",
+        "data.instruction=it's $HOME",
+    )
+    assert status == 0, said
+    job = start(said)
+    told = job.driver()
+    assert told["arguments"] == [
+        "train", str(tmp_path / "tiny.yaml"), "steps=7", "data.instruction=it's $HOME",
+        "cluster.address=null",
+    ]  # fmt: skip
+    assert (told["nodes"], told["cpus"]) == (2, 2)
+    assert (told["variable"], told["auth"], told["token"]) == ("a b", "token", 64)
+    assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 --exclude=node1" in calls(slurm)[0]
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.end() == 75
+    assert "checkpoint saved" in job.said() and "2 of 2 nodes have joined" in job.said()
+    assert calls(slurm)[-1] == f"scontrol requeue {job.job}"
+
+
+@pytest.mark.evidence
+def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm, tmp_path, start):
+    number = f"{os.getpid()}1"
+    Path(f"/tmp/ray-{number}-0").mkdir()  # left by an attempt that was killed
+    job = start(TEMPLATE.read_text(), "configs/my.yaml", "steps=3", nodes=1, number=number)
+    assert job.driver()["arguments"] == ["train", "configs/my.yaml", "steps=3"]
+    job.process.send_signal(signal.SIGUSR2)
+    assert job.end() == 75
+    assert "checkpoint saved" in job.said()
+    assert not [call for call in calls(slurm) if "requeue" in call or call.startswith("srun")]
+
+
+@pytest.mark.parametrize(
+    ("state", "again"),
+    [
+        ("JobState=RUNNING PreemptTime=None", True),  # of a partition with a grace time
+        ("JobState=COMPLETING PreemptTime=2026-01-02T03:04:05", True),
+        ("JobState=COMPLETING PreemptTime=None", False),  # scancel
+        ("JobState=CANCELLED PreemptTime=None", False),
+    ],
+)
+def test_preemption_goes_on_and_scancel_does_not(slurm, without_ray, tmp_path, start, state, again):
+    (slurm / "job").write_text(f"JobId=1 {state} EndTime=2026")
+    job = start(TEMPLATE.read_text(), "my.yaml", nodes=1)
+    job.driver()
+    job.process.send_signal(signal.SIGTERM)
+    assert job.end() == 75
+    assert (f"scontrol requeue {job.job}" in calls(slurm)) is again
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "again"),
+    [("0", "0", False), ("3", "0", False), ("75", "0", True), ("75", "100", False)],
+)
+def test_only_a_run_that_goes_on_is_queued_again(slurm, without_ray, tmp_path, start, code, restarts, again):
+    job = start(
+        TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0", DRIVER_CODE=code, SLURM_RESTART_COUNT=restarts
+    )
+    assert job.end() == int(code)
+    assert ("scontrol requeue" in " ".join(calls(slurm))) is again
+
+
+def test_a_head_that_does_not_start_is_tried_again(slurm, without_ray, tmp_path, start):
+    (slurm / "ray-fails").touch()
+    job = start(TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0
+    assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
+
+
+def test_what_prepares_a_job_may_read_variables_that_are_not_set(slurm, without_ray, tmp_path, start):
+    text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
+    job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
+    assert job.end() == 0, job.said()
+
+
+@pytest.mark.evidence
+def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
+    (slurm / "no-workers").touch()
+    job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
+    assert job.end() == 1
+    assert "1 of 2 nodes have joined within" in job.said() and "DRIVER" not in job.said()
+
+
+def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
+    status, said = submit(capsys, tmp_path, "--sbatch=--partition=gpu", "--time", "01:00:00")
+    assert status == 0, said
+    run = tmp_path / "runs/tiny"
+    record = json.loads((run / "submitted.json").read_text())
+    assert (record["job"], record["log"]) == ("4711", str(run / "slurm-4711.log"))
+    script = (slurm / "script").read_text()
+    directives = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    wanted = ("--nodes=1", "--time=01:00:00", "--signal=B:USR1@180", "--requeue", "--dependency=singleton")
+    for option in (*wanted, f"--output={run}/slurm-%j.log", "--partition=gpu", f"--chdir={tmp_path}"):
+        assert f"#SBATCH {option}" in directives
+    # sbatch reads no directive after the first command.
+    first = next(i for i, line in enumerate(script.splitlines()) if line and not line.startswith("#"))
+    assert not [line for line in script.splitlines()[first:] if line.startswith("#SBATCH")]
+
+    (slurm / "queue").write_text("4711")
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "its job 4711 waits or runs" in said
+
+    (slurm / "queue").write_text("PENDING|0:00|(Resources)")
+    assert (
+        "4711 on slurm" in (said := command(capsys, "status", run)[1]) and "PENDING, 0:00 (Resources)" in said
+    )
+    command(capsys, "stop", run)
+    assert calls(slurm)[-1] == "scancel 4711"
+    (slurm / "queue").write_text("RUNNING|1:00|node1")
+    command(capsys, "stop", run)
+    assert calls(slurm)[-1] == "scancel --signal=USR2 --batch 4711"
+
+    (run / "slurm-4711.log").write_text("step 1\n")
+    following = subprocess.Popen(
+        [sys.executable, "-m", "grpo_dist.cli", "logs", "--follow", run],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert following.stdout.readline() == "step 1\n"
+    with (run / "slurm-4711.log").open("a") as log:
+        log.write("step 2\n")
+    assert following.stdout.readline() == "step 2\n"
+    (slurm / "queue").unlink()
+    assert following.wait(30) == 0
+    assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
+    (slurm / "no-accounting").touch()
+    assert "over; squeue and sacct know no more" in command(capsys, "status", run)[1]
+
+
+def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_path, capsys):
+    Record("slurm", "4711", str(tmp_path / "runs/tiny")).write()
+    error = slurm / "squeue-fails"
+    error.write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    for what in ("status", "stop"):
+        status, said = command(capsys, what, tmp_path / "runs/tiny")
+        assert status == 2 and "Unable to contact slurm controller" in said
+    error.write_text("slurm_load_jobs error: Invalid job id specified")
+    assert "COMPLETED, exit code 0" in command(capsys, "status", tmp_path / "runs/tiny")[1]
+
+
+def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monkeypatch, capsys):
+    (slurm / "queue").write_text("RUNNING|1:00|node1")
+    (tmp_path / "log").write_text("step 1\n")
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 20:
+            (slurm / "queue").unlink()
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
+    monkeypatch.setattr("grpo_dist.tools.submit.slurm_jobs.time", clock)
+    print_logs(Record("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
+    assert capsys.readouterr().out == "step 1\n"
+    assert 20 <= len(slept) <= 25 and len(calls(slurm)) <= 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rollout.num_workers=99", "--nodes", "1"), "`rollout.num_workers` = 99"),
+        (("--sbatch=partition",), "--sbatch=partition: expected an option"),
+        (("rewards.models=[]", "+algorithm=nope"), "+algorithm=nope"),
+        (("--image", "x"), "--image is no option of --to slurm"),
+        (("sft.api_key=k-1",), "sft"),
+        (('output_dir="/tmp/a\\ntouch pwned"',), "`output_dir` = '/tmp/a\\ntouch pwned' has a line break"),
+        (('output_dir="/tmp/a\\Ltouch pwned"',), "has a line break"),
+        (("output_dir=/tmp/a\\b",), "has a backslash"),
+        (("--time", "1:00\ntouch pwned"), "--time '1:00\\ntouch pwned': expected a limit"),
+        (("--time", "$(touch pwned)"), "--time '$(touch pwned)': expected a limit"),
+        (("--sbatch=--comment=a\rtouch pwned",), "--sbatch = '--comment=a\\rtouch pwned' has a line break"),
+        (("--sbatch=--export=ALL,HF_TOKEN=k-1",), "--sbatch=--export=ALL,HF_TOKEN=*** looks like a secret"),
+        (("--setup", "export HF_TOKEN=k-1"), "--setup=export HF_TOKEN=*** looks like a secret"),
+        (("--env", "HF TOKEN=k-1"), "--env HF TOKEN=***: expected NAME"),
+        ((JUDGE, "rewards.functions=[{function: math}]"), "override rewards.functions=[{function: judge"),
+        ((JUDGE,), "rewards.functions.0.kwargs.extra_body.api_key` looks like a secret"),
+    ],
+)
+def test_what_cannot_work_is_not_submitted(slurm, tmp_path, capsys, arguments, words):
+    status, said = submit(capsys, tmp_path, *arguments)
+    assert status == 2 and words in said and said.count("error:") == 1 and "k-1" not in said
+    assert not calls(slurm) and not (tmp_path / "runs").exists()
+
+
+def test_a_secret_in_the_file_is_not_submitted(slurm, tmp_path, capsys):
+    path = config_in(tmp_path)
+    path.write_text(path.read_text() + JUDGE.replace("rewards.functions=", "rewards: {functions: ") + "}\n")
+    status, said = command(capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0")
+    assert status == 2 and "extra_body.api_key` looks like a secret" in said and "k-1" not in said
+    assert not calls(slurm)
+
+
+def test_a_line_break_in_the_current_directory_is_refused(slurm, tmp_path, capsys, monkeypatch):
+    (tmp_path / "a\ntouch pwned").mkdir()
+    monkeypatch.chdir(tmp_path / "a\ntouch pwned")
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "the current directory = " in said and not calls(slurm)
+
+
+def test_a_setup_that_reads_a_secret_elsewhere_is_taken(slurm, tmp_path, capsys):
+    setup = "export HF_TOKEN=$(cat /run/secret); module load cuda"
+    status, said = submit(capsys, tmp_path, "--setup", setup, "--dry-run")
+    assert status == 0 and f"    {setup}\n" in said
+
+
+HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned # %j"
+
+
+@pytest.mark.usefixtures("slurm", "without_ray")
+def test_nothing_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
+    place = tmp_path / HOSTILE
+    place.mkdir()
+    monkeypatch.chdir(place)
+    path = config_in(tmp_path, output=tmp_path / "runs")
+    path.write_text(path.read_text().replace(f"{tmp_path}/runs", json.dumps(f"{place}/runs")))
+    path = path.rename(place / "tiny.yaml")
+    broken = f"x\ntouch pwned\n{HOSTILE}\n}}\ntouch pwned"
+    status, said = command(
+        capsys, "submit", path, "--to", "slurm", "--gpus-per-node", "0", "--dry-run",
+        f"--env=GIVEN={broken}", f"data.instruction={json.dumps(broken)}", f"--sbatch=--comment={HOSTILE}",
+    )  # fmt: skip
+    assert status == 0, said
+    directives = [line for line in said.splitlines() if line.startswith("#SBATCH ")]
+    output = next(line for line in directives if line.startswith("#SBATCH --output="))
+    assert shlex.split(output)[1] == f"--output={place}/runs/tiny".replace("%", "%%") + "/slurm-%j.log"
+    job = start(said, nodes=1, DRIVER_S="0")
+    told = job.driver()
+    assert job.end() == 0, job.said()
+    assert told["variable"] == broken and told["arguments"][1] == str(path)
+    assert f"data.instruction={json.dumps(broken)}" in told["arguments"]
+    assert not list(tmp_path.rglob("pwned"))
+
+
+def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
+    path = config_in(tmp_path)
+    gpus = (
+        "--to",
+        "slurm",
+        "--gpus-per-node",
+        "8",
+        "--dry-run",
+        "batch.prompts_per_step=12",
+        "max_staleness=1",
+    )
+    gpus += ("policy.num_workers=12", "rollout.num_workers=2", "rollout.tensor_parallel_size=4")
+    status, said = command(capsys, "submit", path, *gpus)
+    assert status == 0 and "#SBATCH --nodes=3\n" in said, said
+    assert "#SBATCH --gpus-per-node=8\n" in said and "#SBATCH --cpus-per-task=64\n" in said
+    status, said = command(capsys, "submit", path, *gpus, "--nodes", "2")
+    assert status == 2 and "20 GPUs are needed" in said
+    # 10 engines of 4 take a node of 6 each; 12 ranks have what is left.
+    others = ("--to", "slurm", "--gpus-per-node", "6", *gpus[4:], "rollout.num_workers=10")
+    status, said = command(capsys, "submit", path, *others)
+    assert status == 0 and "#SBATCH --nodes=10\n" in said, said
+    # 8 GPUs in all, but an engine of 3 lies on one node.
+    wide = (*gpus[:2], "--gpus-per-node", "2", "rollout.tensor_parallel_size=3", "max_staleness=1")
+    status, said = command(capsys, "submit", path, *wide, "--nodes", "4")
+    assert status == 2 and "4 node(s) with 2 GPU(s) and 16 CPU(s) each have no room" in said
+
+
+def test_without_slurm_it_says_where_to_submit(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    status, said = submit(capsys, tmp_path)
+    assert status == 2 and "squeue: no such program here; submit from a machine that has it" in said
+
+
+def test_the_template_is_a_script_as_it_is():
+    assert subprocess.run(["bash", "-n", TEMPLATE], timeout=HANG_S).returncode == 0
+    assert (
+        TEMPLATE.read_text().count("# >>> settings\n") == TEMPLATE.read_text().count("# <<< settings\n") == 1
+    )
+
+
+@pytest.mark.evidence
+def test_a_whole_run_is_interrupted_queued_again_and_goes_on(slurm, tmp_path, capsys, start):
+    status, said = submit(capsys, tmp_path, "--nodes", "2", "--dry-run", "steps=8", "checkpoint.keep=8")
+    assert status == 0
+    run, script = tmp_path / "runs/tiny", said
+    first = start(script, stand_in=False)
+    until((run / "checkpoints/step_000002").exists, first.said)
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.end() == 75, first.said()
+    assert calls(slurm)[-1] == f"scontrol requeue {first.job}"
+    assert not (run / "DONE").exists()
+    again = start(script, stand_in=False, SLURM_RESTART_COUNT="1")
+    assert again.end(400) == 0, again.said()
+    assert "resuming from" in again.said() and "(attempt 2)" in again.said()
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 9)) and (run / "DONE").read_text() == "8\n"
