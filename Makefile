@@ -66,6 +66,7 @@ reference: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/python launch/check_waits.py grpo_dist actors
 	$(BIN)/shellcheck launch/*.sh launch/slurm.sbatch docker/*.sh .ci/run
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cpu
