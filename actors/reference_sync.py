@@ -9,7 +9,7 @@ from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup
 from actors.workers.policy import PolicyGroup
 from actors.workers.reference import ReferencePool
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.runtime.concurrency import gather
 
 
@@ -24,7 +24,7 @@ class ReferenceSync:
         cls,
         policy: PolicyGroup,
         reference: ReferencePool,
-        settings: SyncSettings,
+        settings: WeightSyncConfig,
         *,
         mix: float,
         timeout_s: float,

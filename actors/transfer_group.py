@@ -15,7 +15,7 @@ from actors.lifecycle.calls import on_one_host, results
 from actors.transfer.connections import Seat
 from actors.transfer.handshake import new_secret
 from actors.workers.policy import PolicyGroup
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import transfer_backend
@@ -59,7 +59,7 @@ class TransferGroup:
     bucket_bytes: int
     adapters_only: bool
     workers: tuple[Any, ...]
-    settings: SyncSettings
+    settings: WeightSyncConfig
     processes_each: int
     as_held: bool = False
 
@@ -89,7 +89,7 @@ class TransferGroup:
         name: str,
         policy: PolicyGroup,
         workers: Sequence[Any],
-        settings: SyncSettings,
+        settings: WeightSyncConfig,
         *,
         processes_each: int = 1,
         adapters_only: bool = False,

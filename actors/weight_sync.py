@@ -24,7 +24,7 @@ from actors.lifecycle.watchdog import deadline_of
 from actors.transfer_group import TransferGroup
 from actors.workers.policy import PolicyGroup
 from actors.workers.rollout import RolloutPool
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import WeightSyncConfig
 from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.runtime.metering import Stopwatch
 
@@ -44,7 +44,7 @@ class WeightSync:
         cls,
         policy: PolicyGroup,
         rollouts: RolloutPool,
-        settings: SyncSettings,
+        settings: WeightSyncConfig,
         *,
         beside: Sequence[int] | None = None,
         timeout_s: float,

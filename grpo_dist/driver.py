@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol
 from grpo_dist.algorithms.kl_control import next_kl_coef
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import KL, Config
+from grpo_dist.config import Config, KLConfig
 from grpo_dist.errors import Preempted
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
 from grpo_dist.health.watch import SKIPPED, HealthWatch
@@ -178,7 +178,7 @@ async def run(
         await checkpoints.settle()
 
 
-def steered(kl_coef: float, kl: KL, observed: float | None) -> float:
+def steered(kl_coef: float, kl: KLConfig, observed: float | None) -> float:
     """The KL term's next weight; the same where nothing was trained, or with a KL that is not a number."""
     if kl.target is None or observed is None or not math.isfinite(observed):
         return kl_coef

@@ -23,7 +23,7 @@ from ray.exceptions import ObjectLostError, RayError
 
 from actors.lifecycle.calls import BESIDE, LOST, kill, result
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.load_balancer import Admission
@@ -83,7 +83,7 @@ class Team:
         role: str,
         makers: Sequence[Callable[[str], Any]],
         *,
-        restarts: Restarts | None,
+        restarts: RestartsConfig | None,
         start_s: float,
         start: Callable[[Any], Any] = ready,
         health: Callable[[Any], Any] = ask_beside,

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from actors.placement.demands import Demand, Resources, placement
-from grpo_dist.config import Config, Grown
+from grpo_dist.config import AutoscalingConfig, Config
 from grpo_dist.config.files import changed
 from grpo_dist.errors import UserError
 
@@ -68,7 +68,7 @@ def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
     return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
 
 
-def grown(nodes: Sequence[Node], to: Grown | None) -> list[Node]:
+def grown(nodes: Sequence[Node], to: AutoscalingConfig | None) -> list[Node]:
     """With those that an autoscaler adds when somebody asks for more than there is."""
     if to is None:
         return list(nodes)

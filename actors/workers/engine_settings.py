@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
-from grpo_dist.config import Config, Model
-from grpo_dist.config import Rollout as RolloutSettings
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
@@ -34,9 +32,9 @@ class EngineSpec:
     engine may have at once. ``colocated``: on GPUs of policy ranks, which it leaves to them while they train.
     """
 
-    rollout: RolloutSettings
-    sync: SyncSettings
-    model: Model
+    rollout: RolloutConfig
+    sync: WeightSyncConfig
+    model: ModelConfig
     model_dir: str
     max_length: int
     seed: int

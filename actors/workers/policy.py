@@ -26,7 +26,15 @@ from actors.transfer.meeting import met
 from actors.transfer.stream import send
 from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.batch.sharding import shard
-from grpo_dist.config import Algorithm, Model, Policy, Profile, Restarts, Timeouts, TransferBackend
+from grpo_dist.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    PolicyConfig,
+    ProfileConfig,
+    RestartsConfig,
+    TimeoutsConfig,
+    TransferBackend,
+)
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health.bounds import Bound
 from grpo_dist.observe.profiling import profiled, trace_path
@@ -52,7 +60,7 @@ class PolicyWorker(Metered, Watched):
         self._trainer: Any = None
         self._transports: dict[str, Transport] = {}
         self._trace: Path | None = None
-        self._profile = Profile()
+        self._profile = ProfileConfig()
 
     def address(self) -> tuple[str, int]:
         """Where others may meet this rank: its node's address and a free port."""
@@ -64,7 +72,7 @@ class PolicyWorker(Metered, Watched):
         context = ray.get_runtime_context()
         return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
-    def start(self, place: Rank, policy: Policy, settings: dict[str, Any]) -> tuple[DeviceType, float]:
+    def start(self, place: Rank, policy: PolicyConfig, settings: dict[str, Any]) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`.
         ``settings``: the further arguments of `Trainer`.
         """
@@ -83,7 +91,7 @@ class PolicyWorker(Metered, Watched):
         with profiled(trace, self._profile):
             return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
 
-    def trace_next(self, run_dir: str, step: int, settings: Profile) -> None:
+    def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
         """The next `update`, which is that of ``step``, leaves a trace."""
         self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.place.rank), settings
 
@@ -149,26 +157,26 @@ class PolicyGroup:
 
     def __init__(
         self,
-        settings: Policy,
+        settings: PolicyConfig,
         *,
-        model: Model,
+        model: ModelConfig,
         model_dir: str,
-        algorithm: Algorithm,
+        algorithm: AlgorithmConfig,
         temperature: float,
         token_budget: int | None,
         epochs: int,
         total_updates: int,
-        timeouts: Timeouts,
+        timeouts: TimeoutsConfig,
         seed: int,
         options: dict[str, Any],
         places: Places = None,
         worker: type[PolicyWorker] = PolicyWorker,
-        restarts: Restarts | None = None,
+        restarts: RestartsConfig | None = None,
         generation: int = 0,
-        profile: Profile | None = None,
+        profile: ProfileConfig | None = None,
     ) -> None:
         """``restarts``: of `Team`; None: nobody watches. ``generation``: so many groups were before it."""
-        self._settings, self._timeouts, self._profile = settings, timeouts, profile or Profile()
+        self._settings, self._timeouts, self._profile = settings, timeouts, profile or ProfileConfig()
         self._arguments = {
             "model": model,
             "model_dir": model_dir,
@@ -375,7 +383,7 @@ class PolicyGroup:
             raise
 
 
-def loss_settings(algorithm: Algorithm) -> LossSettings:
+def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     """Config stops here: the maths takes numbers."""
     correction = algorithm.correction
     default = "none" if algorithm.old_logprobs == "rollout" else "tis"

@@ -17,7 +17,7 @@ from actors.transfer.stream import receive
 from actors.transfer.transport import Transport, open_transport
 from grpo_dist.batch.rows import pad_rows
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
-from grpo_dist.config import Model, Reference, Restarts, TransferBackend
+from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import Layout, packed, padded
@@ -37,7 +37,13 @@ class ReferenceWorker(Metered, Watched):
     """One frozen copy of the model."""
 
     def __init__(
-        self, settings: Reference, *, model: Model, model_dir: str, temperature: float, chunk_mib: int | None
+        self,
+        settings: ReferenceConfig,
+        *,
+        model: ModelConfig,
+        model_dir: str,
+        temperature: float,
+        chunk_mib: int | None,
     ) -> None:
         super().__init__()
         device = device_type()
@@ -126,15 +132,15 @@ class ReferencePool:
 
     def __init__(
         self,
-        settings: Reference,
+        settings: ReferenceConfig,
         *,
-        model: Model,
+        model: ModelConfig,
         model_dir: str,
         temperature: float,
         chunk_mib: int | None,
         options: dict[str, Any],
         places: Places = None,
-        restarts: Restarts | None = None,
+        restarts: RestartsConfig | None = None,
         start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(ReferenceWorker)

@@ -18,7 +18,7 @@ import ray
 from actors.lifecycle.calls import LOST, Places, end, makers, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched, reason
 from actors.workers.reward_model import RewardModelPool
-from grpo_dist.config import Restarts, Rewards
+from grpo_dist.config import RestartsConfig, RewardsConfig
 from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.garbage import is_garbage
 from grpo_dist.rewards.models import ModelScores
@@ -38,7 +38,7 @@ _ATTEMPTS = 2
 class RewardWorker(Metered, Watched):
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
-    def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
+    def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
         super().__init__()
         self._max_new_tokens, self._settings = max_new_tokens, settings
         self._pool = GraderPool(
@@ -84,14 +84,14 @@ class RewardPool:
 
     def __init__(
         self,
-        settings: Rewards,
+        settings: RewardsConfig,
         *,
         max_new_tokens: int,
         models: Sequence[RewardModelPool] = (),
         options: dict[str, Any],
         places: Places = None,
         worker: type = RewardWorker,
-        restarts: Restarts | None = None,
+        restarts: RestartsConfig | None = None,
         start_s: float = 600.0,
     ) -> None:
         actor, settings = one_at_a_time(worker), placed(settings)
@@ -140,7 +140,7 @@ def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
     return replace(group, step_rewards=steps.step_rewards, step_ends=steps.step_ends) if steps else group
 
 
-def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: Rewards) -> Group:
+def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
     """A group whose samples have no reward at all: NaN, an error of the math grader where there is one."""
     specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)

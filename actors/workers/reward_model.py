@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.lifecycle.calls import Places, kill, makers, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched
-from grpo_dist.config import Model, Restarts, RewardModel
+from grpo_dist.config import ModelConfig, RestartsConfig, RewardModelConfig
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
@@ -16,7 +16,7 @@ from grpo_dist.types import Prompt, Rollout
 class RewardModelWorker(Metered, Watched):
     """One copy of a reward model, and the policy's tokenizer, to say at which token a step ends."""
 
-    def __init__(self, settings: RewardModel, *, policy: Model, policy_dir: str) -> None:
+    def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
         super().__init__()
         from transformers import AutoTokenizer
 
@@ -40,13 +40,13 @@ class RewardModelPool:
 
     def __init__(
         self,
-        settings: RewardModel,
+        settings: RewardModelConfig,
         *,
-        policy: Model,
+        policy: ModelConfig,
         policy_dir: str,
         options: dict[str, Any],
         places: Places = None,
-        restarts: Restarts | None = None,
+        restarts: RestartsConfig | None = None,
         start_s: float = 600.0,
     ) -> None:
         actor = one_at_a_time(RewardModelWorker)

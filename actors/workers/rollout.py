@@ -25,7 +25,7 @@ from actors.lifecycle.supervisor import Health, Team, Watched
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread
-from grpo_dist.config import Restarts, TransferBackend
+from grpo_dist.config import RestartsConfig, TransferBackend
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.load_balancer import IN_HAND, Load
@@ -244,7 +244,7 @@ class RolloutPool:
         options: dict[str, Any],
         places: Places = None,
         worker: type = RolloutWorker,
-        restarts: Restarts | None = None,
+        restarts: RestartsConfig | None = None,
         start_s: float = 600.0,
         irreplaceable: str | None = None,
     ) -> None:

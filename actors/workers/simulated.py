@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.workers.made_records import made_group, made_rollouts
-from grpo_dist.config import Config, Rewards
-from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.config import Config, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 
@@ -29,7 +28,7 @@ _MADE = 16  # different groups that a rollout worker answers with, in turn
 class SimulatedSpec:
     """In the place of an `EngineSpec`."""
 
-    rollout: RolloutSettings
+    rollout: RolloutConfig
     samples_per_prompt: int
     max_num_seqs: int = 256
     colocated: bool = False
@@ -59,7 +58,7 @@ class SimulatedRollout:
 
 
 class SimulatedReward:
-    def __init__(self, settings: Rewards, *, max_new_tokens: int) -> None:
+    def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
         """Settings of the real one."""
 
     def ready(self) -> None:

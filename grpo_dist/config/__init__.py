@@ -6,67 +6,82 @@ is only the shape, the ranges and the cross-checks. It imports neither torch nor
 --help`` stays instant.
 """
 
-from grpo_dist.config.algorithm import KL, Algorithm, Correction
+from grpo_dist.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
-from grpo_dist.config.bench import Bench, Lengths
-from grpo_dist.config.cluster import Cluster, Grown, Restarts, Timeouts
-from grpo_dist.config.data import Batch, Data, DataSource, DynamicSampling, Model, Sampling
-from grpo_dist.config.monitoring import Checkpoint, Evaluation, Health, Mlflow, Profile, Tracking, Wandb
-from grpo_dist.config.rewards import Gated, Reward, RewardModel, Rewards
+from grpo_dist.config.bench import BenchConfig, LengthsConfig
+from grpo_dist.config.cluster import AutoscalingConfig, ClusterConfig, RestartsConfig, TimeoutsConfig
+from grpo_dist.config.data import (
+    BatchConfig,
+    DataConfig,
+    DataSourceConfig,
+    DynamicSamplingConfig,
+    ModelConfig,
+    SamplingConfig,
+)
+from grpo_dist.config.monitoring import (
+    CheckpointConfig,
+    EvaluationConfig,
+    HealthConfig,
+    MlflowConfig,
+    ProfileConfig,
+    TrackingConfig,
+    WandbConfig,
+)
+from grpo_dist.config.rewards import GatedConfig, RewardConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.root import Config
-from grpo_dist.config.stages import SFT, Demonstrations, Rejection
+from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
 from grpo_dist.config.workers import (
-    LoRA,
-    Offload,
-    Optimizer,
-    Policy,
-    Reference,
-    Rollout,
+    LoRAConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RolloutConfig,
     TransferBackend,
-    WeightSync,
+    WeightSyncConfig,
 )
 
 __all__ = [
-    "KL",
-    "SFT",
-    "Algorithm",
-    "Batch",
-    "Bench",
-    "Checkpoint",
-    "Cluster",
+    "AlgorithmConfig",
+    "AutoscalingConfig",
+    "BatchConfig",
+    "BenchConfig",
+    "CheckpointConfig",
+    "ClusterConfig",
     "Config",
-    "Correction",
+    "CorrectionConfig",
     "Count",
-    "Data",
-    "DataSource",
-    "Demonstrations",
-    "DynamicSampling",
-    "Evaluation",
+    "DataConfig",
+    "DataSourceConfig",
+    "DemonstrationsConfig",
+    "DynamicSamplingConfig",
+    "EvaluationConfig",
     "Fraction",
-    "Gated",
-    "Grown",
-    "Health",
-    "Lengths",
-    "LoRA",
-    "Mlflow",
-    "Model",
+    "GatedConfig",
+    "HealthConfig",
+    "KLConfig",
+    "LengthsConfig",
+    "LoRAConfig",
+    "MlflowConfig",
+    "ModelConfig",
     "NonNegative",
-    "Offload",
-    "Optimizer",
-    "Policy",
-    "Profile",
-    "Reference",
-    "Rejection",
-    "Restarts",
-    "Reward",
-    "RewardModel",
-    "Rewards",
-    "Rollout",
-    "Sampling",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "PolicyConfig",
+    "ProfileConfig",
+    "ReferenceConfig",
+    "RejectionConfig",
+    "RestartsConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RewardsConfig",
+    "RolloutConfig",
+    "SFTConfig",
+    "SamplingConfig",
     "Section",
-    "Timeouts",
-    "Tracking",
+    "TimeoutsConfig",
+    "TrackingConfig",
     "TransferBackend",
-    "Wandb",
-    "WeightSync",
+    "WandbConfig",
+    "WeightSyncConfig",
 ]

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from grpo_dist.config.base import Fraction, NonNegative, Section
 
 
-class KL(Section):
+class KLConfig(Section):
     """The divergence from the reference that is held down."""
 
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
@@ -22,7 +22,7 @@ class KL(Section):
     gain: Fraction = Field(0.1, description="largest change of `coef` a step, as a share of 0.2")
 
 
-class Correction(Section):
+class CorrectionConfig(Section):
     """Importance weights for what the engine computed otherwise, or older weights sampled."""
 
     kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
@@ -38,7 +38,7 @@ class Correction(Section):
     )
 
     @model_validator(mode="after")
-    def _ordered(self) -> Correction:
+    def _ordered(self) -> CorrectionConfig:
         if self.low >= self.high:
             raise ValueError(f"low = {self.low} must be below high = {self.high}")
         return self
@@ -50,7 +50,7 @@ RewardNorm = Annotated[
 ]
 
 
-class Algorithm(Section):
+class AlgorithmConfig(Section):
     """From rewards to the loss: `grpo_dist/algorithms/README.md` has the formulas."""
 
     preset: str | None = Field(
@@ -124,8 +124,8 @@ class Algorithm(Section):
         description="from losses of tokens to one: over all tokens, or by sequence first; "
         "seq-mean-token-sum-norm divides each sum by sampling.max_new_tokens",
     )
-    kl: KL = KL()
-    correction: Correction = Correction()
+    kl: KLConfig = KLConfig()
+    correction: CorrectionConfig = CorrectionConfig()
 
     @property
     def shifts_rewards(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from grpo_dist.config.base import Section
 
 
-class Lengths(Section):
+class LengthsConfig(Section):
     """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
 
     kind: Literal["natural", "fixed", "lognormal"] = Field(
@@ -20,7 +20,7 @@ class Lengths(Section):
     sigma: PositiveFloat | None = Field(None, description="of lognormal: deviation of the log; null: 1")
 
     @model_validator(mode="after")
-    def _settings_of_its_kind(self) -> Lengths:
+    def _settings_of_its_kind(self) -> LengthsConfig:
         own = {"fixed": ("tokens",), "lognormal": ("mean", "sigma")}.get(self.kind, ())
         for name in sorted({"tokens", "mean", "sigma"} - set(own)):
             if getattr(self, name) is not None:
@@ -31,10 +31,10 @@ class Lengths(Section):
         return self
 
 
-class Bench(Section):
+class BenchConfig(Section):
     """What `grpo-dist bench` does with a configuration; nothing else reads it."""
 
     warmup_steps: PositiveInt = Field(2, description="steps before the clock starts")
     steps: PositiveInt = Field(5, description="timed steps")
-    lengths: Lengths = Lengths()
+    lengths: LengthsConfig = LengthsConfig()
     limits: bool = Field(True, description="measure what the machine could do at best, too")

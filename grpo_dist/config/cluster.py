@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from grpo_dist.config.base import Count, Section
 
 
-class Timeouts(Section):
+class TimeoutsConfig(Section):
     """Deadlines in seconds; who is waited for when one passes is named in the message."""
 
     room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
@@ -25,7 +25,7 @@ class Timeouts(Section):
         return self.room_s + self.start_s
 
 
-class Restarts(Section):
+class RestartsConfig(Section):
     """Of actors, each alone, or, where it held what only a checkpoint has, with all policy ranks."""
 
     max_per_worker: Count = Field(3, description="of one actor within window_s; 0: its loss ends the run")
@@ -39,7 +39,7 @@ class Restarts(Section):
     )
 
     @model_validator(mode="after")
-    def _asked_before_it_is_late(self) -> Restarts:
+    def _asked_before_it_is_late(self) -> RestartsConfig:
         if self.hang_s <= self.health_s:
             raise ValueError(
                 f"hang_s = {self.hang_s:g} must be above health_s = {self.health_s:g}, at which actors are "
@@ -48,7 +48,7 @@ class Restarts(Section):
         return self
 
 
-class Grown(Section):
+class AutoscalingConfig(Section):
     """What an autoscaler makes of the cluster: nodes of one kind."""
 
     nodes: PositiveInt = Field(description="in all, those among them that are there and have as many GPUs")
@@ -56,7 +56,7 @@ class Grown(Section):
     cpus: PositiveInt = Field(description="of each")
 
 
-class Cluster(Section):
+class ClusterConfig(Section):
     """Ray, and who has which devices."""
 
     address: str | None = Field(
@@ -68,10 +68,10 @@ class Cluster(Section):
         description="colocated: engines and policy ranks take turns on the same GPUs, or on all CPU threads; "
         "separate: each has its own; auto: separate where the GPUs suffice, on CPUs where max_staleness > 0",
     )
-    grows_to: Grown | None = Field(
+    grows_to: AutoscalingConfig | None = Field(
         None,
         description="the cluster adds nodes up to this when somebody asks for room (an autoscaler): they are "
         "counted as if they were there, and waited for, `timeouts.room_s` at most; null: it is as it is",
     )
-    timeouts: Timeouts = Timeouts()
-    restarts: Restarts = Restarts()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    restarts: RestartsConfig = RestartsConfig()

@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 from grpo_dist.config.base import Section, Temperature
 
 
-class Model(Section):
+class ModelConfig(Section):
     """The model that is trained, and how it is held."""
 
     path: str = Field(
@@ -38,7 +38,7 @@ class Model(Section):
     )
 
 
-class DataSource(Section):
+class DataSourceConfig(Section):
     """Where problems with their answers come from."""
 
     path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
@@ -56,7 +56,7 @@ class DataSource(Section):
     max_rows: PositiveInt | None = Field(None, description="use the first so many; null: all")
 
     @model_validator(mode="after")
-    def _pattern_has_a_group(self) -> DataSource:
+    def _pattern_has_a_group(self) -> DataSourceConfig:
         try:
             groups = re.compile(self.answer_pattern or "()").groups
         except (re.error, OverflowError, RecursionError) as error:
@@ -70,11 +70,15 @@ class DataSource(Section):
         return self
 
 
-class Data(Section):
+class DataConfig(Section):
     """What is asked, in training and in evaluations."""
 
-    train: tuple[DataSource, ...] = Field(min_length=1, description="sources of training prompts, together")
-    eval: tuple[DataSource, ...] = Field((), description="evaluation sets, each with metrics of its own")
+    train: tuple[DataSourceConfig, ...] = Field(
+        min_length=1, description="sources of training prompts, together"
+    )
+    eval: tuple[DataSourceConfig, ...] = Field(
+        (), description="evaluation sets, each with metrics of its own"
+    )
     system_prompt: str | None = Field(
         None, description="said before every problem: the chat template's system message, or a first line"
     )
@@ -91,7 +95,7 @@ class Data(Section):
     )
 
 
-class Batch(Section):
+class BatchConfig(Section):
     """A step draws prompts_per_step * samples_per_prompt samples."""
 
     prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
@@ -107,7 +111,7 @@ class Batch(Section):
     )
 
 
-class DynamicSampling(Section):
+class DynamicSamplingConfig(Section):
     """DAPO: groups whose rewards are all equal are replaced by further prompts, the next of the epoch."""
 
     enabled: bool = Field(False, description="whether they are")
@@ -121,7 +125,7 @@ class DynamicSampling(Section):
     )
 
 
-class Sampling(Section):
+class SamplingConfig(Section):
     """How the completions of training are drawn: from the whole distribution, by temperature alone."""
 
     temperature: Temperature = Field(1.0, description="log-probs of engine and trainer are taken at it")

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from grpo_dist.config.base import Count, EvaluationTemperature, Fraction, Section
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     """Sampling of `data.eval`."""
 
     every: Count = Field(0, description="steps between evaluations; 0: none during training")
@@ -26,7 +26,7 @@ class Evaluation(Section):
     max_prompts: PositiveInt | None = Field(None, description="evaluate on the first so many of each set")
 
     @model_validator(mode="after")
-    def _k_in_range(self) -> Evaluation:
+    def _k_in_range(self) -> EvaluationConfig:
         if max(self.k, default=1) > self.samples_per_prompt:
             raise ValueError(
                 f"k = {list(self.k)} asks for more than samples_per_prompt = {self.samples_per_prompt}; "
@@ -35,7 +35,7 @@ class Evaluation(Section):
         return self
 
 
-class Health(Section):
+class HealthConfig(Section):
     """What makes a step unfit to train on, and bounds of its metrics; null: no bound. Drift of reward,
     entropy, and shares cut off and garbage from what they were in the same run, from its first 5 steps on, is
     warned of without one.
@@ -83,7 +83,7 @@ class Health(Section):
     )
 
 
-class Checkpoint(Section):
+class CheckpointConfig(Section):
     """What is saved, and how a run goes on."""
 
     every: Count = Field(20, description="steps between checkpoints; 0: only the last")
@@ -100,7 +100,7 @@ class Checkpoint(Section):
     export: bool = Field(True, description="write the trained model in Hugging Face format at the end")
 
 
-class Wandb(Section):
+class WandbConfig(Section):
     """Weights & Biases."""
 
     enabled: bool = Field(False, description="log to wandb, too")
@@ -111,7 +111,7 @@ class Wandb(Section):
     )
 
 
-class Mlflow(Section):
+class MlflowConfig(Section):
     """MLflow, where it is installed."""
 
     enabled: bool = Field(False, description="log to MLflow, too")
@@ -122,13 +122,13 @@ class Mlflow(Section):
     experiment: str = Field("grpo-dist", description="experiment of the run")
 
 
-class Tracking(Section):
+class TrackingConfig(Section):
     """Where metrics and samples go besides `metrics.jsonl`: `grpo_dist/observe/README.md`."""
 
     console: bool = Field(True, description="a line a step in the terminal")
     tensorboard: bool = Field(True, description="write `tensorboard/` in the run directory")
-    wandb: Wandb = Wandb()
-    mlflow: Mlflow = Mlflow()
+    wandb: WandbConfig = WandbConfig()
+    mlflow: MlflowConfig = MlflowConfig()
     samples: bool = Field(
         True, description="keep every sampled completion with its rewards, one Parquet file a step"
     )
@@ -139,7 +139,7 @@ class Tracking(Section):
     )
 
 
-class Profile(Section):
+class ProfileConfig(Section):
     """Of chosen steps; the traces are in the directory `profile` of the run."""
 
     steps: tuple[PositiveInt, ...] = Field((), description="whose updates every rank traces, e.g. [3, 4]")

@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config import Algorithm, Batch, Config, DynamicSampling
+from grpo_dist.config import AlgorithmConfig, BatchConfig, Config, DynamicSamplingConfig
 from grpo_dist.config.differences import flat, listed
 
 PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 KEY = "algorithm.preset"
 _DEFAULTS = {
-    "algorithm": Algorithm().model_dump(mode="json"),
-    "batch": Batch().model_dump(mode="json"),
-    "dynamic_sampling": DynamicSampling().model_dump(mode="json"),
+    "algorithm": AlgorithmConfig().model_dump(mode="json"),
+    "batch": BatchConfig().model_dump(mode="json"),
+    "dynamic_sampling": DynamicSamplingConfig().model_dump(mode="json"),
 }
 # What null stands for under the default loss and estimator: a preset that writes it out differs in nothing.
 _FILLED = {"algorithm.std": "group", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}
@@ -61,7 +61,7 @@ def described(config: Config) -> str:
 
 def table() -> str:
     """Markdown: the default and every preset, by what differs from the default."""
-    a = Algorithm()
+    a = AlgorithmConfig()
     default = (
         f"`advantage` {a.advantage}, `std` group, `policy_loss` {a.policy_loss} with `clip_low` and "
         f"`clip_high` 0.2, `aggregation` {a.aggregation}, `kl.coef` {a.kl.coef:g}; no `dynamic_sampling`"

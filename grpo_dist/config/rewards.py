@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from grpo_dist.config.base import Section
 
 
-class Gated(Section):
+class GatedConfig(Section):
     """How a part of the reward counts."""
 
     weight: float = Field(1.0, description="factor in the sum; 0: only reported, and it cannot spoil the sum")
@@ -19,7 +19,7 @@ class Gated(Section):
     gate_above: float = Field(0.0, description="what the gate must be above")
 
 
-class Reward(Gated):
+class RewardConfig(GatedConfig):
     """A reward that is a function of the completion."""
 
     name: str = Field("", description="label in metrics; empty: the function's name")
@@ -29,7 +29,7 @@ class Reward(Gated):
     kwargs: dict[str, Any] = Field({}, description="settings of the function")
 
 
-class RewardModel(Gated):
+class RewardModelConfig(GatedConfig):
     """A reward that a classifier gives."""
 
     name: str = Field(min_length=1, description="label in metrics")
@@ -55,7 +55,7 @@ class RewardModel(Gated):
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")
 
     @model_validator(mode="after")
-    def _settings_of_its_kind(self) -> RewardModel:
+    def _settings_of_its_kind(self) -> RewardModelConfig:
         of_process = ("reduce", "step_mark", "step_separator")
         foreign = [n for n in of_process if getattr(self, n) != type(self).model_fields[n].default]
         if self.kind == "outcome" and foreign:
@@ -66,11 +66,11 @@ class RewardModel(Gated):
         return self
 
 
-class Rewards(Section):
+class RewardsConfig(Section):
     """What a completion is worth: the sum of weight * reward over functions and models."""
 
-    functions: tuple[Reward, ...] = (Reward(function="math"),)
-    models: tuple[RewardModel, ...] = Field((), description="reward models, workers of their own")
+    functions: tuple[RewardConfig, ...] = (RewardConfig(function="math"),)
+    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, workers of their own")
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
     timeout_s: PositiveFloat = Field(5.0, description="deadline of one answer, seconds")
@@ -90,7 +90,7 @@ class Rewards(Section):
     shuffle: bool = Field(False, description="control: deal each step's rewards among its samples at random")
 
     @model_validator(mode="after")
-    def _tags_differ(self) -> Rewards:
+    def _tags_differ(self) -> RewardsConfig:
         if self.thought_tags is not None:
             opening, closing = self.thought_tags
             if not opening.strip() or not closing.strip() or opening == closing:
@@ -101,7 +101,7 @@ class Rewards(Section):
         return self
 
     @model_validator(mode="after")
-    def _distinct(self) -> Rewards:
+    def _distinct(self) -> RewardsConfig:
         names = [r.name or r.function for r in self.functions] + [m.name for m in self.models]
         if len(set(names)) != len(names):
             raise ValueError(f"two rewards share a name: {names}; set `name` of each")
@@ -117,7 +117,7 @@ class Rewards(Section):
         return self
 
     @model_validator(mode="after")
-    def _gates_end(self) -> Rewards:
+    def _gates_end(self) -> RewardsConfig:
         gates = {r.name or r.function: r.gate for r in self.functions} | {m.name: m.gate for m in self.models}
         for name in gates:
             path = [name]

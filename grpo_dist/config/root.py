@@ -7,16 +7,22 @@ from typing import Annotated
 
 from pydantic import Field, PositiveInt, model_validator
 
-from grpo_dist.config.algorithm import Algorithm
+from grpo_dist.config.algorithm import AlgorithmConfig
 from grpo_dist.config.base import Count, Section
-from grpo_dist.config.bench import Bench
+from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.checks import contradictions
-from grpo_dist.config.cluster import Cluster
-from grpo_dist.config.data import Batch, Data, DynamicSampling, Model, Sampling
-from grpo_dist.config.monitoring import Checkpoint, Evaluation, Health, Profile, Tracking
-from grpo_dist.config.rewards import Rewards
-from grpo_dist.config.stages import SFT, Rejection
-from grpo_dist.config.workers import Policy, Reference, Rollout, WeightSync
+from grpo_dist.config.cluster import ClusterConfig
+from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
+from grpo_dist.config.monitoring import (
+    CheckpointConfig,
+    EvaluationConfig,
+    HealthConfig,
+    ProfileConfig,
+    TrackingConfig,
+)
+from grpo_dist.config.rewards import RewardsConfig
+from grpo_dist.config.stages import RejectionConfig, SFTConfig
+from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
 
 
 class Config(Section):
@@ -35,26 +41,30 @@ class Config(Section):
     max_staleness: Count = Field(
         0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
     )
-    model: Model
-    data: Data
-    batch: Batch = Batch()
-    dynamic_sampling: DynamicSampling = DynamicSampling()
-    sampling: Sampling = Sampling()
-    algorithm: Algorithm = Algorithm()
-    rewards: Rewards = Rewards()
-    rollout: Rollout = Rollout()
-    reference: Reference = Reference()
-    policy: Policy = Policy()
-    weight_sync: WeightSync = WeightSync()
-    evaluation: Evaluation = Evaluation()
-    health: Health = Health()
-    checkpoint: Checkpoint = Checkpoint()
-    tracking: Tracking = Tracking()
-    profile: Profile = Profile()
-    cluster: Cluster = Cluster()
-    bench: Bench = Bench()
-    sft: SFT | None = Field(None, description="the supervised cold start that `model.path: sft` refers to")
-    rejection: Rejection = Field(Rejection(), description="how `grpo-dist sample` draws and keeps samples")
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    policy: PolicyConfig = PolicyConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    health: HealthConfig = HealthConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    bench: BenchConfig = BenchConfig()
+    sft: SFTConfig | None = Field(
+        None, description="the supervised cold start that `model.path: sft` refers to"
+    )
+    rejection: RejectionConfig = Field(
+        RejectionConfig(), description="how `grpo-dist sample` draws and keeps samples"
+    )
 
     @property
     def needs_reference(self) -> bool:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_v
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Temperature
 
 
-class Rejection(Section):
+class RejectionConfig(Section):
     """Rejection sampling: completions of the prompts of `data.train`, of which the right ones are kept."""
 
     samples_per_prompt: PositiveInt = Field(8, description="samples drawn of each prompt")
@@ -31,7 +31,7 @@ class Rejection(Section):
     chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
 
     @model_validator(mode="after")
-    def _keeps_what_there_is(self) -> Rejection:
+    def _keeps_what_there_is(self) -> RejectionConfig:
         if self.keep_per_prompt > self.samples_per_prompt:
             raise ValueError(
                 f"keep_per_prompt = {self.keep_per_prompt} is above samples_per_prompt = "
@@ -40,7 +40,7 @@ class Rejection(Section):
         return self
 
 
-class Demonstrations(Section):
+class DemonstrationsConfig(Section):
     """One source of (prompt, completion) pairs; null takes what the `sft` section says."""
 
     path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
@@ -50,7 +50,7 @@ class Demonstrations(Section):
     )
 
     @model_validator(mode="after")
-    def _noise_is_of_what_is_made(self) -> Demonstrations:
+    def _noise_is_of_what_is_made(self) -> DemonstrationsConfig:
         if self.noise is not None and not self.path.startswith("demo:"):
             raise ValueError(
                 f"noise = {self.noise:g} is of demonstrations that are generated, and path = {self.path} is "
@@ -67,14 +67,14 @@ def _as_sources(value: Any) -> Any:
     return [{"path": v} if isinstance(v, str) else v for v in values]
 
 
-class SFT(Section):
+class SFTConfig(Section):
     """Supervised training, as of a cold start: next-token loss on the response of (prompt, completion)
     pairs.
     """
 
     model: str = Field(description="local directory, or `demo:<name>` for a model made from the seed")
-    data: Annotated[tuple[Demonstrations, ...], Field(min_length=1), BeforeValidator(_as_sources)] = Field(
-        description="a path as in `sft.data.0.path`, or a list of sources that are mixed"
+    data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(_as_sources)] = (
+        Field(description="a path as in `sft.data.0.path`, or a list of sources that are mixed")
     )
     examples: PositiveInt | None = Field(None, description="use the first so many of a source; null: all")
     noise: Fraction = Field(0.0, description="share of generated demonstrations that carry one wrong step")

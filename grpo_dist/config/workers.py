@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from grpo_dist.config.base import Count, Fraction, NonNegative, Section
 
 
-class Rollout(Section):
+class RolloutConfig(Section):
     """The vLLM engines."""
 
     num_workers: PositiveInt = Field(1, description="engines, each with a whole model")
@@ -36,7 +36,7 @@ class Rollout(Section):
     )
 
 
-class Reference(Section):
+class ReferenceConfig(Section):
     """The frozen model of the KL term; none is made while `algorithm.kl.coef` is 0."""
 
     num_workers: PositiveInt = Field(1, description="actors, each with a whole model")
@@ -52,7 +52,7 @@ class Reference(Section):
     )
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
     lr: PositiveFloat = Field(1e-6, description="with policy.lora about ten times as much, e.g. 1e-5")
@@ -67,7 +67,7 @@ class Optimizer(Section):
     min_lr_ratio: Fraction = Field(0.0, description="final learning rate as a share of lr")
 
 
-class LoRA(Section):
+class LoRAConfig(Section):
     """Low-rank adapters: they alone are trained."""
 
     rank: PositiveInt = Field(16, description="inner dimension of an adapter")
@@ -87,7 +87,7 @@ class LoRA(Section):
         return self.alpha / self.rank
 
 
-class Offload(Section):
+class OffloadConfig(Section):
     """Where the trainer's state lies while it is not computed with."""
 
     optimizer: Literal["none", "cpu", "nvme"] = Field(
@@ -99,7 +99,7 @@ class Offload(Section):
     )
 
 
-class Policy(Section):
+class PolicyConfig(Section):
     """The DeepSpeed ranks that train."""
 
     num_workers: PositiveInt = Field(1, description="ZeRO ranks, one actor each")
@@ -113,9 +113,9 @@ class Policy(Section):
         False, description="torch.compile of each layer, for long GPU runs: minutes of start; no ZeRO-3"
     )
     threads: Count = Field(0, description="CPU threads of a rank; 0: what is left to it")
-    optimizer: Optimizer = Optimizer()
-    lora: LoRA | None = Field(None, description="train low-rank adapters; null: all weights")
-    offload: Offload = Offload()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoRAConfig | None = Field(None, description="train low-rank adapters; null: all weights")
+    offload: OffloadConfig = OffloadConfig()
     logprob_chunk_mib: PositiveInt | None = Field(
         None,
         description="size of a block of logits, of which two exist at once, MiB; null: 256 on a GPU, 32 "
@@ -134,7 +134,7 @@ class Policy(Section):
 TransferBackend = Literal["gloo", "nccl", "shared_memory", "ipc"]
 
 
-class WeightSync(Section):
+class WeightSyncConfig(Section):
     """How new weights get from the policy to the engines."""
 
     backend: Literal["auto", "gloo", "nccl", "shared_memory", "ipc"] = Field(

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import SFT, Demonstrations
+from grpo_dist.config import DemonstrationsConfig, SFTConfig
 from grpo_dist.data.prompts import tokenise, tokenise_messages
 from grpo_dist.data.readers import json_lines
 from grpo_dist.runtime.cache import fingerprint
@@ -29,7 +29,7 @@ Pair = tuple[list[int], list[int]]
 _OPTIONAL: dict[str, type] = {"system": str, "template_kwargs": dict, "chat_template": str}
 
 
-def load_pairs(settings: SFT, tokenizer: Any) -> list[Pair]:
+def load_pairs(settings: SFTConfig, tokenizer: Any) -> list[Pair]:
     """Token ids of prompt and completion of every row of every source, in order.
 
     Raises ValueError for a missing file, a malformed or overlong row, and a source without rows, naming file
@@ -38,7 +38,7 @@ def load_pairs(settings: SFT, tokenizer: Any) -> list[Pair]:
     return [pair for source in settings.data for pair in source_pairs(source, settings, tokenizer)]
 
 
-def source_pairs(source: Demonstrations, settings: SFT, tokenizer: Any) -> list[Pair]:
+def source_pairs(source: DemonstrationsConfig, settings: SFTConfig, tokenizer: Any) -> list[Pair]:
     """As `load_pairs`, of one source."""
     pairs = [
         _tokenise(record, tokenizer, settings.max_length, where)
@@ -49,7 +49,7 @@ def source_pairs(source: Demonstrations, settings: SFT, tokenizer: Any) -> list[
     return pairs
 
 
-def contents(settings: SFT) -> list[Any]:
+def contents(settings: SFTConfig) -> list[Any]:
     """What decides the rows of every source: settings, and the bytes of a file."""
     return [
         [source.path if _is_made(source) else fingerprint(data_file(source)), source.examples, source.noise]
@@ -57,18 +57,18 @@ def contents(settings: SFT) -> list[Any]:
     ]
 
 
-def data_file(source: Demonstrations) -> Path:
+def data_file(source: DemonstrationsConfig) -> Path:
     path = Path(source.path).expanduser()
     if not path.is_file():
         raise ValueError(f"sft.data = {source.path}: no such file; expected a .jsonl file or demo:add3")
     return path
 
 
-def _is_made(source: Demonstrations) -> bool:
+def _is_made(source: DemonstrationsConfig) -> bool:
     return source.path.startswith("demo:")
 
 
-def _records(source: Demonstrations, settings: SFT) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(source: DemonstrationsConfig, settings: SFTConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     examples = source.examples or settings.examples
     if _is_made(source):
         from grpo_dist.data.made_problems import demonstrations

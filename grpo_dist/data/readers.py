@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import DataSource
+from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.text import check_characters
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 
@@ -30,7 +30,7 @@ class Row:
     columns: Mapping[str, Any]
 
 
-def read(source: DataSource) -> list[Row]:
+def read(source: DataSourceConfig) -> list[Row]:
     """All rows of ``source``, at most ``max_rows``.
 
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
@@ -62,7 +62,7 @@ class MissingColumn(ValueError):
         return self.message
 
 
-def read_all(sources: Sequence[DataSource], key: str = "") -> list[tuple[DataSource, list[Row]]]:
+def read_all(sources: Sequence[DataSourceConfig], key: str = "") -> list[tuple[DataSourceConfig, list[Row]]]:
     """Every source with its rows. ``key``: of the sources in the configuration, named in messages."""
     found = []
     for number, source in enumerate(sources):
@@ -75,12 +75,12 @@ def read_all(sources: Sequence[DataSource], key: str = "") -> list[tuple[DataSou
     return found
 
 
-def first_record(source: DataSource) -> Mapping[str, Any]:
+def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
     """The first row as it is in the file; {} without rows. Raises ValueError as `read` does."""
     return next((record for _, record in _records(source)), {})
 
 
-def common_columns(source: DataSource) -> list[str]:
+def common_columns(source: DataSourceConfig) -> list[str]:
     """Columns that all rows of ``source`` have; [] without rows. Raises ValueError as `read` does."""
     records = (record for _, record in islice(_records(source), source.max_rows))
     names = dict.fromkeys(next(records, {}))
@@ -89,14 +89,14 @@ def common_columns(source: DataSource) -> list[str]:
     return list(names)
 
 
-def source_name(source: DataSource) -> str:
+def source_name(source: DataSourceConfig) -> str:
     """The label of a source in metrics and samples."""
     if source.name:
         return source.name
     return source.path.removeprefix("demo:") if source.path.startswith("demo:") else Path(source.path).stem
 
 
-def _records(source: DataSource) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if source.path.startswith("demo:"):
         from grpo_dist.data.made_problems import problems
 
@@ -141,7 +141,7 @@ def _complaint(error: ValueError | RecursionError) -> str:
     return f"not valid JSON ({reason}{where}); expected one object per line"
 
 
-def _dataset(path: Path, source: DataSource) -> Iterable[Mapping[str, Any]]:
+def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]]:
     """Parquet and JSON files, saved data sets and hub ids, through the `datasets` library."""
     import datasets
 
@@ -174,7 +174,7 @@ def _dataset(path: Path, source: DataSource) -> Iterable[Mapping[str, Any]]:
 
 
 def _counted(
-    records: Iterable[Mapping[str, Any]], source: DataSource
+    records: Iterable[Mapping[str, Any]], source: DataSourceConfig
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Rows from 1 on. What is streamed is only read now, so a damaged file shows now."""
     iterator, number = iter(records), 0
@@ -183,7 +183,7 @@ def _counted(
         yield number, record
 
 
-def _split(loaded: Any, source: DataSource) -> Any:
+def _split(loaded: Any, source: DataSourceConfig) -> Any:
     if not isinstance(loaded, Mapping):
         return loaded
     if source.split not in loaded:
@@ -191,7 +191,7 @@ def _split(loaded: Any, source: DataSource) -> Any:
     return loaded[source.split]
 
 
-def _guard(load: Callable[[], Any], source: DataSource) -> Any:
+def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
     try:
         return load()
     except Exception as error:
@@ -203,7 +203,7 @@ def _guard(load: Callable[[], Any], source: DataSource) -> Any:
 
 
 def _row(
-    record: Mapping[str, Any], location: str, source: DataSource, label: str, pattern: PatternSearch
+    record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
 ) -> Row:
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()
@@ -227,7 +227,7 @@ def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -
     return record[name]
 
 
-def _answer(answer: str, location: str, source: DataSource, pattern: PatternSearch) -> str:
+def _answer(answer: str, location: str, source: DataSourceConfig, pattern: PatternSearch) -> str:
     if source.answer_pattern is not None:
         try:
             found = pattern.search(answer)

@@ -87,13 +87,13 @@ class WordProblem:
 
 def load(source_dir: Path) -> list[WordProblem]:
     """All problems with an exact answer, each once. Raises ValueError for a missing or malformed file."""
-    from grpo_dist.config import DataSource
+    from grpo_dist.config import DataSourceConfig
     from grpo_dist.data.readers import read
 
     found: dict[str, WordProblem] = {}
     for name in FILES:
         columns = ("Equation",) if name == "svamp.jsonl" else ()
-        for row in read(DataSource(path=str(source_dir / name), columns=columns)):
+        for row in read(DataSourceConfig(path=str(source_dir / name), columns=columns)):
             # A rounded answer, as 0.8333333333 for 5/6, has no exact expression.
             if re.fullmatch(r"-?\d+(\.\d{1,4})?", row.answer):
                 numbers = numbers_in(row.problem)

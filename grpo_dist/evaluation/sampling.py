@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from grpo_dist.config import Config, Evaluation, Rejection
+from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
 from grpo_dist.evaluation.estimates import summarise
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.seeds import request_seed
@@ -91,7 +91,7 @@ async def _sample_all(
 
 async def sample_chunks(
     config: Config,
-    settings: Evaluation | Rejection,
+    settings: EvaluationConfig | RejectionConfig,
     workers: Samplers,
     chunks: Mapping[int, list[Prompt]],
     finished: Callable[[int, list[Group]], Awaitable[None]],
@@ -127,7 +127,7 @@ async def sample_chunks(
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 
-def sampling_of(config: Config, settings: Evaluation | Rejection) -> Sampling:
+def sampling_of(config: Config, settings: EvaluationConfig | RejectionConfig) -> Sampling:
     return Sampling(
         temperature=settings.temperature,
         top_p=settings.top_p,
@@ -138,7 +138,7 @@ def sampling_of(config: Config, settings: Evaluation | Rejection) -> Sampling:
 
 async def _sample_group(
     config: Config,
-    settings: Evaluation | Rejection,
+    settings: EvaluationConfig | RejectionConfig,
     sampling: Sampling,
     workers: Samplers,
     prompt: Prompt,

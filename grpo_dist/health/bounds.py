@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from grpo_dist.config import Health
+from grpo_dist.config import HealthConfig
 from grpo_dist.health.state import HealthState
 
 GRAD_NORM = "policy/grad_norm"
@@ -59,29 +59,29 @@ def passed(bounds: Sequence[Bound], metrics: Mapping[str, float]) -> list[Bound]
     return [bound for bound in bounds if bound.is_passed(metrics)]
 
 
-def of_batch(settings: Health, state: HealthState) -> list[Bound]:
+def of_batch(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """On `metrics.rollout_metrics`."""
     return [*_as_configured(settings, _OF_BATCH), *_of_reward(settings, state)]
 
 
-def of_update(settings: Health, state: HealthState) -> list[Bound]:
+def of_update(settings: HealthConfig, state: HealthState) -> list[Bound]:
     """On what an update of the policy returns."""
     return [*_as_configured(settings, _OF_UPDATE), *_of_gradient(settings, state)]
 
 
-def of_run(settings: Health) -> list[Bound]:
+def of_run(settings: HealthConfig) -> list[Bound]:
     """On what `HealthWatch.examine` counts."""
     return list(_as_configured(settings, _OF_RUN))
 
 
-def _as_configured(settings: Health, table: Sequence[tuple[str, str]]) -> Iterator[Bound]:
+def _as_configured(settings: HealthConfig, table: Sequence[tuple[str, str]]) -> Iterator[Bound]:
     for key, metric in table:
         value = getattr(settings, key)
         if value is not None:
             yield Bound(key, metric, float(value), above=key.endswith("_above"))
 
 
-def _of_reward(settings: Health, state: HealthState) -> Iterator[Bound]:
+def _of_reward(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
     share, best = settings.reward_below_share, state.best_reward
     # A share of what is not above 0 is no bound from below.
     if share is not None and best is not None and best > 0:
@@ -89,7 +89,7 @@ def _of_reward(settings: Health, state: HealthState) -> Iterator[Bound]:
         yield Bound("reward_below_share", "reward/mean", share * best, above=False, words=words)
 
 
-def _of_gradient(settings: Health, state: HealthState) -> Iterator[Bound]:
+def _of_gradient(settings: HealthConfig, state: HealthState) -> Iterator[Bound]:
     spike = settings.grad_norm_spike
     if spike is not None and len(state.grad_norms) >= _ENOUGH:
         median = statistics.median(state.grad_norms)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_dist.config import Profile
+from grpo_dist.config import ProfileConfig
 from grpo_dist.observe.trace import write_trace
 from grpo_dist.runtime.files import clear, publish
 from grpo_dist.runtime.jsonl import kept_lines
@@ -27,7 +27,7 @@ TIMELINE = "timeline.jsonl"  # what each actor did when, a line a step
 
 
 @contextmanager
-def profiled(path: Path | None, settings: Profile) -> Iterator[None]:
+def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
     """The block under torch's profiler, its trace at ``path``; None: as ever."""
     if path is None:
         yield

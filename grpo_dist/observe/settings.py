@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from grpo_dist.config import Config, Tracking
+from grpo_dist.config import Config, TrackingConfig
 from grpo_dist.config.secrets import masked
 from grpo_dist.errors import UserError
 
 
-def check_trackers(tracking: Tracking) -> str:
+def check_trackers(tracking: TrackingConfig) -> str:
     """The trackers that are on. Raises UserError for one that cannot work as it is set; one that merely does
     not answer never stops a run.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Policy
+from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.offload import offload_config
 
 # Decided by the trainer itself: a user's value would change the gradient or be ignored without a word.
@@ -29,7 +29,7 @@ _OURS = {
 _FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor")
 
 
-def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
+def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Any]:
     """The dictionary for `deepspeed.initialize`. Raises ValueError for keys that this project sets itself."""
     for key, ours in _OURS.items():
         if key in policy.deepspeed:
@@ -78,7 +78,7 @@ def deepspeed_config(policy: Policy, *, dtype: torch.dtype) -> dict[str, Any]:
     return _merge(base, policy.deepspeed)
 
 
-def check_values(policy: Policy) -> None:
+def check_values(policy: PolicyConfig) -> None:
     """Raises ValueError for a key or value in `policy.deepspeed.zero_optimization` that DeepSpeed refuses.
     Imports DeepSpeed where there are any.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Policy
+from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.policy.state_files import PolicyFiles
@@ -19,7 +19,7 @@ def zero3_loading(settings: dict[str, Any]) -> Any:
     return HfDeepSpeedConfig(settings)
 
 
-def initialize(module: TokenLogprobs, policy: Policy, settings: dict[str, Any]) -> Any:
+def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, Any]) -> Any:
     """The engine, with the optimiser that ``policy`` says. Collective."""
     import deepspeed
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_dist.config import LoRA
+from grpo_dist.config import LoRAConfig
 
 _ADAPTER = "default"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
@@ -39,7 +39,7 @@ class Adapter:
         return torch.add(weight.float(), change, alpha=scale).to(weight.dtype)
 
 
-def add_adapters(model: Any, settings: LoRA, *, seed: int) -> None:
+def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
     """Wrap the target layers of ``model`` in place and freeze all else. A is drawn from ``seed``, the same on
     every rank and at every ZeRO stage; B is 0, so that the model is at first what it was.
     """
@@ -89,7 +89,7 @@ def _matches(name: str, targets: Iterable[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def check_targets(model_dir: Path, settings: LoRA, *, trust_remote_code: bool) -> None:
+def check_targets(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: bool) -> None:
     """Raises ValueError when `policy.lora.target_modules` names what the model does not have or what cannot
     be adapted. Reads no weights.
     """

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Policy
+from grpo_dist.config import PolicyConfig
 
 _KEYS = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 
 
-def offload_config(policy: Policy) -> dict[str, Any]:
+def offload_config(policy: PolicyConfig) -> dict[str, Any]:
     """What goes into DeepSpeed's `zero_optimization`; nothing where nothing is offloaded.
 
     Raises ValueError when `policy.deepspeed` names another device than `policy.offload` does.
@@ -39,7 +39,7 @@ def offload_config(policy: Policy) -> dict[str, Any]:
     return section
 
 
-def offload_devices(policy: Policy) -> dict[str, str]:
+def offload_devices(policy: PolicyConfig) -> dict[str, str]:
     """Of "optimizer" and "parameters" none, cpu or nvme: where they are, by our setting or by the user's own
     DeepSpeed section.
     """
@@ -51,7 +51,7 @@ def offload_devices(policy: Policy) -> dict[str, str]:
     }
 
 
-def optimizer_device(policy: Policy) -> str:
+def optimizer_device(policy: PolicyConfig) -> str:
     """Of `offload_devices`, where the optimiser's state is."""
     return offload_devices(policy)["optimizer"]
 
@@ -86,7 +86,7 @@ def set_steps(optimizer: Any, steps: int) -> None:
         state["step"] = steps
 
 
-def check_offload(policy: Policy) -> None:
+def check_offload(policy: PolicyConfig) -> None:
     """Raises ValueError when settings contradict each other or this machine lacks what offloading needs,
     before anything is started.
     """

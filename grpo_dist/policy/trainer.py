@@ -21,7 +21,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
-from grpo_dist.config import Model, Policy
+from grpo_dist.config import ModelConfig, PolicyConfig
 from grpo_dist.health.bounds import GRAD_NORM, Bound, passed
 from grpo_dist.health.watch import BAD_WEIGHTS, REFUSED, SKIPPED
 from grpo_dist.policy.attention import choose_kernel
@@ -62,9 +62,9 @@ class Trainer:
     def __init__(
         self,
         place: Rank,
-        policy: Policy,
+        policy: PolicyConfig,
         *,
-        model: Model,
+        model: ModelConfig,
         model_dir: str,
         loss: LossSettings,
         temperature: float,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.thought import outside_thought, thought_for
@@ -35,7 +35,7 @@ class Answers:
         rollouts: Sequence[Rollout],
         *,
         max_new_tokens: int,
-        settings: Rewards | None = None,
+        settings: RewardsConfig | None = None,
     ) -> Answers:
         """``settings`` of rewards, which may say more of thoughts than the prompt does."""
         return cls(

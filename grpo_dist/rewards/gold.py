@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.runtime.hardware import available_cpus
 
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # certainly readable; most data 
 _LOOKED_AT = 1000  # enough to notice a wrong column, and seconds even for hard formulas
 
 
-def count_unreadable(golds: Sequence[str], settings: Rewards) -> tuple[int, int]:
+def count_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[int, int]:
     """How many gold answers can only be compared as text, and of how many that is: the first thousand that
     are no plain numbers, and all plain numbers.
 

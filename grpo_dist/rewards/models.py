@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from grpo_dist.batch.sharding import micro_batches
-from grpo_dist.config import RewardModel
+from grpo_dist.config import RewardModelConfig
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
 
@@ -53,7 +53,7 @@ class _Row:
 class Classifier:
     """One reward model on one device."""
 
-    def __init__(self, settings: RewardModel) -> None:
+    def __init__(self, settings: RewardModelConfig) -> None:
         quiet_libraries()
         self._settings = settings
         device = device_type()
@@ -157,7 +157,7 @@ class Classifier:
             )  # fmt: skip
 
 
-def check_model(settings: RewardModel) -> None:
+def check_model(settings: RewardModelConfig) -> None:
     """Raises ValueError for a model that cannot be used, by its configuration and tokenizer. Loads no
     weights.
     """
@@ -190,7 +190,7 @@ def check_model(settings: RewardModel) -> None:
         )
 
 
-def _load_model(settings: RewardModel, dtype: torch.dtype) -> Any:
+def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = (
@@ -211,7 +211,7 @@ def _load_model(settings: RewardModel, dtype: torch.dtype) -> Any:
     return model
 
 
-def _load_tokenizer(settings: RewardModel) -> Any:
+def _load_tokenizer(settings: RewardModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -219,7 +219,7 @@ def _load_tokenizer(settings: RewardModel) -> Any:
     )
 
 
-def _source(settings: RewardModel) -> str:
+def _source(settings: RewardModelConfig) -> str:
     local = Path(settings.path).expanduser()
     return str(local) if local.is_dir() else settings.path
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from grpo_dist.config import Gated, Rewards
+from grpo_dist.config import GatedConfig, RewardsConfig
 from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.answers import Answers, Verdicts
@@ -66,17 +66,17 @@ class Scores:
     outcomes: list[str]
 
 
-def reward_specs(settings: Rewards) -> list[RewardSpec]:
+def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
     """The configuration's `rewards.functions`."""
     return [RewardSpec(_term(r.name or r.function, r), r.function, r.kwargs) for r in settings.functions]
 
 
-def model_terms(settings: Rewards) -> list[Term]:
+def model_terms(settings: RewardsConfig) -> list[Term]:
     """How the configuration's `rewards.models` count."""
     return [_term(model.name, model) for model in settings.models]
 
 
-def placed(settings: Rewards) -> Rewards:
+def placed(settings: RewardsConfig) -> RewardsConfig:
     """``settings`` with the judges' `cache_path` absolute: an actor may have another working directory."""
     functions = tuple(
         r.model_copy(update={"kwargs": r.kwargs | {"cache_path": str(Path(path).expanduser().absolute())}})
@@ -87,13 +87,13 @@ def placed(settings: Rewards) -> Rewards:
     return settings.model_copy(update={"functions": functions})
 
 
-def check_rewards(settings: Rewards, *, max_new_tokens: int) -> None:
+def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
     """Raises ValueError for a reward that cannot be used; see `reward_problems`."""
     for problem in reward_problems(settings, max_new_tokens=max_new_tokens):
         raise ValueError(problem)
 
 
-def reward_problems(settings: Rewards, *, max_new_tokens: int) -> Iterator[str]:
+def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator[str]:
     """Of every reward that cannot be used, why. Loads the user's functions in a process of their own, and
     asks a judge one question.
     """
@@ -116,7 +116,7 @@ def reward_problems(settings: Rewards, *, max_new_tokens: int) -> Iterator[str]:
                 yield str(error)
 
 
-def own_code(settings: Rewards) -> Iterator[Path]:
+def own_code(settings: RewardsConfig) -> Iterator[Path]:
     """Source files of the user's reward functions that lie in `code_paths`; of a package, all of them."""
     tops = {r.function.partition(":")[0].split(".")[0] for r in settings.functions if ":" in r.function}
     for directory in settings.code_paths:
@@ -228,7 +228,7 @@ def make(spec: RewardSpec) -> Builtin:
         raise ValueError(f"{message}; {spec.function} takes: {known}") from error
 
 
-def _term(name: str, settings: Gated) -> Term:
+def _term(name: str, settings: GatedConfig) -> Term:
     return Term(name, settings.weight, settings.gate, settings.gate_above)
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from grpo_dist.types import NO_THOUGHT, Thought
 
 if TYPE_CHECKING:  # a grader process needs no configuration
-    from grpo_dist.config import Rewards
+    from grpo_dist.config import RewardsConfig
 
 
-def thought_for(found: Thought, settings: Rewards) -> Thought:
+def thought_for(found: Thought, settings: RewardsConfig) -> Thought:
     """What the settings say of a thought, and where they are silent what was ``found`` in the prompt."""
     opening, closing = settings.thought_tags or (found.opening, found.closing)
     prompt = found.prompt
@@ -22,7 +22,7 @@ def thought_for(found: Thought, settings: Rewards) -> Thought:
     return Thought(opening, closing, prompt)
 
 
-def shown_by(completions: Sequence[str], settings: Rewards) -> Thought:
+def shown_by(completions: Sequence[str], settings: RewardsConfig) -> Thought:
     """The thought of completions whose prompt is not known: it was opened there where one of them closes a
     thought that it has not opened.
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.batch.rows import pad_rows
-from grpo_dist.config import SFT
+from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import Pair, contents, load_pairs
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.model import load_causal_lm
@@ -28,7 +28,7 @@ LOGIT_TOKENS = 4096  # whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
-def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
+def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
     """Directory of the model after supervised training on ``settings.data``, made once and then cached.
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
@@ -43,7 +43,7 @@ def run_sft(settings: SFT, say: Callable[[str], None]) -> Path:
     return cached("sft", decides, lambda directory: write_sft(settings, model_dir, directory, say))
 
 
-def write_sft(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     """Train the model in ``model_dir`` and write the result into the directory ``out``.
 
     The caller's number of threads, and the accelerator's memory, are its own again afterwards. Raises as
@@ -59,7 +59,7 @@ def write_sft(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], No
             torch.cuda.empty_cache()  # an engine that is started next wants it
 
 
-def _train(settings: SFT, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
+def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -114,7 +114,7 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
     return -logprobs.sum() / mask.sum()
 
 
-def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(pairs: list[Pair], settings: SFTConfig) -> Iterator[tuple[Tensor, Tensor]]:
     """``settings.steps`` batches, epoch after epoch, each shuffled from the seed.
 
     Of each _POOL batches drawn, pairs of like length go together, which saves padding. Like, not equal: sums
@@ -134,7 +134,7 @@ def _batches(pairs: list[Pair], settings: SFT) -> Iterator[tuple[Tensor, Tensor]
             yield pad_rows([p + c for p, c in chosen], [len(p) for p, _ in chosen])
 
 
-def base_model(settings: SFT) -> Path:
+def base_model(settings: SFTConfig) -> Path:
     """The model that training starts from. Raises ValueError when there is none."""
     if settings.model.startswith("demo:"):
         from grpo_dist.demo.model import cached_model

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config import Algorithm, Config
+from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config
 
@@ -129,7 +129,7 @@ def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
     """
     keys = "algorithm.reward_shift", "algorithm.reward_scale"
     shift, scale = (settings.get(key) for key in keys)
-    meant = Algorithm(reward_shift=shift, reward_scale=scale)
+    meant = AlgorithmConfig(reward_shift=shift, reward_scale=scale)
     return settings | dict(zip(keys, (meant.shifts_rewards, meant.scales_rewards), strict=True))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import Row, read_all, source_name
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.rewards.models import check_model
@@ -69,8 +69,8 @@ def refuse(problems: Iterable[str]) -> None:
 def prepared(
     config: Config,
     model_dir: Path,
-    train_rows: list[tuple[DataSource, list[Row]]],
-    eval_rows: list[tuple[DataSource, list[Row]]],
+    train_rows: list[tuple[DataSourceConfig, list[Row]]],
+    eval_rows: list[tuple[DataSourceConfig, list[Row]]],
     say: Say,
 ) -> Prepared:
     """Rows as prompts of the model. Raises ValueError as `prepare` does."""
@@ -97,7 +97,7 @@ def prepared(
 
 def train_prompts(
     config: Config,
-    sources: list[tuple[DataSource, list[Row]]],
+    sources: list[tuple[DataSourceConfig, list[Row]]],
     tokenizer: Any,
     say: Say,
     dropped: list[Dropped] | None = None,
@@ -115,7 +115,7 @@ def train_prompts(
 
 def prepare_eval(
     config: Config,
-    sources: list[tuple[DataSource, list[Row]]],
+    sources: list[tuple[DataSourceConfig, list[Row]]],
     tokenizer: Any,
     prompts: list[Prompt],
     say: Say,
@@ -227,7 +227,7 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 def load_prompts(
     config: Config,
-    source: DataSource,
+    source: DataSourceConfig,
     rows: list[Row],
     tokenizer: Any,
     say: Say,

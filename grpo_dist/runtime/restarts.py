@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 
 _LONGEST_S = 60.0
 _DOUBLINGS = 64  # at most: a number of two to the power of a thousand restarts would be too large
@@ -15,7 +15,9 @@ _DOUBLINGS = 64  # at most: a number of two to the power of a thousand restarts 
 class Budget:
     """Of one actor, or of a whole role. None of ``settings``: nothing is started again."""
 
-    def __init__(self, settings: Restarts | None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: RestartsConfig | None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings, self._clock = settings, clock
         self._recent: deque[float] = deque()
         self.used = 0  # in all

@@ -12,7 +12,7 @@ from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
 from grpo_dist.batch.credit_assignment import PROCESS
-from grpo_dist.config import KL, Algorithm
+from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support.numbers_by_hand import INF, NAN, mask_of
 
 
@@ -39,12 +39,12 @@ def test_garbage_at_masked_positions_changes_nothing(garbage):
 
 def test_registries_hold_what_the_configuration_offers():
     def choices(name):
-        return set(get_args(Algorithm.model_fields[name].annotation))
+        return set(get_args(AlgorithmConfig.model_fields[name].annotation))
 
     assert choices("advantage") == set(ADVANTAGES) | {PROCESS}
     assert choices("policy_loss") == set(POLICY_LOSSES)
     assert choices("aggregation") == set(MODES)
-    assert set(get_args(KL.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
+    assert set(get_args(KLConfig.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from grpo_dist.cli import main
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
@@ -236,9 +236,9 @@ def test_a_row_with_half_a_character_is_refused_by_file_and_line(tmp_path, colum
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2.*`{column}`: has the character U\+D800"):
-        read(DataSource(path=str(file)))
+        read(DataSourceConfig(path=str(file)))
     file.write_text(json.dumps({"problem": "\U0001f600 \\u", "answer": "2"}) + "\n")
-    assert read(DataSource(path=str(file)))[0].problem == "\U0001f600 \\u"
+    assert read(DataSourceConfig(path=str(file)))[0].problem == "\U0001f600 \\u"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from grpo_dist.config import DataSource
+from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.prompts import build_prompts, check_overlap
 from grpo_dist.data.readers import Row, read, source_name
@@ -105,7 +105,7 @@ def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
     jsonl(tmp_path / "directory" / "train.jsonl", *records)
     for name in ("set.jsonl", "set.parquet", "saved", "saved_splits", "directory"):
         found = read(
-            DataSource(
+            DataSourceConfig(
                 path=str(tmp_path / name), problem_column="q", answer_column="a", columns=("level",), name="n"
             )
         )
@@ -121,25 +121,25 @@ def test_reading_writes_nothing_beside_the_file_and_sees_every_change(tmp_path):
     for answer in ("1", "2"):
         datasets.Dataset.from_list([{"problem": "p", "answer": answer}]).to_parquet(path)
         os.utime(path, (0, 0))
-        assert read(DataSource(path=str(path)))[0].answer == answer
+        assert read(DataSourceConfig(path=str(path)))[0].answer == answer
         assert os.listdir(tmp_path) == ["set.parquet"]
 
 
 def test_lines_are_counted_as_an_editor_does(tmp_path):
     path = tmp_path / "set.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b"\n\n" + json.dumps(GOOD).encode())
-    assert [r.location for r in read(DataSource(path=str(path)))] == [f"{path}:1", f"{path}:3"]
+    assert [r.location for r in read(DataSourceConfig(path=str(path)))] == [f"{path}:1", f"{path}:3"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(8, "8"), (8.0, "8"), (0.5, "0.5"), (-3, "-3"), (" 7 ", "7")])
 def test_numbers_are_answers(tmp_path, value, text):
     path = jsonl(tmp_path / "set.jsonl", {"problem": "p", "answer": value})
-    assert read(DataSource(path=str(path)))[0].answer == text
+    assert read(DataSourceConfig(path=str(path)))[0].answer == text
 
 
 def test_answer_pattern_takes_group_one_out_of_a_solution(tmp_path):
     path = jsonl(tmp_path / "set.jsonl", {"problem": "p", "answer": "6*7 = 42\n#### 42"})
-    assert read(DataSource(path=str(path), answer_pattern=r"#### (.+)"))[0].answer == "42"
+    assert read(DataSourceConfig(path=str(path), answer_pattern=r"#### (.+)"))[0].answer == "42"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, settings, words
     text = line if isinstance(line, str) else json.dumps(line)
     path.write_bytes((json.dumps(first) + "\n" + text + "\n").encode("utf-8", "surrogatepass"))
     with pytest.raises(ValueError) as refusal:
-        read(DataSource(path=str(path), **settings))
+        read(DataSourceConfig(path=str(path), **settings))
     message = str(refusal.value)
     assert message.startswith(f"{path}:2: ")
     assert "\n" not in message
@@ -198,7 +198,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, name, content, words):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError) as refusal:
-        read(DataSource(path=str(path)))
+        read(DataSourceConfig(path=str(path)))
     message = str(refusal.value)
     assert message.startswith(f"{path}: ") and "\n" not in message
     for word in words:
@@ -211,7 +211,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     made = datasets.Dataset.from_list([GOOD])
     datasets.DatasetDict({"train": made, "dev": made}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="no split `test`; it has train, dev"):
-        read(DataSource(path=str(tmp_path / "saved"), split="test"))
+        read(DataSourceConfig(path=str(tmp_path / "saved"), split="test"))
 
 
 def test_a_hub_id_that_cannot_be_reached_is_refused_with_what_to_check(monkeypatch):
@@ -220,14 +220,14 @@ def test_a_hub_id_that_cannot_be_reached_is_refused_with_what_to_check(monkeypat
     with pytest.raises(
         ValueError, match=r"nobody/nothing: the data set cannot be loaded .*check the path or hub id"
     ):
-        read(DataSource(path="nobody/nothing"))
+        read(DataSourceConfig(path="nobody/nothing"))
 
 
 def test_real_problem_sets_read_without_loss(shared_data):
     for name, count in (("gsm8k_train", 7473), ("gsm8k_test", 1319), ("math500", 500), ("svamp", 1000)):
-        source = DataSource(path=str(shared_data / f"{name}.jsonl"))
+        source = DataSourceConfig(path=str(shared_data / f"{name}.jsonl"))
         assert (source_name(source), len(read(source))) == (name, count)
-    assert len(read(DataSource(path=str(shared_data / "gsm8k_train.jsonl"), max_rows=10))) == 10
+    assert len(read(DataSourceConfig(path=str(shared_data / "gsm8k_train.jsonl"), max_rows=10))) == 10
 
 
 # Prompts
@@ -313,7 +313,7 @@ def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers
 def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
     train, test = (
         build_prompts(
-            read(DataSource(path=str(shared_data / f"gsm8k_{split}.jsonl"))),
+            read(DataSourceConfig(path=str(shared_data / f"gsm8k_{split}.jsonl"))),
             tokenizer,
             use_chat_template=False,
             max_prompt_tokens=5000,
@@ -330,14 +330,14 @@ def test_a_pattern_that_finds_no_end_is_refused_with_its_row(tmp_path, monkeypat
     rows = [{"problem": "p", "answer": "aabaac"}, {"problem": "p", "answer": "a" * 300}]
     path.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ValueError, match=r"rows.jsonl:2: answer_pattern .* within 1 s"):
-        read(DataSource(path=str(path), answer_pattern=pattern))
+        read(DataSourceConfig(path=str(path), answer_pattern=pattern))
 
 
 def test_a_pattern_is_searched_in_long_and_odd_texts(tmp_path):
     path = tmp_path / "rows.jsonl"
     texts = ["x" * 1_000_000 + "#### 5", "\u2028\u200b\n#### 6", "#### 7\n"]
     path.write_text("\n".join(json.dumps({"problem": "p", "answer": text}) for text in texts))
-    assert [row.answer for row in read(DataSource(path=str(path), answer_pattern="#### (.+)"))] == [
+    assert [row.answer for row in read(DataSourceConfig(path=str(path), answer_pattern="#### (.+)"))] == [
         "5",
         "6",
         "7",
@@ -349,4 +349,4 @@ def test_what_is_no_finite_number_is_no_answer(tmp_path, value):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"problem": "p", "answer": ' + value + "}")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: `answer` is"):
-        read(DataSource(path=str(path)))
+        read(DataSourceConfig(path=str(path)))

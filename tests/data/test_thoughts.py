@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import Row
 from grpo_dist.data.thoughts import is_kept, thought_of
@@ -74,12 +74,12 @@ def test_a_closing_tag_that_completions_lose_opens_nothing():
 
 def test_settings_come_before_what_the_prompt_shows():
     found = Thought("<THINK>", "</THINK>", "opens")
-    assert thought_for(found, Rewards()) == found
-    assert thought_for(found, Rewards(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
-    own = Rewards(thought_tags=("[[", "]]"), prompt_opens_thought=True)
+    assert thought_for(found, RewardsConfig()) == found
+    assert thought_for(found, RewardsConfig(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
+    own = RewardsConfig(thought_tags=("[[", "]]"), prompt_opens_thought=True)
     assert thought_for(Thought(), own) == Thought("[[", "]]", "opens")
     with pytest.raises(ValueError, match="thought_tags"):
-        Rewards(thought_tags=("<think>", "<think>"))
+        RewardsConfig(thought_tags=("<think>", "<think>"))
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_an_unclosed_thought_is_cut_off(completion, thought, outside):
 
 
 def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
-    assert shown_by(["a \\boxed{4}", "b</think>4"], Rewards()) == OPENS
-    assert shown_by(["<think>a</think>4", "a"], Rewards()) == Thought()
-    assert shown_by(["b</think>4"], Rewards(prompt_opens_thought=False)) == Thought()
+    assert shown_by(["a \\boxed{4}", "b</think>4"], RewardsConfig()) == OPENS
+    assert shown_by(["<think>a</think>4", "a"], RewardsConfig()) == Thought()
+    assert shown_by(["b</think>4"], RewardsConfig(prompt_opens_thought=False)) == Thought()
 
 
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")

@@ -46,7 +46,7 @@ def saved(trainer, directory):
 def rank(index, port, directory, dtype, stage):
     import torch
 
-    from grpo_dist.config import Model, Policy
+    from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
     from grpo_dist.policy.ranks import Rank
     from grpo_dist.policy.trainer import Trainer
@@ -55,10 +55,16 @@ def rank(index, port, directory, dtype, stage):
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
     trainer = Trainer(
         Rank(index, RANKS, "127.0.0.1", port, 60.0),
-        Policy(num_workers=RANKS, zero_stage=stage, deepspeed=own if stage else {}),
-        model=Model(path=directory, dtype=dtype), model_dir=directory, loss=LossSettings(), temperature=1.0,
-        token_budget=64, epochs=1, total_updates=9, seed=0,
-    )  # fmt: skip
+        PolicyConfig(num_workers=RANKS, zero_stage=stage, deepspeed=own if stage else {}),
+        model=ModelConfig(path=directory, dtype=dtype),
+        model_dir=directory,
+        loss=LossSettings(),
+        temperature=1.0,
+        token_budget=64,
+        epochs=1,
+        total_updates=9,
+        seed=0,
+    )
     mask = torch.ones(4, 16, dtype=torch.bool)
     mask[:, 0] = False
     batch = TrainBatch(

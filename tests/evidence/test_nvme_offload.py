@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from test_offload import agree, two_updates
 
-from grpo_dist.config import Offload
+from grpo_dist.config import OffloadConfig
 
 pytestmark = pytest.mark.evidence
 
@@ -31,7 +31,7 @@ def test_offload_to_nvme_trains_as_without(ray_cluster, tiny_model, tmp_path, na
     needs_aio()
     disk = tmp_path / "nvme"
     disk.mkdir()
-    offload = Offload(**NVME[name], nvme_path=str(disk))
+    offload = OffloadConfig(**NVME[name], nvme_path=str(disk))
     result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", zero_stage=3, offload=offload))
     agree(result, asyncio.run(two_updates(tiny_model, zero_stage=2)))
     assert any(f.stat().st_size for f in disk.rglob("*") if f.is_file())

@@ -17,7 +17,7 @@ import pytest
 from test_end_to_end import survivors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.config import SFT
+from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from tests.support.patience import HANG_S
 
@@ -138,7 +138,7 @@ def test_what_is_kept_was_sampled_and_is_taught_as_it_was_asked(done):
     ids = {(row["uid"], row["sample"]): row for row in sampled}
     model = directory / "runs/r1/02_reason/model"
     tokenizer = AutoTokenizer.from_pretrained(model)
-    sft = SFT.model_validate({"model": str(model), "data": str(stage / "sft.jsonl")})
+    sft = SFTConfig.model_validate({"model": str(model), "data": str(stage / "sft.jsonl")})
     respelled = 0  # a random model spells "<think>" with single characters, too
     for row, (asked, answered) in zip(kept, load_pairs(sft, tokenizer), strict=True):
         source = ids[row["uid"], row["sample"]]

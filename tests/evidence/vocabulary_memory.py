@@ -16,7 +16,7 @@ def main(entries):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from actors.transfer.transport import free_port
-    from grpo_dist.config import Model, Policy
+    from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
     from grpo_dist.policy.ranks import Rank
     from grpo_dist.policy.trainer import Trainer
@@ -33,8 +33,8 @@ def main(entries):
         del model
         trainer = Trainer(
             Rank(0, 1, "127.0.0.1", free_port("127.0.0.1"), 60.0),
-            Policy(zero_stage=0),
-            model=Model(path=directory), model_dir=directory, loss=LossSettings(), temperature=1.0,
+            PolicyConfig(zero_stage=0),
+            model=ModelConfig(path=directory), model_dir=directory, loss=LossSettings(), temperature=1.0,
             token_budget=ROWS * TOKENS, epochs=1, total_updates=2, seed=0,
         )  # fmt: skip
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)

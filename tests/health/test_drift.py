@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from grpo_dist.config import Health
+from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
 from grpo_dist.runs.checkpoint import State, load_progress
@@ -214,7 +214,7 @@ def test_several_are_counted_and_each_is_said_with_the_bound_that_acts_on_it():
     _, said, counts = followed(values)
     assert counts[-1] == 4 and sum(map(len, said.values())) == 4
     for drift in DRIFTS:
-        assert drift.key in Health.model_fields
+        assert drift.key in HealthConfig.model_fields
         (message,) = [m for messages in said.values() for m in messages if m.startswith(f"{drift.metric} ")]
         assert message.endswith(f"steps 1 to 5. This only warns; what acts on it is `health.{drift.key}`")
 

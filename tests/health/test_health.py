@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.cli import _guarded
-from grpo_dist.config import Health
+from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
 from grpo_dist.health.state import HealthState
@@ -309,7 +309,7 @@ def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
         train(
             resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), start=2, progress=world.saved[2]
         )
-    assert Health().idle_steps_above == 50
+    assert HealthConfig().idle_steps_above == 50
 
 
 def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipped():
@@ -381,7 +381,7 @@ def test_a_resumed_run_remembers_what_watches_compare_with():
 def test_a_bound_that_no_step_can_meet_is_refused():
     with pytest.raises(ValueError, match=r"`health\.min_signal_groups` = 5 is above"):
         fakes.config(health={"min_signal_groups": 5})
-    assert Health().min_signal_groups == 1 and Health().action == "skip"
+    assert HealthConfig().min_signal_groups == 1 and HealthConfig().action == "skip"
 
 
 def test_samples_with_a_nan_log_prob_are_counted_and_told_of():

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from grpo_dist.config import Config, Profile
+from grpo_dist.config import Config, ProfileConfig
 from grpo_dist.driver import run
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.profiling import profiled, trace_path, write_timeline
@@ -18,7 +18,7 @@ from tests.support import fakes
 def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):
     path = trace_path(tmp_path, 3, 1)
     assert path == tmp_path / "profile" / "step_000003_policy-1.json.gz"
-    with profiled(path, Profile()):
+    with profiled(path, ProfileConfig()):
         torch.ones(7, 11) @ torch.ones(11, 5)
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     product = next(e for e in events if e["name"] == "aten::mm")
@@ -27,13 +27,13 @@ def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):
 
 
 def test_a_step_that_was_not_chosen_leaves_nothing(tmp_path):
-    with profiled(None, Profile()):
+    with profiled(None, ProfileConfig()):
         torch.ones(2) + 1
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_fails_under_the_profiler_fails_as_ever(tmp_path):
-    with pytest.raises(ZeroDivisionError), profiled(tmp_path / "x.json.gz", Profile()):
+    with pytest.raises(ZeroDivisionError), profiled(tmp_path / "x.json.gz", ProfileConfig()):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter
 
-from grpo_dist.config import LoRA
+from grpo_dist.config import LoRAConfig
 from grpo_dist.errors import UserError
 from grpo_dist.policy.attention import BlockKernel
 from grpo_dist.policy.checkpoint_format import CheckpointFormat, keep_used_conversions
@@ -144,10 +144,10 @@ def test_training_has_no_dropout_and_no_noise_on_the_router(tmp_path, kind):
 def test_adapters_on_experts_are_refused_by_name(tmp_path, kind, names):
     """What is adapted are linear layers: attention and a shared expert. Experts are one tensor."""
     model_dir = expert_model(tmp_path, kind)
-    check_targets(model_dir, LoRA(), trust_remote_code=False)
+    check_targets(model_dir, LoRAConfig(), trust_remote_code=False)
     for target in ("experts", "gate"):
         with pytest.raises(ValueError, match=f"= {target}: .*: {names}"):
-            check_targets(model_dir, LoRA(target_modules=[target]), trust_remote_code=False)
+            check_targets(model_dir, LoRAConfig(target_modules=[target]), trust_remote_code=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +160,7 @@ def test_adapters_go_on_linear_layers_and_leave_experts_and_router_alone(tmp_pat
     model = load(expert_model(tmp_path, kind, **mixed))
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
     wanted = {n for n in linear if targets == "all-linear" or n.rpartition(".")[2] in targets}
-    add_adapters(model, LoRA(rank=4, target_modules=targets), seed=0)
+    add_adapters(model, LoRAConfig(rank=4, target_modules=targets), seed=0)
     changed = adapters(adapter_parameters(model))
     assert set(changed) == {f"{name}.weight" for name in wanted}
     assert all(p.requires_grad == (".lora_" in name) for name, p in model.named_parameters())
@@ -172,7 +172,7 @@ def test_peft_reads_the_exported_adapter(tmp_path, kind):
     model_dir, ids = expert_model(tmp_path, kind), torch.arange(11, 43)[None]
     model = load(model_dir)
     before = model(ids).logits
-    add_adapters(model, LoRA(rank=4), seed=0)
+    add_adapters(model, LoRAConfig(rank=4), seed=0)
     for _, parameter in adapter_parameters(model):
         nn.init.normal_(parameter, std=0.1)
     write_adapter(model, dict(adapter_parameters(model)), tmp_path / "adapter", base_model=str(model_dir))
@@ -194,7 +194,7 @@ def test_a_plan_counts_the_weights_of_the_real_model(tmp_path, kind, adapted):
     known = from_config_json(model.config.to_dict(), kind)
     counted = known.parameters
     if adapted:
-        add_adapters(model, LoRA(rank=4), seed=0)
+        add_adapters(model, LoRAConfig(rank=4), seed=0)
         counted = lora_parameters(config(policy={"lora": {"rank": 4}}), known)
     assert counted == sum(p.numel() for p in model.parameters() if p.requires_grad)
 

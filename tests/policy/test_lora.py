@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from actors.lifecycle.calls import results
 from actors.workers.policy import PolicyGroup, loss_settings
 from grpo_dist.batch.sharding import shard
-from grpo_dist.config import LoRA, Model, Optimizer, Policy, Timeouts
+from grpo_dist.config import LoRAConfig, ModelConfig, OptimizerConfig, PolicyConfig, TimeoutsConfig
 from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
@@ -22,7 +22,7 @@ from tests.support.drawn import drawn
 
 pytestmark = pytest.mark.machine
 
-SETTINGS = LoRA(rank=4, alpha=8)
+SETTINGS = LoRAConfig(rank=4, alpha=8)
 
 
 class AdaptedWorker(OpenWorker):
@@ -40,20 +40,20 @@ class AdaptedWorker(OpenWorker):
 
 def start(model_dir, *, ranks, stage, token_budget=10_000, **policy):
     return PolicyGroup(
-        Policy(
+        PolicyConfig(
             num_workers=ranks,
             zero_stage=stage,
-            optimizer=Optimizer(lr=1e-2, schedule="linear", warmup_steps=2),
+            optimizer=OptimizerConfig(lr=1e-2, schedule="linear", warmup_steps=2),
             **{"lora": SETTINGS} | policy,
         ),
-        model=Model(path="tiny"),
+        model=ModelConfig(path="tiny"),
         model_dir=str(model_dir),
         algorithm=ALGORITHM,
         temperature=TEMPERATURE,
         token_budget=token_budget,
         epochs=1,
         total_updates=10,
-        timeouts=Timeouts(),
+        timeouts=TimeoutsConfig(),
         seed=0,
         options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
         worker=AdaptedWorker,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.combine import Term, as_part, combine
 
 NAN = float("nan")
@@ -72,13 +72,13 @@ def test_gates_in_a_row_compare_gated_values():
 )
 def test_gates_that_lead_nowhere_are_refused(functions, words):
     with pytest.raises(ValueError) as refusal:
-        Rewards.model_validate({"functions": functions})
+        RewardsConfig.model_validate({"functions": functions})
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
 def test_a_reward_may_be_gated_by_a_model():
     model = {"name": "quality", "path": "somewhere", "gate": "math"}
-    settings = Rewards.model_validate(
+    settings = RewardsConfig.model_validate(
         {"functions": [{"function": "math"}, {"function": "format", "gate": "quality"}], "models": [model]}
     )
     assert settings.functions[1].gate == "quality" and settings.models[0].gate == "math"

@@ -1,9 +1,9 @@
 """What is said of gold answers before a run."""
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.gold import count_unreadable
 
-SETTINGS = Rewards(timeout_s=600.0)
+SETTINGS = RewardsConfig(timeout_s=600.0)
 
 
 def test_plain_numbers_are_readable_without_a_look():

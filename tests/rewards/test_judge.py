@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_dist.config import Reward, Rewards
+from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.chat_server import ChatServer, NoReply
 from grpo_dist.rewards.judge import Judge, candidate, yes_or_no
 from grpo_dist.rewards.pool import GraderPool
@@ -298,7 +298,7 @@ def test_another_server_s_verdicts_are_not_taken_over(pool, tmp_path):
 
 
 def refused(**kwargs):
-    settings = Rewards(functions=(Reward(function="judge", kwargs={"model": "m"} | kwargs),))
+    settings = RewardsConfig(functions=(RewardConfig(function="judge", kwargs={"model": "m"} | kwargs),))
     with pytest.raises(ValueError) as refusal:
         check_rewards(settings, max_new_tokens=10)
     return str(refusal.value)
@@ -320,8 +320,11 @@ def test_a_judge_that_does_not_say_yes_or_no_is_refused_before_the_run(reply):
 
 def test_workers_find_the_cache_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    functions = (Reward(function="math"), Reward(function="judge", kwargs={"cache_path": "v", "model": "m"}))
-    there = placed(Rewards(functions=functions))
+    functions = (
+        RewardConfig(function="math"),
+        RewardConfig(function="judge", kwargs={"cache_path": "v", "model": "m"}),
+    )
+    there = placed(RewardsConfig(functions=functions))
     assert there.functions[0] == functions[0]
     assert there.functions[1].kwargs == {"cache_path": str(tmp_path / "v"), "model": "m"}
 
@@ -339,5 +342,7 @@ def test_the_key_is_sent_and_the_check_asks_one_question(monkeypatch):
     monkeypatch.setenv("MY_JUDGE_KEY", "s3cret")
     with StandIn(lambda body, number: "Yes") as stand_in:
         kwargs = {"model": "m", "base_url": stand_in.base_url, "api_key_env": "MY_JUDGE_KEY"}
-        check_rewards(Rewards(functions=(Reward(function="judge", kwargs=kwargs),)), max_new_tokens=10)
+        check_rewards(
+            RewardsConfig(functions=(RewardConfig(function="judge", kwargs=kwargs),)), max_new_tokens=10
+        )
     assert [headers["authorization"] for headers in stand_in.headers] == ["Bearer s3cret"]

@@ -11,7 +11,7 @@ import urllib.request
 
 import pytest
 
-from grpo_dist.config import Reward, Rewards
+from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.chat_server import ChatServer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
@@ -88,11 +88,12 @@ def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
 @pytest.mark.evidence
 def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
     check_rewards(
-        Rewards(functions=(Reward(function="judge", kwargs=settings(base_url)),)), max_new_tokens=10
+        RewardsConfig(functions=(RewardConfig(function="judge", kwargs=settings(base_url)),)),
+        max_new_tokens=10,
     )
-    wrong = Reward(function="judge", kwargs=settings(base_url, model="other"))
+    wrong = RewardConfig(function="judge", kwargs=settings(base_url, model="other"))
     with pytest.raises(ValueError, match=r"judge other at kwargs\.base_url") as refusal:
-        check_rewards(Rewards(functions=(wrong,)), max_new_tokens=10)
+        check_rewards(RewardsConfig(functions=(wrong,)), max_new_tokens=10)
     assert "HTTP 404" in str(refusal.value)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from grpo_dist.config import RewardModel, Rewards
+from grpo_dist.config import RewardModelConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.rewards.models import Classifier, check_model
 from tests.support.made_classifiers import by_hand, random
@@ -20,7 +20,7 @@ def token_ids(texts):
 
 
 def score(path, kind, texts=TEXTS, **settings):
-    model = Classifier(RewardModel(name="m", path=path, kind=kind, **settings))
+    model = Classifier(RewardModelConfig(name="m", path=path, kind=kind, **settings))
     return model.score("1+1", texts, token_ids(texts), TOKENIZER)
 
 
@@ -44,7 +44,7 @@ def test_without_a_chat_template_problem_and_completion_are_read_as_they_are(tmp
 @pytest.mark.parametrize("kind", ["outcome", "process"])
 def test_nothing_is_kept_of_the_layers(tmp_path, kind):
     """Keys and values of all of them, for the whole batch, if nobody says otherwise."""
-    model, kept = Classifier(RewardModel(name="m", path=by_hand(tmp_path, kind), kind=kind)), []
+    model, kept = Classifier(RewardModelConfig(name="m", path=by_hand(tmp_path, kind), kind=kind)), []
     decoder = model._model.base_model
     decoder.register_forward_hook(lambda _, __, output: kept.append(output.get("past_key_values")))
     model.score("1+1", TEXTS, token_ids(TEXTS), TOKENIZER)
@@ -122,14 +122,14 @@ def test_scores_are_those_of_the_plain_model(tmp_path):
 
 def refusal(path, **settings):
     with pytest.raises(ValueError) as error:
-        check_model(RewardModel(name="quality", path=str(path), **settings))
+        check_model(RewardModelConfig(name="quality", path=str(path), **settings))
     assert "rewards.models quality" in str(error.value)
     return str(error.value)
 
 
 def test_models_of_another_kind_are_refused_without_loading(tmp_path, tiny_model):
     outcome, three = by_hand(tmp_path / "o", "outcome"), random(tmp_path / "3", "outcome", labels=3)
-    check_model(RewardModel(name="quality", path=outcome))
+    check_model(RewardModelConfig(name="quality", path=outcome))
     message = refusal(outcome, kind="process")
     assert "Qwen2ForSequenceClassification" in message and "...ForTokenClassification" in message
     assert "Qwen2ForCausalLM" in refusal(tiny_model)
@@ -143,17 +143,17 @@ def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path, tiny_mo
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
-        Classifier(RewardModel(name="quality", path=str(tmp_path)))
+        Classifier(RewardModelConfig(name="quality", path=str(tmp_path)))
 
 
 def test_models_of_steps_that_contradict_the_rest_are_refused():
     steps = [{"name": name, "path": "p", "kind": "process"} for name in "ab"]
     with pytest.raises(ValueError, match="two models of kind process"):
-        Rewards.model_validate({"models": steps})
+        RewardsConfig.model_validate({"models": steps})
     with pytest.raises(ValueError, match="shuffle = true"):
-        Rewards.model_validate({"models": steps[:1], "shuffle": True})
+        RewardsConfig.model_validate({"models": steps[:1], "shuffle": True})
 
 
 def test_settings_of_steps_are_refused_for_an_outcome_model():
     with pytest.raises(ValueError, match="reduce, step_mark: settings of kind process"):
-        RewardModel(name="m", path="p", step_mark="", reduce="mean")
+        RewardModelConfig(name="m", path="p", step_mark="", reduce="mean")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from grpo_dist.config import Reward, Rewards
+from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.combine import Term
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
@@ -165,10 +165,10 @@ def test_two_rewards_of_one_name_are_refused(pool: GraderPool) -> None:
 
 
 def test_the_configuration_names_rewards(code: str) -> None:
-    settings = Rewards(
+    settings = RewardsConfig(
         functions=(
-            Reward(function="math"),
-            Reward(name="brief", function="my_rewards:length", weight=-0.1, kwargs={"scale": 2}),
+            RewardConfig(function="math"),
+            RewardConfig(name="brief", function="my_rewards:length", weight=-0.1, kwargs={"scale": 2}),
         ),
         code_paths=(code,),
     )
@@ -196,7 +196,7 @@ def test_the_configuration_names_rewards(code: str) -> None:
     ],
 )
 def test_settings_that_a_built_in_does_not_take_are_refused(function, kwargs, words) -> None:
-    settings = Rewards(functions=(Reward(name="mine", function=function, kwargs=kwargs),))
+    settings = RewardsConfig(functions=(RewardConfig(name="mine", function=function, kwargs=kwargs),))
     with pytest.raises(ValueError) as refusal:
         check_rewards(settings, max_new_tokens=100)
     message = str(refusal.value)

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.config import SFT
+from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.demo.model import cached_model
 from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runs.cold_start import response_loss, run_sft
 
 
-def settings(**changes) -> SFT:
+def settings(**changes) -> SFTConfig:
     small = {
         "model": "demo:tiny",
         "data": "demo:add3",
@@ -24,7 +24,7 @@ def settings(**changes) -> SFT:
         "batch_size": 4,
         "threads": 1,
     }
-    return SFT.model_validate(small | changes)
+    return SFTConfig.model_validate(small | changes)
 
 
 def weights(directory):

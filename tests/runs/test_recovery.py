@@ -16,7 +16,7 @@ import test_checkpoint
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import RunEnded, StateLost, Unhealthy
 from grpo_dist.loop.ledger import LEDGER
@@ -242,12 +242,12 @@ def test_what_the_program_itself_does_wrong_is_no_loss():
 
 def test_restarts_long_ago_do_not_count():
     now = [0.0]
-    budget = Budget(Restarts(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
+    budget = Budget(RestartsConfig(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
     assert (budget.take(), budget.take(), budget.take()) == (1.0, 2.0, None)
     now[0] = 101.0
     assert budget.take() == 1.0 and budget.used == 3
     assert Budget(None).take() is None and Budget(None).spent == ""
-    assert Budget(Restarts(max_per_worker=0)).take() is None
+    assert Budget(RestartsConfig(max_per_worker=0)).take() is None
 
 
 def test_what_a_rollback_avoids_outlives_the_job(tmp_path):

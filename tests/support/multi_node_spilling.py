@@ -11,7 +11,7 @@ from ray._private.internal_api import memory_summary
 from ray.cluster_utils import Cluster
 
 from actors.workers.policy import PolicyGroup, PolicyWorker
-from grpo_dist.config import Algorithm, Model, Policy, Timeouts
+from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig
 from tests.support import made_groups
 
 STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
@@ -41,15 +41,15 @@ def batches():
 
 async def session(home):
     group = PolicyGroup(
-        Policy(num_workers=1),
-        model=Model(path="none"),
+        PolicyConfig(num_workers=1),
+        model=ModelConfig(path="none"),
         model_dir="none",
-        algorithm=Algorithm(),
+        algorithm=AlgorithmConfig(),
         temperature=1.0,
         token_budget=None,
         epochs=1,
         total_updates=1,
-        timeouts=Timeouts(),
+        timeouts=TimeoutsConfig(),
         seed=0,
         options={"num_cpus": 1, "resources": {"elsewhere": 1}},
         worker=Adding,

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from grpo_dist.config import Lengths
+from grpo_dist.config import LengthsConfig
 from grpo_dist.types import Prompt, Sampling
 from grpo_dist.workers import Rollouts, RolloutsRef
 
 
-def length_of(seed: int, lengths: Lengths, *, cap: int) -> int | None:
+def length_of(seed: int, lengths: LengthsConfig, *, cap: int) -> int | None:
     """Tokens of the request with this ``seed``, 1 to ``cap``; None: where the model ends.
 
     A log-normal of mean m and deviation s of its logarithm is exp(N(ln m - s^2 / 2, s)).
@@ -33,7 +33,7 @@ class ForcedLengths:
     are made.
     """
 
-    def __init__(self, rollouts: Rollouts, lengths: Lengths) -> None:
+    def __init__(self, rollouts: Rollouts, lengths: LengthsConfig) -> None:
         self._rollouts, self._lengths = rollouts, lengths
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:

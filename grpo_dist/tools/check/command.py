@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import Row, read, source_name
 from grpo_dist.errors import UserError
@@ -123,7 +123,7 @@ class Context:
             raise Skipped(why) from error
 
 
-Source = tuple[DataSource, list[Row]]
+Source = tuple[DataSourceConfig, list[Row]]
 
 
 def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import DataSource
+from grpo_dist.config import DataSourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
     return {"name": name, "path": str(path)}
 
 
-def breakdown(source: DataSource) -> tuple[str, ...]:
+def breakdown(source: DataSourceConfig) -> tuple[str, ...]:
     """Columns that results on ``source`` are given by unless others are asked for."""
     known = BENCHMARKS.get(source.name or "")
     return tuple(dict.fromkeys(["source", "difficulty", "level", *(known.by if known else ())]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
@@ -105,7 +105,7 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list
     return [_split(*found, config) for found in zip(sets, own_columns, columns, strict=True)]
 
 
-def _columns(source: DataSource, by: Sequence[str]) -> list[str]:
+def _columns(source: DataSourceConfig, by: Sequence[str]) -> list[str]:
     """Those of the wanted columns that all rows of ``source`` have."""
     wanted = by or breakdown(source)
     return [name for name in common_columns(source) if name in wanted]

@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import overridden, read_tree, set_key, validated
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 from grpo_dist.data.readers import PATTERN_S, first_record
@@ -129,11 +129,11 @@ def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[s
     says why.
     """
     try:
-        first = first_record(DataSource(**source))
+        first = first_record(DataSourceConfig(**source))
     except ValueError:
         return source
     for own in known:
-        columns = {name: own.get(name, DataSource.model_fields[name].default) for name in _TEXTS}
+        columns = {name: own.get(name, DataSourceConfig.model_fields[name].default) for name in _TEXTS}
         if not all(column in first for column in columns.values()):
             continue
         pattern, answer = own.get("answer_pattern"), str(first[columns["answer_column"]])

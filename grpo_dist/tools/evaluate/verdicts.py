@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import Rewards
+from grpo_dist.config import RewardsConfig
 from grpo_dist.evaluation.votes import final_answers, numbered
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
@@ -60,7 +60,7 @@ def key_of(prompt: Prompt) -> str:
 class Judge:
     """Makes verdicts, in any thread. A context manager; its grader processes start when one is needed."""
 
-    def __init__(self, rewards: Rewards) -> None:
+    def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards, self._lock = rewards, Lock()
         self._made: GraderPool | None = None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_dist.algorithms.schedules import is_due
-from grpo_dist.config import Config, DataSource
+from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.driver import is_last_of_all
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
@@ -98,7 +98,7 @@ def _scenario(option: Option) -> Scenario:
     )
 
 
-def _prompts(source: DataSource, most: int | None) -> tuple[bool, int | None]:
+def _prompts(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
     """Whether the number of rows is known, and how many are evaluated; None: nothing bounds them."""
     bounds = [bound for bound in (source.max_rows, most) if bound is not None]
     bound = min(bounds, default=None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, RewardModel
+from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
@@ -172,7 +172,7 @@ def model_of(config: Config) -> ModelShape:
     )
 
 
-def classifier_of(settings: RewardModel) -> ModelShape:
+def classifier_of(settings: RewardModelConfig) -> ModelShape:
     """The decoder of a reward model, from where `model_of` looks. Raises UserError where its sizes cannot be
     known.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from grpo_dist.config import Config, RewardModel
+from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import resolve_dtype
@@ -183,7 +183,7 @@ def _policy_remedy(config: Config) -> str:
     return f"{', '.join(steps)}, or add policy ranks or `policy.sequence_parallel`"
 
 
-def _reward_model_remedy(model: RewardModel) -> str:
+def _reward_model_remedy(model: RewardModelConfig) -> str:
     narrower = ", set its `dtype`=bfloat16" if model.dtype == "float32" else ""
     return f"lower its `micro_batch_tokens`{narrower}, or use a smaller model"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_dist.batch.sharding import micro_batches
-from grpo_dist.config import Config, RewardModel
+from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.units import GIB
 from grpo_dist.tools.plan.memory import GPU_RUNTIME, Footprint, Sizes, itemsize_of
@@ -23,7 +23,7 @@ _CPU_RUNTIME = round(0.6 * GIB)  # of a process with torch and transformers: as 
 class KnownRewardModel:
     """A reward model with the sizes of its decoder."""
 
-    settings: RewardModel
+    settings: RewardModelConfig
     shape: ModelShape
 
     def flops(self, prompt: int, lengths: Sequence[int]) -> float:
@@ -51,7 +51,7 @@ def reward_models_of(config: Config) -> tuple[tuple[KnownRewardModel, ...], dict
     return tuple(known), unknown
 
 
-def role_of(settings: RewardModel) -> str:
+def role_of(settings: RewardModelConfig) -> str:
     """Its row in a table of memory."""
     return f"reward model {settings.name}"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_dist import driver
-from grpo_dist.config import Config, Health
+from grpo_dist.config import Config, HealthConfig
 from grpo_dist.runs.checkpoint import Place
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runtime.metering import Span
@@ -203,7 +203,7 @@ def as_planned(scenario: Scenario) -> Config:
     parts: dict[str, Any] = {
         "evaluation": config.evaluation.model_copy(update={"before": False, "after": False, "every": 0}),
         "checkpoint": config.checkpoint.model_copy(update={"every": every, "export": False}),
-        "health": Health(min_signal_groups=0),
+        "health": HealthConfig(min_signal_groups=0),
         "reference": config.reference.model_copy(update={"refresh_every": 0}),
         "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
         "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from grpo_dist.config import Config, Lengths
+from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.tools.bench.lengths import length_of
 
 # Where nobody says how long completions get: the shape of what instructed models write on mathematics.
@@ -25,7 +25,7 @@ class Workload:
     """
 
     prompt_tokens: int
-    lengths: Lengths
+    lengths: LengthsConfig
     cap: int
     measured: tuple[int, ...] = ()
     assumed: str = ""
@@ -65,7 +65,7 @@ def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence
             f"prompts of {prompt_tokens} tokens, a quarter of data.max_prompt_tokens (--prompt-tokens)"
         )
     if lengths.kind == "natural" and not measured:
-        lengths = Lengths(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
+        lengths = LengthsConfig(kind="lognormal", mean=max(1.0, cap * _SHARE_OF_CAP), sigma=_SIGMA)
         assumed.append(
             f"completions log-normal with a mean of {lengths.mean:.0f} tokens, a third of "
             "sampling.max_new_tokens (bench.lengths)"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, DataSource, Demonstrations
+from grpo_dist.config import Config, DataSourceConfig, DemonstrationsConfig
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import source_pairs
 from grpo_dist.data.readers import read_all
@@ -121,7 +121,7 @@ def _check_sft_length(stage: Stage, config: Config, pipeline: Pipeline) -> None:
             )
 
 
-def _a_few(source: Demonstrations) -> Demonstrations:
+def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
     """Demonstrations made here are right by construction: one is enough to know that they can be made."""
     return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
 
@@ -147,12 +147,12 @@ def _check_sampling(config: Config) -> None:
     check_length(config, Path(config.model.path))
 
 
-def _check_prompts(config: Config, sources: list[DataSource]) -> None:
+def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
     train_prompts(config, read_all(sources), tokenizer, _quiet)
 
 
-def _there(stage: Stage) -> list[DataSource]:
+def _there(stage: Stage) -> list[DataSourceConfig]:
     pairs = zip(stage.config.data.train, stage.symbolic.data.train, strict=True)
     return [source for source, symbolic in pairs if not _to_come(symbolic.path)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import Data, Rejection
+from grpo_dist.config import DataConfig, RejectionConfig
 from grpo_dist.data.prompts import user_content
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, Prompt, Rollout
@@ -57,7 +57,7 @@ class Report:
 class Selection:
     """Takes scored groups one after the other; gives the records of `sft.jsonl` and keeps the counts."""
 
-    def __init__(self, settings: Rejection, data: Data, tokenizer: Any, *, seed: int) -> None:
+    def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> None:
         self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}

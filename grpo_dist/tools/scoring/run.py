@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config, Rewards
+from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.config.files import load_config, overridden, validated
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
@@ -92,7 +92,7 @@ def _check_output(target: Path) -> None:
         raise UserError(f"--output {target}: is a directory; name a file")
 
 
-def _check_without_models(rewards: Rewards) -> None:
+def _check_without_models(rewards: RewardsConfig) -> None:
     """Reward models run on engines' hardware, and are not asked: what is left must stand alone."""
     models = [model.name for model in rewards.models]
     if not rewards.functions:

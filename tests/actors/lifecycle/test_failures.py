@@ -15,7 +15,7 @@ from ray.exceptions import (
 from actors.cluster import Cluster
 from actors.lifecycle import supervisor
 from actors.lifecycle.supervisor import Health, Team
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
 from tests.support import fakes
@@ -65,7 +65,7 @@ def nobody_is_killed(monkeypatch):
 async def asked(*errors):
     """The answer, and how many restarts it took."""
     left = list(errors)
-    team = Team("reward", [lambda name: Worker(left)], restarts=Restarts(backoff_s=0.01), start_s=5)
+    team = Team("reward", [lambda name: Worker(left)], restarts=RestartsConfig(backoff_s=0.01), start_s=5)
     await team.ready()
     try:
         return await team.call("score", 42), team.restarted()

@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM
 import actors.transfer.vllm_receiver
 from actors.weight_sync import WeightSync
 from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
-from grpo_dist.config import Model, Restarts
-from grpo_dist.config import Rollout as RolloutSettings
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 from tests.support.patience import HANG_S
@@ -50,11 +48,11 @@ class World(OnALoop):
         self.run(self._start(model_dir))
 
     async def _start(self, model_dir):
-        model, sync = Model(path="tiny"), SyncSettings(bucket_mb=1)
-        settings = RolloutSettings(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
+        model, sync = ModelConfig(path="tiny"), WeightSyncConfig(bucket_mb=1)
+        settings = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
         self.rollouts = RolloutPool(
-            spec, options=OPTIONS, worker=MortalWorker, restarts=Restarts(backoff_s=0.1), start_s=HANG_S
+            spec, options=OPTIONS, worker=MortalWorker, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S
         )
         self.policy = one_rank(model, model_dir)
         await asyncio.gather(self.rollouts.ready(), self.policy.ready())
@@ -189,7 +187,7 @@ def test_weights_that_came_from_a_policy_that_is_gone_do_not_count(world):
         await world.sync._open(workers)
         await world.sync._send(world.sync._group, workers)
         await world.rollouts.abandon()
-        settings = SyncSettings(bucket_mb=1)
+        settings = WeightSyncConfig(bucket_mb=1)
         world.sync = await WeightSync.connect(world.policy, world.rollouts, settings, timeout_s=HANG_S)
         await world.move(9)
         await world.sync.push(3)

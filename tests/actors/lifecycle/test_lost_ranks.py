@@ -8,7 +8,7 @@ import psutil
 import pytest
 from test_policy_ranks import OpenWorker, on_all, start
 
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import StateLost
 from tests.support import made_groups
 from tests.support.patience import HANG_S
@@ -48,7 +48,7 @@ def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it
     """The other rank is in a collective that does not end by itself for half an hour."""
 
     async def lose():
-        restarts = Restarts(health_s=1, hang_s=10)
+        restarts = RestartsConfig(health_s=1, hang_s=10)
         group = start(tiny_model, ranks=2, stage=2, worker=MortalRank, restarts=restarts)
         await group.ready()
         staged = group.stage([made_groups.batch()])

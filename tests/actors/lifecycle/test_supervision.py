@@ -19,8 +19,7 @@ from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.rollout import RolloutPool
 from actors.workers.simulated import SimulatedSpec
-from grpo_dist.config import Model, Reference, Restarts, Rewards
-from grpo_dist.config import Rollout as RolloutSettings
+from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 from tests.support.crashing_actors import Busy, Engine, Frozen, Grader
@@ -29,7 +28,7 @@ from tests.support.patience import HANG_S
 pytestmark = pytest.mark.machine
 
 OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
-QUICK = Restarts(backoff_s=0.05, health_s=0.5, hang_s=HANG_S)  # nothing hangs
+QUICK = RestartsConfig(backoff_s=0.05, health_s=0.5, hang_s=HANG_S)  # nothing hangs
 HANGS = QUICK.model_copy(update={"hang_s": 10.0})  # what is only slow answers within it
 SAMPLING = Sampling(max_new_tokens=4)
 
@@ -39,7 +38,7 @@ def prompt(uid):
 
 
 def pool(workers, restarts=QUICK):
-    spec = SimulatedSpec(RolloutSettings(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
+    spec = SimulatedSpec(RolloutConfig(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
     return RolloutPool(spec, options=OPTIONS, worker=Engine, restarts=restarts, start_s=HANG_S)
 
 
@@ -214,7 +213,7 @@ def test_long_work_is_no_hang(ray_cluster):
         actor = one_at_a_time(Busy)
         team = Team(
             "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=HANG_S,
-            restarts=Restarts(health_s=0.5, hang_s=10),
+            restarts=RestartsConfig(health_s=0.5, hang_s=10),
         )  # fmt: skip
         await team.ready()
         first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
@@ -230,7 +229,7 @@ def test_long_work_is_no_hang(ray_cluster):
 def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_one_is(
     ray_cluster, tmp_path, caplog
 ):
-    settings = Rewards.model_validate({"processes_per_worker": 1, "functions": [{"function": "math"}]})
+    settings = RewardsConfig.model_validate({"processes_per_worker": 1, "functions": [{"function": "math"}]})
     samples = made_rollouts("p", 2, np.random.default_rng(0))
     once = Prompt("once", np.array([1], np.int32), "1", "made", "1", {"mark": str(tmp_path / "died")})
 
@@ -261,9 +260,15 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
 
     async def session():
         reference = ReferencePool(
-            Reference(refresh_every=refresh_every), model=Model(path="tiny"), model_dir="", temperature=1.0,
-            chunk_mib=8, options=OPTIONS, restarts=QUICK, start_s=HANG_S,
-        )  # fmt: skip
+            ReferenceConfig(refresh_every=refresh_every),
+            model=ModelConfig(path="tiny"),
+            model_dir="",
+            temperature=1.0,
+            chunk_mib=8,
+            options=OPTIONS,
+            restarts=QUICK,
+            start_s=HANG_S,
+        )
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])
         ray.kill(reference.workers[0])
@@ -283,4 +288,4 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
 
 def test_a_hang_is_not_said_before_anybody_asked():
     with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 3"):
-        Restarts(hang_s=2)
+        RestartsConfig(hang_s=2)

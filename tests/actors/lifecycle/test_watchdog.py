@@ -18,7 +18,7 @@ import actors.lifecycle.watchdog
 from actors.lifecycle.calls import kill, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
-from grpo_dist.config import Restarts
+from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.stacks import calls_in_hand, look
@@ -329,7 +329,7 @@ def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(
 @pytest.mark.parametrize("budget", [1, 0])
 def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_cluster, caplog, budget):
     """In the log, or in the error that ends the role."""
-    restarts = Restarts(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
+    restarts = RestartsConfig(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
 
     async def session():
         make = one_at_a_time(Stuck).options(num_cpus=0).remote

@@ -12,7 +12,7 @@ from actors import cluster
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
 from actors.placement.reservation import Room
-from grpo_dist.config import Grown
+from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
 from tests.support.patience import HANG_S
 
@@ -155,7 +155,7 @@ def test_room_that_came_too_late_is_said():
 
 
 def test_nodes_that_an_autoscaler_adds_count_once():
-    to = Grown(nodes=2, gpus=8, cpus=64)
+    to = AutoscalingConfig(nodes=2, gpus=8, cpus=64)
     head, worker = node("head", 0, 0, cpus=4), node("a", 8, 2)
     assert grown([head], None) == [head]
     names = [n.name for n in grown([head, worker], to)]
@@ -181,7 +181,7 @@ def _growing(config, to):
 def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    asked = _growing(config(), Grown(nodes=2, gpus=8, cpus=64))
+    asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
     for starts in (cluster.check_fits, cluster._connect):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
             starts(asked)

@@ -11,7 +11,7 @@ import torch
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
 from actors.transfer_group import TransferGroup
-from grpo_dist.config import WeightSync
+from grpo_dist.config import WeightSyncConfig
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -42,7 +42,7 @@ async def exchange(model_dir, *, beside):
         "rollout",
         policy,
         receivers,
-        WeightSync(bucket_mb=1, backend="shared_memory"),
+        WeightSyncConfig(bucket_mb=1, backend="shared_memory"),
         beside=beside,
         timeout_s=HANG_S,
     )
@@ -93,7 +93,7 @@ def test_ranks_do_not_wait_for_an_engine_as_long_as_it_waits_for_them():
     policy = SimpleNamespace(ranks=[rank], device="cpu")
 
     async def session():
-        group = await TransferGroup.open("rollout", policy, [engine], WeightSync(), timeout_s=300)
+        group = await TransferGroup.open("rollout", policy, [engine], WeightSyncConfig(), timeout_s=300)
         await group.again([engine], name="anew", timeout_s=300, ranks_busy_s=1800)
 
     asyncio.run(session())

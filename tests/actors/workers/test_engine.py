@@ -17,9 +17,14 @@ from transformers import AutoModelForCausalLM
 from actors.weight_sync import WeightSync
 from actors.workers.policy import PolicyGroup, PolicyWorker
 from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
-from grpo_dist.config import Algorithm, Model, Policy, Timeouts
-from grpo_dist.config import Rollout as RolloutSettings
-from grpo_dist.config import WeightSync as SyncSettings
+from grpo_dist.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.runtime.hardware import thread_environment
@@ -95,10 +100,10 @@ class CountingWorker(RolloutWorker):
         return values
 
 
-def one_rank(model, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker):  # noqa: B008
+def one_rank(model, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker):  # noqa: B008
     return PolicyGroup(
-        settings, model=model, model_dir=str(model_dir), algorithm=Algorithm(),
-        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
+        settings, model=model, model_dir=str(model_dir), algorithm=AlgorithmConfig(),
+        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=TimeoutsConfig(), seed=0,
         options=OPTIONS, worker=worker,
     )  # fmt: skip
 
@@ -121,15 +126,15 @@ class OnALoop:
 class World(OnALoop):
     """The engine, the rank and their sync."""
 
-    def __init__(self, model_dir, settings=Policy(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
+    def __init__(self, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
         super().__init__()
         self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker, rollout))
         self.version = 0
 
     async def _start(self, model_dir, policy_settings, worker, rollout):
-        model = Model(path="tiny")
-        settings = RolloutSettings(max_num_seqs=16, **rollout)
-        sync = SyncSettings(bucket_mb=1, mode="keep")
+        model = ModelConfig(path="tiny")
+        settings = RolloutConfig(max_num_seqs=16, **rollout)
+        sync = WeightSyncConfig(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
         rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)

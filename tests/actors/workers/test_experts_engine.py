@@ -13,7 +13,7 @@ from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, gradient
 from transformers import AutoModelForCausalLM
 
 from actors.workers.policy import loss_settings
-from grpo_dist.config import LoRA, Optimizer, Policy
+from grpo_dist.config import LoRAConfig, OptimizerConfig, PolicyConfig
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
@@ -65,7 +65,7 @@ def differences(model_dir, settings, engine=EAGER):
 
 
 def trained(**settings):
-    return Policy(zero_stage=2, optimizer=Optimizer(lr=3e-3, schedule="constant"), **settings)
+    return PolicyConfig(zero_stage=2, optimizer=OptimizerConfig(lr=3e-3, schedule="constant"), **settings)
 
 
 @pytest.mark.parametrize("kind", drawn("experts", [(kind,) for kind in sorted(SHAPES)], 1))
@@ -83,8 +83,8 @@ def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_clus
         ("qwen3_moe", {"tie_word_embeddings": True}, {}),
         ("qwen3_moe", {"moe_intermediate_size": 40}, {}),  # the engine fills it up to 64
         ("qwen3_moe", {"mlp_only_layers": [0]}, {}),
-        ("qwen2_moe", {}, {"lora": LoRA(rank=4, alpha=8)}),
-        ("mixtral", {}, {"lora": LoRA(rank=4, alpha=8, sync="adapter")}),
+        ("qwen2_moe", {}, {"lora": LoRAConfig(rank=4, alpha=8)}),
+        ("mixtral", {}, {"lora": LoRAConfig(rank=4, alpha=8, sync="adapter")}),
     ],
 )
 def test_so_are_they_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.weight_sync import WeightSync
 from actors.workers.policy import PolicyWorker
-from grpo_dist.config import LoRA, Policy
+from grpo_dist.config import LoRAConfig, PolicyConfig
 
 pytestmark = pytest.mark.machine
 
@@ -37,7 +37,7 @@ class MovingAdapters(PolicyWorker):
 
 @pytest.fixture(scope="module")
 def world(ray_cluster, tiny_model):
-    settings = Policy(zero_stage=2, lora=LoRA(rank=4, alpha=8, sync="adapter"))
+    settings = PolicyConfig(zero_stage=2, lora=LoRAConfig(rank=4, alpha=8, sync="adapter"))
     # What is compiled is the matter of `test_engine`, and takes most of a minute.
     world = World(tiny_model, settings, MovingAdapters, enforce_eager=True)
     yield world
@@ -51,12 +51,12 @@ def merged_sync(world):
     yield
     world.sync = adapter_sync
     world.policy._settings = world.policy._settings.model_copy(
-        update={"lora": LoRA(rank=4, alpha=8, sync="adapter")}
+        update={"lora": LoRAConfig(rank=4, alpha=8, sync="adapter")}
     )
 
 
 def merged(world):
-    world.policy._settings = world.policy._settings.model_copy(update={"lora": LoRA(rank=4, alpha=8)})
+    world.policy._settings = world.policy._settings.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8)})
     specs = ray.get(world.policy.ranks[0].parameter_specs.remote())
     group = replace(world.sync._group, specs=specs, adapters_only=False)
     return WeightSync(group, world.rollouts, 60)

@@ -9,7 +9,14 @@ from test_policy_ranks import ALGORITHM, TEMPERATURE, flat, relative
 
 from actors.workers.policy import PolicyGroup
 from grpo_dist.batch.sharding import shard
-from grpo_dist.config import LoRA, Model, Offload, Optimizer, Policy, Timeouts
+from grpo_dist.config import (
+    LoRAConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TimeoutsConfig,
+)
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.offload import check_offload, size_buffers
 from grpo_dist.runtime.hardware import thread_environment
@@ -22,15 +29,15 @@ FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))
 
 def start(model_dir, **policy):
     return PolicyGroup(
-        Policy(**{"num_workers": 2, "optimizer": Optimizer(lr=1e-3)} | policy),
-        model=Model(path="tiny"),
+        PolicyConfig(**{"num_workers": 2, "optimizer": OptimizerConfig(lr=1e-3)} | policy),
+        model=ModelConfig(path="tiny"),
         model_dir=str(model_dir),
         algorithm=ALGORITHM,
         temperature=TEMPERATURE,
         token_budget=40,
         epochs=1,
         total_updates=10,
-        timeouts=Timeouts(),
+        timeouts=TimeoutsConfig(),
         seed=0,
         options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
         worker=AdaptedWorker,
@@ -63,7 +70,7 @@ async def two_updates(model_dir, directory=None, **policy):
 def without(ranks_parent, tiny_model):
     """Of all weights, and of adapters."""
     with ranks_parent.in_the_place_of_ray():
-        kinds = (None, LoRA(rank=4))
+        kinds = (None, LoRAConfig(rank=4))
         return [asyncio.run(two_updates(tiny_model, zero_stage=2, lora=lora)) for lora in kinds]
 
 
@@ -78,14 +85,14 @@ def agree(ours, theirs):
 
 
 CPU = {
-    "optimiser, ZeRO-1": {"zero_stage": 1, "offload": Offload(optimizer="cpu")},
-    "optimiser, ZeRO-2": {"zero_stage": 2, "offload": Offload(optimizer="cpu")},
-    "optimiser, ZeRO-3": {"zero_stage": 3, "offload": Offload(optimizer="cpu")},
-    "all, ZeRO-3": {"zero_stage": 3, "offload": Offload(optimizer="cpu", parameters="cpu")},
+    "optimiser, ZeRO-1": {"zero_stage": 1, "offload": OffloadConfig(optimizer="cpu")},
+    "optimiser, ZeRO-2": {"zero_stage": 2, "offload": OffloadConfig(optimizer="cpu")},
+    "optimiser, ZeRO-3": {"zero_stage": 3, "offload": OffloadConfig(optimizer="cpu")},
+    "all, ZeRO-3": {"zero_stage": 3, "offload": OffloadConfig(optimizer="cpu", parameters="cpu")},
     "adapters, ZeRO-3": {
         "zero_stage": 3,
-        "offload": Offload(optimizer="cpu", parameters="cpu"),
-        "lora": LoRA(rank=4),
+        "offload": OffloadConfig(optimizer="cpu", parameters="cpu"),
+        "lora": LoRAConfig(rank=4),
     },
     "the user's own section": {
         "zero_stage": 2,
@@ -106,7 +113,7 @@ def test_nvme_without_libaio_is_refused_in_one_message(tmp_path, monkeypatch):
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     monkeypatch.setattr(AsyncIOBuilder, "is_compatible", lambda self: False)
-    policy = Policy(zero_stage=3, offload=Offload(parameters="nvme", nvme_path=str(tmp_path)))
+    policy = PolicyConfig(zero_stage=3, offload=OffloadConfig(parameters="nvme", nvme_path=str(tmp_path)))
     with pytest.raises(ValueError, match=r"`policy\.offload` = nvme.*install libaio-dev.*or use cpu instead"):
         check_offload(policy)
 
@@ -114,14 +121,14 @@ def test_nvme_without_libaio_is_refused_in_one_message(tmp_path, monkeypatch):
 def test_an_optimiser_on_the_cpu_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ValueError, match=r"no C\+\+ compiler 'no-such-compiler' here; install g\+\+"):
-        check_offload(Policy(offload=Offload(optimizer="cpu")))
-    check_offload(Policy())
+        check_offload(PolicyConfig(offload=OffloadConfig(optimizer="cpu")))
+    check_offload(PolicyConfig())
 
 
 def test_what_deepspeed_is_told(tmp_path):
-    policy = Policy(
+    policy = PolicyConfig(
         zero_stage=3,
-        offload=Offload(optimizer="cpu", parameters="nvme", nvme_path="/disk"),
+        offload=OffloadConfig(optimizer="cpu", parameters="nvme", nvme_path="/disk"),
         deepspeed={"zero_optimization": {"offload_optimizer": {"pin_memory": False}}},
     )
     settings = deepspeed_config(policy, dtype=torch.float32)

@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from actors.workers.policy import PolicyGroup, PolicyWorker, loss_settings
 from grpo_dist.batch.sharding import shard
-from grpo_dist.config import KL, Algorithm, Correction, Model, Optimizer, Policy, Timeouts
+from grpo_dist.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TimeoutsConfig,
+)
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
@@ -25,8 +33,10 @@ pytestmark = pytest.mark.machine
 
 TEMPERATURE = 0.9
 BF16 = {"dtype": "bfloat16"}
-ALGORITHM = Algorithm(
-    kl=KL(coef=0.1), correction=Correction(kind="tis", high=2.0), aggregation="seq-mean-token-mean"
+ALGORITHM = AlgorithmConfig(
+    kl=KLConfig(coef=0.1),
+    correction=CorrectionConfig(kind="tis", high=2.0),
+    aggregation="seq-mean-token-mean",
 )
 
 
@@ -69,22 +79,22 @@ def start(
     **optimizer,
 ):
     return PolicyGroup(
-        Policy(
+        PolicyConfig(
             num_workers=ranks,
             zero_stage=stage,
             sequence_parallel=shared,
-            optimizer=Optimizer(**{"lr": 1e-3} | optimizer),
+            optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
             deepspeed=deepspeed or {},
             lora=lora,
         ),
-        model=Model(path="tiny", packing=packing, dtype=dtype),
+        model=ModelConfig(path="tiny", packing=packing, dtype=dtype),
         model_dir=str(model_dir),
         algorithm=algorithm,
         temperature=TEMPERATURE,
         token_budget=micro_batch_tokens,
         epochs=epochs,
         total_updates=10,
-        timeouts=Timeouts(),
+        timeouts=TimeoutsConfig(),
         seed=0,
         options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
         worker=worker,
@@ -365,8 +375,8 @@ FAMILY = {
     "sequence ratios and an entropy bonus": (
         {"policy_loss": "gspo", "clip_low": 0.2, "clip_high": 0.2, "entropy_coef": 0.05}, 2,
     ),
-    "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KL()}, 1),
-    "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KL()}, 2),
+    "the tokens of highest entropy": ({"top_entropy_share": 0.3, "kl": KLConfig()}, 1),
+    "ratios to the engine": ({"old_logprobs": "rollout", "policy_loss": "cispo", "kl": KLConfig()}, 2),
 }  # fmt: skip
 
 
@@ -374,7 +384,7 @@ FAMILY = {
 def test_two_ranks_and_small_micro_batches_update_as_one_does(forked_ranks, tiny_model, name):
     """Whole steps of two updates: ranks, ZeRO stages and micro-batches move the weights alike."""
     changes, epochs = FAMILY[name]
-    algorithm = Algorithm(**changes)
+    algorithm = AlgorithmConfig(**changes)
     batches = [made_groups.batch(seed=s, reference=algorithm.kl.coef > 0) for s in (3, 4)]
     own = [replace(b, rollout_logprobs=near_the_models(tiny_model, b)) for b in batches]
 
@@ -442,7 +452,7 @@ def test_ranks_tell_what_each_row_that_has_an_id_was_given_before_it_moved_the_w
 
 def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_model):
     """One sample on two ranks: old log-probs, the entropy threshold and two epochs all need both."""
-    algorithm = Algorithm(top_entropy_share=0.5, kl=KL())
+    algorithm = AlgorithmConfig(top_entropy_share=0.5, kl=KLConfig())
     small = made_groups.batch(groups=1, samples=1, reference=False)
 
     async def step(**how):

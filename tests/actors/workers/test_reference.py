@@ -10,7 +10,14 @@ from transformers import AutoModelForCausalLM
 from actors.reference_sync import ReferenceSync
 from actors.workers.policy import PolicyGroup, PolicyWorker
 from actors.workers.reference import ReferencePool
-from grpo_dist.config import Algorithm, Model, Policy, Reference, Timeouts, WeightSync
+from grpo_dist.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
 from grpo_dist.runtime.hardware import thread_environment
@@ -58,7 +65,7 @@ def close(ours, theirs):
 def start(ray_cluster, tiny_model):
     def start():
         return ReferencePool(
-            Reference(micro_batch_tokens=16), model=Model(path="tiny"), model_dir=str(tiny_model),
+            ReferenceConfig(micro_batch_tokens=16), model=ModelConfig(path="tiny"), model_dir=str(tiny_model),
             temperature=0.7, chunk_mib=8, options=OPTIONS,
         )  # fmt: skip
 
@@ -69,15 +76,24 @@ def start(ray_cluster, tiny_model):
 def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(start, tiny_model, tmp_path):
     async def session():
         policy = PolicyGroup(
-            Policy(zero_stage=2), model=Model(path="tiny"), model_dir=str(tiny_model), algorithm=Algorithm(),
-            temperature=0.7, token_budget=1000, epochs=1, total_updates=1, timeouts=Timeouts(), seed=0,
-            options=OPTIONS, worker=MovedWorker,
-        )  # fmt: skip
+            PolicyConfig(zero_stage=2),
+            model=ModelConfig(path="tiny"),
+            model_dir=str(tiny_model),
+            algorithm=AlgorithmConfig(),
+            temperature=0.7,
+            token_budget=1000,
+            epochs=1,
+            total_updates=1,
+            timeouts=TimeoutsConfig(),
+            seed=0,
+            options=OPTIONS,
+            worker=MovedWorker,
+        )
         pool = start()
         await asyncio.gather(policy.ready(), pool.ready())
         frozen = await pool.logprobs(PROMPT, ROLLOUTS)
         moved = await policy.ranks[0].move.remote()
-        settings = WeightSync(bucket_mb=1, backend="gloo")
+        settings = WeightSyncConfig(bucket_mb=1, backend="gloo")
         sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=HANG_S)
         await sync.refresh()
         mixed = await pool.logprobs(PROMPT, ROLLOUTS)

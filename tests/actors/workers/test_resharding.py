@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_policy_ranks import OpenWorker, on_all, start
 
-from grpo_dist.config import LoRA
+from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
 from tests.support.drawn import drawn
@@ -87,7 +87,7 @@ def offloaded(*what, ranks, stage):
         [
             (TO_ALL_STAGES, True),
             (SHARED_SEQUENCES, True),
-            (with_all(TO_ALL_STAGES, lora=LoRA(rank=4)), True),
+            (with_all(TO_ALL_STAGES, lora=LoRAConfig(rank=4)), True),
             ([TO_ALL_STAGES[2], offloaded("optimizer", ranks=1, stage=1),
               offloaded("optimizer", "param", ranks=2, stage=3), ONE], True),
             # Gradients in bfloat16 are others for other rows in one matrix.

@@ -11,7 +11,7 @@ from actors.cluster import Cluster
 from actors.placement.demands import Resources, placement
 from actors.workers.reward import RewardPool, RewardWorker
 from actors.workers.reward_model import RewardModelPool
-from grpo_dist.config import Config, Model, Rewards
+from grpo_dist.config import Config, ModelConfig, RewardsConfig
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.observe.samples import read_groups, write_groups
@@ -42,7 +42,7 @@ def rollouts(texts):
 def groups(ray_cluster, tiny_model, tmp_path_factory):
     """Two groups, scored by functions, an outcome model and a process model of two workers, at once."""
     directory = tmp_path_factory.mktemp("models")
-    settings = Rewards.model_validate(
+    settings = RewardsConfig.model_validate(
         {
             "processes_per_worker": 1,
             "functions": [
@@ -71,7 +71,7 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
 
     async def run():
         models = [
-            RewardModelPool(m, policy=Model(path="x"), policy_dir=str(tiny_model), options=OPTIONS)
+            RewardModelPool(m, policy=ModelConfig(path="x"), policy_dir=str(tiny_model), options=OPTIONS)
             for m in settings.models
         ]
         pool = RewardPool(settings, max_new_tokens=24, models=models, options=OPTIONS)
@@ -150,7 +150,7 @@ def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path
     (tmp_path / "failing_rewards.py").write_text(
         "def fails(completion, answer):\n    raise OSError('no disk')\n"
     )
-    settings = Rewards.model_validate(
+    settings = RewardsConfig.model_validate(
         {
             "processes_per_worker": 1,
             "functions": [{"name": "mine", "function": "failing_rewards:fails"}],

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from grpo_dist import driver
 from grpo_dist.cli import main
-from grpo_dist.config import Config, Lengths
+from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench.compare import compare, ratios
 from grpo_dist.tools.bench.figures import Limits, covered_s, figures, shares
@@ -33,18 +33,18 @@ SHAPE = Shape(hidden=4, layers=2, heads=2, kv_heads=1, head_dim=2, intermediate=
 
 
 def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
-    lengths = Lengths(kind="lognormal", mean=32.0, sigma=0.5)
+    lengths = LengthsConfig(kind="lognormal", mean=32.0, sigma=0.5)
     drawn = [length_of(seed, lengths, cap=100_000) for seed in range(20_000)]
     assert statistics.mean(drawn) == pytest.approx(32, rel=0.01)
     assert statistics.stdev(map(math.log, drawn)) == pytest.approx(0.5, rel=0.03)
-    capped = [length_of(seed, Lengths(kind="lognormal", mean=32.0), cap=128) for seed in range(5_000)]
+    capped = [length_of(seed, LengthsConfig(kind="lognormal", mean=32.0), cap=128) for seed in range(5_000)]
     assert min(capped) >= 1 and max(capped) == 128
 
 
 def test_fixed_lengths_are_the_cap_unless_they_are_told():
-    assert length_of(7, Lengths(kind="fixed"), cap=128) == 128
-    assert length_of(7, Lengths(kind="fixed", tokens=5), cap=128) == 5
-    assert length_of(7, Lengths(), cap=128) is None
+    assert length_of(7, LengthsConfig(kind="fixed"), cap=128) == 128
+    assert length_of(7, LengthsConfig(kind="fixed", tokens=5), cap=128) == 5
+    assert length_of(7, LengthsConfig(), cap=128) is None
 
 
 class Asked:
@@ -62,11 +62,11 @@ def test_a_request_has_its_length_whatever_comes_with_it():
 
     sampling, prompt = Sampling(max_new_tokens=64), prompts(1)[0]
     alone, together, natural = Asked(), Asked(), Asked()
-    lengths = Lengths(kind="lognormal", mean=20.0)
+    lengths = LengthsConfig(kind="lognormal", mean=20.0)
     for seed in (3, 1, 2):
         asyncio.run(ForcedLengths(alone, lengths).sample(prompt, seeds=[seed], sampling=sampling))
     asyncio.run(ForcedLengths(together, lengths).sample(prompt, seeds=[1, 2, 3], sampling=sampling))
-    asyncio.run(ForcedLengths(natural, Lengths()).sample(prompt, seeds=[1], sampling=sampling))
+    asyncio.run(ForcedLengths(natural, LengthsConfig()).sample(prompt, seeds=[1], sampling=sampling))
     assert alone.lengths == together.lengths and len(set(together.lengths.values())) > 1
     assert natural.lengths == {1: None}
 

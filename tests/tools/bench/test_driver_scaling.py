@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from actors.workers.made_records import made_group, made_prompts, made_rollouts
 from grpo_dist import driver
 from grpo_dist.batch.rows import make_batch
-from grpo_dist.config import Tracking
+from grpo_dist.config import TrackingConfig
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.tools.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
@@ -156,7 +156,9 @@ def test_a_table_of_samples_gives_back_what_it_was_given(groups, tmp_path_factor
 
 def calls(samples, workers, tmp_path):
     """Function calls, Python's and C's, in all threads of a run of the real loop with ``samples`` a step."""
-    quiet = Tracking(console=False, tensorboard=False)  # TensorBoard has a thread with a clock of its own
+    quiet = TrackingConfig(
+        console=False, tensorboard=False
+    )  # TensorBoard has a thread with a clock of its own
     config = scaling_config(samples, workers).model_copy(update={"steps": 2, "tracking": quiet})
     run_dir = tmp_path / f"{samples}_{workers}"
     run_dir.mkdir()

@@ -78,13 +78,13 @@ def test_a_made_model_is_counted_from_its_directory(tiny_model):
 def test_adapters_are_counted_as_peft_makes_them(tiny_model):
     from transformers import AutoModelForCausalLM
 
-    from grpo_dist.config import LoRA
+    from grpo_dist.config import LoRAConfig
     from grpo_dist.policy.lora import adapter_parameters, add_adapters
 
     for targets in ("all-linear", ["q_proj", "down_proj"]):
         settings = {"rank": 4, "target_modules": targets}
         real = AutoModelForCausalLM.from_pretrained(tiny_model)
-        add_adapters(real, LoRA.model_validate(settings), seed=0)
+        add_adapters(real, LoRAConfig.model_validate(settings), seed=0)
         planned = config(model={"path": str(tiny_model)}, policy={"lora": settings})
         expected = sum(p.numel() for _, p in adapter_parameters(real))
         assert lora_parameters(planned, model_of(planned)) == expected

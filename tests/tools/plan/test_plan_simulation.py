@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_dist.config import Restarts, RewardModel
+from grpo_dist.config import RestartsConfig, RewardModelConfig
 from grpo_dist.runtime.restarts import Budget
 from grpo_dist.tools.plan import simulation, virtual_clock
 from grpo_dist.tools.plan.engines import Engine, EngineLost
@@ -221,7 +221,7 @@ def test_references_share_out_the_groups():
 
 def judges(**workers):
     """Reward models with so many workers each; how long they take `Times` says."""
-    made = [RewardModel(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
     return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}
 
 
@@ -437,7 +437,7 @@ def test_figures_of_a_run_that_goes_back_are_of_all_that_was_done(monkeypatch):
 
 
 def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
-    often = Restarts(max_per_worker=5000, backoff_s=0.5, window_s=1e8)
+    often = RestartsConfig(max_per_worker=5000, backoff_s=0.5, window_s=1e8)
     budget = Budget(often, clock=lambda: 0.0)
     assert [budget.take() for _ in range(2000)][:8] == [0.5, 1, 2, 4, 8, 16, 32, 60]
     assert budget.take() == 60.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from grpo_dist.config import SFT, Config
+from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from grpo_dist.data.prompts import build_prompts
 from grpo_dist.data.readers import Row
@@ -167,7 +167,7 @@ def test_supervised_training_sees_the_tokens_the_policy_was_asked_with_and_answe
     selection = Selection(settings.rejection, settings.data, tokenizer, seed=0)
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in selection.take([sampled])))
-    sft = SFT.model_validate({"model": "demo:tiny", "data": str(path)})
+    sft = SFTConfig.model_validate({"model": "demo:tiny", "data": str(path)})
     [(asked, answered)] = load_pairs(sft, tokenizer)
     assert asked == prompt.token_ids.tolist()
     assert answered == sampled.rollouts[0].completion_ids.tolist()
