@@ -6,7 +6,7 @@ import signal
 import time
 
 from actors.lifecycle.supervisor import Health, Watched
-from actors.workers.simulated import SimulatedReward, SimulatedRollout
+from tests.support.simulated_actors import SimulatedReward, SimulatedRollout
 
 
 class Engine(SimulatedRollout):

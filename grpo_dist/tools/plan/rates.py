@@ -43,7 +43,7 @@ class Reached:
     sync: float = 0.3  # of the network
     step_s: float = 0.004  # of a decode step: scheduler and sampler
     sync_s: float = 0.2  # of a weight sync: stop, repack, serve again
-    sample_s: float = 100e-6  # of the driver's loop for a completion (`bench.driver_scaling`, with Ray)
+    sample_s: float = 100e-6  # of the driver's loop for a completion (tests/evidence/driver_scaling.py)
     score_s: float = 0.005  # of a grader process for a completion
     overhead_s: float = 0.05  # of a training step: log, and messages on their way
     decode_curve: tuple[tuple[float, float], ...] = ()

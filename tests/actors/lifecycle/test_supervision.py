@@ -14,16 +14,16 @@ from ray.exceptions import RayActorError
 import actors.workers.reference
 from actors.lifecycle.calls import kill, one_at_a_time
 from actors.lifecycle.supervisor import Team, WorkerLost
-from actors.workers.made_records import made_rollouts
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
 from actors.workers.rollout import RolloutPool
-from actors.workers.simulated import SimulatedSpec
 from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 from tests.support.crashing_actors import Busy, Engine, Frozen, Grader
+from tests.support.made_records import made_rollouts
 from tests.support.patience import HANG_S
+from tests.support.simulated_actors import SimulatedSpec
 
 pytestmark = pytest.mark.machine
 

@@ -1,4 +1,4 @@
-"""Prompts, samples and scores made up for measurements: well formed, of realistic sizes, light to import."""
+"""Made-up prompts, samples and scores for measurements: well formed, of realistic sizes, light to import."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made_prompts(count: int) -> list[Prompt]:
 
 
 def made_rollouts(uid: str, count: int, rng: np.random.Generator) -> tuple[Rollout, ...]:
-    """``count`` samples with about three letters a token."""
+    """Make ``count`` samples with about three letters a token."""
     lengths = rng.integers(SHORTEST, LONGEST + 1, count).tolist()
     return tuple(
         Rollout(
@@ -42,7 +42,7 @@ def made_rollouts(uid: str, count: int, rng: np.random.Generator) -> tuple[Rollo
 
 
 def made_group(prompt: Prompt, rollouts: tuple[Rollout, ...]) -> Group:
-    """Every other sample is right, so that no group is left out of training."""
+    """Make a group in which every other sample is right, so that no group is left out of training."""
     rewards = (np.arange(len(rollouts)) % 2).astype(np.float32)
     outcomes = tuple("correct" if reward else "wrong" for reward in rewards)
     return Group(prompt, rollouts, rewards, {"math": rewards}, outcomes, score_s=0.001)

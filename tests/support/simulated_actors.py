@@ -1,5 +1,5 @@
-"""Actors that stand where the real ones do and answer at once, behind the real handles: what is left is the
-driver, Ray and the way of the records.
+"""Simulated actors behind the real handles. They answer at once, so that a measurement sees only the driver,
+Ray and the transfer of the records.
 
 This module imports neither torch nor an engine, so that 64 rollout processes fit a small machine.
 """
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.workers.made_records import made_group, made_rollouts
 from grpo_dist.config import Config, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
+from tests.support.made_records import made_group, made_rollouts
 
 if TYPE_CHECKING:
     from grpo_dist.workers import Workers
 
-_MADE = 16  # different groups that a rollout worker answers with, in turn
+_MADE = 16  # distinct groups that a rollout worker cycles through
 
 
 @dataclass(frozen=True)
 class SimulatedSpec:
-    """In the place of an `EngineSpec`."""
+    """Replaces an `EngineSpec`."""
 
     rollout: RolloutConfig
     samples_per_prompt: int
@@ -41,7 +41,7 @@ class SimulatedRollout:
         self._made = [made_rollouts("made", spec.samples_per_prompt, rng) for _ in range(_MADE)]
 
     async def start(self) -> None:
-        """Returns once the process is up."""
+        """Return once the process is up."""
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
@@ -54,15 +54,15 @@ class SimulatedRollout:
         return self._finished
 
     async def close(self) -> None:
-        """It holds nothing."""
+        """Release nothing."""
 
 
 class SimulatedReward:
     def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
-        """Settings of the real one."""
+        """Take the settings of the real worker."""
 
     def ready(self) -> None:
-        """Returns once the process is up."""
+        """Return once the process is up."""
 
     def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, Any]
@@ -70,7 +70,7 @@ class SimulatedReward:
         return made_group(prompt, tuple(rollouts)), ()
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Release nothing."""
 
 
 class SimulatedRank:
@@ -88,7 +88,7 @@ class NoSync:
 
 @contextmanager
 def private_ray() -> Iterator[None]:
-    import ray
+    import ray  # light, as above
 
     ray.init(address="local", log_to_driver=False, include_dashboard=False)
     try:
@@ -99,9 +99,8 @@ def private_ray() -> Iterator[None]:
 
 @asynccontextmanager
 async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
-    """The real handles of `rollout.num_workers`, `rewards.num_workers` and `policy.num_workers` simulated
-    actors.
-    """
+    """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
+    # Light: each simulated rollout process imports this module.
     from actors.workers.policy import PolicyGroup
     from actors.workers.reward import RewardPool
     from actors.workers.rollout import RolloutPool

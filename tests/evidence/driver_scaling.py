@@ -1,15 +1,15 @@
-"""What the driver costs per completion, and that it does not grow with samples or workers.
+"""Measures the driver's time per completion, for several batch sizes and numbers of workers.
 
-    python -m grpo_dist.tools.bench.driver_scaling
+    python -m tests.evidence.driver_scaling
 
 The real loop, pipeline, batching, metrics and tracking (metrics, TensorBoard, one table of samples a step)
-run on simulated workers that answer at once with made-up records, so that all that is left is the driver. The
-first table has workers in the driver's own process; the second has Ray actors behind the real handles, one
-process each, so that Ray's calls and the way of the records into the driver are in it.
+run on simulated workers that return made-up records at once, so that only the driver's own time is measured.
+The first table has workers in the driver's process. The second has Ray actors behind the real handles, one
+process each, so it includes Ray's calls and the transfer of the records into the driver.
 
-`total`: CPU time of the driver's process, all threads, Ray's own in it. `loop`: of the thread that everything
-else waits for. `wall`: the step; nothing is simulated to take time, but where the actors of the second table
-have no cores of their own it is theirs as well.
+`total`: CPU time of all threads of the driver's process, Ray's included. `loop`: CPU time of the event loop's
+thread, which everything else waits for. `wall`: time of the step. Simulated workers take no time, but actors
+that share the driver's cores add theirs to `wall`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 
 import numpy as np
 
-from actors.workers.made_records import LONGEST, made_group, made_prompts, made_rollouts
 from grpo_dist import driver
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import Config
@@ -36,6 +35,7 @@ from grpo_dist.observe import Tracker
 from grpo_dist.runtime.load_balancer import Admission
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef, Workers
+from tests.support.made_records import LONGEST, made_group, made_prompts, made_rollouts
 
 SAMPLES_PER_PROMPT = 8
 RANKS = 2
@@ -46,7 +46,7 @@ WorkersOf = Callable[[Config, list[Prompt]], AbstractAsyncContextManager[Workers
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Microseconds per completion: the median step."""
+    """Microseconds per completion in the median step."""
 
     samples: int
     workers: int
@@ -56,7 +56,7 @@ class Cost:
 
 
 def measure(samples: int, workers: int, workers_of: WorkersOf) -> Cost:
-    """A short run with ``samples`` a step on ``workers`` simulated rollout workers."""
+    """Measure a short run with ``samples`` a step on ``workers`` simulated rollout workers."""
     config = scaling_config(samples, workers)
     made = made_prompts(samples // SAMPLES_PER_PROMPT)
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +74,7 @@ def measure(samples: int, workers: int, workers_of: WorkersOf) -> Cost:
 
 
 def scaling_config(samples: int, workers: int) -> Config:
-    """Staging is on (`max_staleness` 1), and enough steps for a median."""
+    """Return settings with staging on (`max_staleness` 1) and enough steps for a median."""
     return Config.model_validate(
         {
             "model": {"path": "simulated"},
@@ -97,7 +97,7 @@ def scaling_config(samples: int, workers: int) -> Config:
 
 
 class Clocked(Tracker):
-    """The tracker of a run, which also notes the clocks at the end of each step."""
+    """A run's tracker that also records the clocks at the end of each step."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         super().__init__(config, run_dir)
@@ -108,23 +108,23 @@ class Clocked(Tracker):
         self.clocks.append((time.process_time(), time.thread_time(), time.perf_counter()))
 
 
-_ROOM = 512  # sequences that a simulated worker has in hand
+_CAPACITY = 512  # sequences of a simulated worker
 
 
 class NoCheckpoints:
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        """Nothing here is worth keeping."""
+        """Save nothing."""
 
     async def settle(self) -> None:
-        """There is none to wait for."""
+        """Return at once: no save is in progress."""
 
 
 class Instant:
-    """All workers at once, in this process. What they answer is made beforehand."""
+    """Plays all worker roles in this process; its answers are made in advance."""
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         rng = np.random.default_rng(0)
-        self._admission = Admission(config.rollout.num_workers, _ROOM)
+        self._admission = Admission(config.rollout.num_workers, _CAPACITY)
         self._groups = {p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng)) for p in prompts}
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
@@ -152,12 +152,12 @@ class Instant:
 
 @asynccontextmanager
 async def in_process(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
-    all_of_them: Any = Instant(config, prompts)
-    yield Workers(all_of_them, all_of_them, None, all_of_them, all_of_them)
+    instant: Any = Instant(config, prompts)
+    yield Workers(instant, instant, None, instant, instant)
 
 
 def print_table(title: str, costs: Iterable[Cost]) -> None:
-    """Row by row, as ``costs`` are measured."""
+    """Print each row as soon as its cost is measured."""
     print(f"\n{title}: microseconds per completion")
     print(f"{'samples a step':>15} {'workers':>8} {'total':>8} {'loop':>8} {'wall':>8}", flush=True)
     for c in costs:
@@ -166,9 +166,7 @@ def print_table(title: str, costs: Iterable[Cost]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m grpo_dist.tools.bench.driver_scaling", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.evidence.driver_scaling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--samples", type=int, nargs="+", default=[128, 1024, 8192, 32768], help="a step")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 64], help="simulated rollout workers")
@@ -178,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "process" in chosen.tables:
         print_table("driver alone", (measure(*case, in_process) for case in cases))
     if "ray" in chosen.tables:
-        from actors.workers.simulated import private_ray, ray_workers
+        from tests.support.simulated_actors import private_ray, ray_workers
 
         with private_ray():
             print_table("driver and Ray", (measure(*case, ray_workers) for case in cases))

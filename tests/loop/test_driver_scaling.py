@@ -18,21 +18,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.workers.made_records import made_group, made_prompts, made_rollouts
 from grpo_dist import driver
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import TrackingConfig
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.tools.bench.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
 from grpo_dist.types import Group, Prompt, Rollout, TrainBatch, pack_rollouts, unpack_rollouts
 from grpo_dist.workers import Workers
+from tests.evidence.driver_scaling import Instant, NoCheckpoints, main, measure, scaling_config
 from tests.support import made_groups
+from tests.support.made_records import made_group, made_prompts, made_rollouts
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
@@ -197,7 +197,7 @@ def test_the_measurement_prints_a_row_for_every_case(capsys):
 
 
 def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
-    from actors.workers.simulated import ray_workers
+    from tests.support.simulated_actors import ray_workers
 
     cost = measure(64, 3, ray_workers)
     assert (cost.samples, cost.workers) == (64, 3) and cost.total_us >= cost.loop_us > 0
@@ -205,7 +205,7 @@ def test_the_loop_runs_on_simulated_actors_behind_the_real_handles(ray_cluster):
 
 def test_simulated_actors_are_light():
     heavy = "{'torch', 'vllm', 'transformers'}"
-    code = f"import sys, actors.workers.simulated; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, tests.support.simulated_actors; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG_S
     )
