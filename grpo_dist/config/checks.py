@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from grpo_dist.config import Config
+from grpo_dist.config.sections import Sections
 
 # What each choice of `algorithm` listens to; setting anything else with it would be ignored without a word.
 _USE_STD = ("grpo", "gdpo", "process")
@@ -31,13 +29,16 @@ _OTHER_REWARDS = {
 }
 
 
-def equal_rewards_teach(config: Config) -> bool:
+def equal_rewards_teach(config: Sections) -> bool:
     """Whether a group of equal rewards can have advantages other than 0."""
     return config.algorithm.advantage in _EQUAL_REWARDS_TEACH or config.rewards.shuffle
 
 
-def contradictions(config: Config) -> Iterator[str]:
-    """Settings of `algorithm` and its neighbours that cannot hold together, or that one would ignore."""
+def contradictions(config: Sections) -> Iterator[str]:
+    """Yield a message for every pair of settings that cannot hold together, or that a run would ignore."""
+    yield from _batch_divides(config)
+    yield from _lengths_fit(config)
+    yield from _bench_lengths_fit(config)
     yield from _of_the_algorithm(config)
     yield from _of_the_updates(config)
     yield from _of_the_samples(config)
@@ -56,9 +57,11 @@ def contradictions(config: Config) -> Iterator[str]:
             f"`batch.prompts_per_step` = {config.batch.prompts_per_step}, so that no step would be trained "
             "on; lower the one or raise the other"
         )
+    if config.model.path == "sft" and config.sft is None:
+        yield "`model.path` = sft needs an `sft` section that says how that model is made"
 
 
-def _of_the_ranks(config: Config) -> Iterator[str]:
+def _of_the_ranks(config: Sections) -> Iterator[str]:
     policy, model = config.policy, config.model
     if policy.num_workers % policy.sequence_parallel:
         yield (
@@ -82,7 +85,7 @@ def _of_the_ranks(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_updates(config: Config) -> Iterator[str]:
+def _of_the_updates(config: Sections) -> Iterator[str]:
     a, b = config.algorithm, config.batch
     if a.policy_loss != "policy_gradient":
         return
@@ -99,7 +102,7 @@ def _of_the_updates(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_placement(config: Config) -> Iterator[str]:
+def _of_the_placement(config: Sections) -> Iterator[str]:
     if config.cluster.placement == "colocated" and config.weight_sync.backend == "nccl":
         yield (
             "`weight_sync.backend` = nccl cannot join two processes on one GPU, which is where "
@@ -107,7 +110,7 @@ def _of_the_placement(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_samples(config: Config) -> Iterator[str]:
+def _of_the_samples(config: Sections) -> Iterator[str]:
     a, dynamic = config.algorithm, config.dynamic_sampling.enabled
     if dynamic and a.advantage in _EQUAL_REWARDS_TEACH:
         yield (
@@ -137,7 +140,7 @@ def _of_the_samples(config: Config) -> Iterator[str]:
         )
 
 
-def _of_the_offload(config: Config) -> Iterator[str]:
+def _of_the_offload(config: Sections) -> Iterator[str]:
     offload, stage = config.policy.offload, config.policy.zero_stage
     if offload.optimizer != "none" and stage == 0:
         yield (
@@ -159,7 +162,7 @@ def _of_the_offload(config: Config) -> Iterator[str]:
         yield "`policy.offload` = nvme needs `policy.offload.nvme_path`, a directory on a local NVMe disk"
 
 
-def _without_effect(config: Config) -> Iterator[str]:
+def _without_effect(config: Sections) -> Iterator[str]:
     """A value that differs from its default where nothing reads it."""
     a, dynamic = config.algorithm, config.dynamic_sampling
     idle = [
@@ -202,7 +205,7 @@ def _without_effect(config: Config) -> Iterator[str]:
             yield f"`{name}` does nothing without {needed}; set that, or remove `{name}`"
 
 
-def _of_the_algorithm(config: Config) -> Iterator[str]:
+def _of_the_algorithm(config: Sections) -> Iterator[str]:
     a, loss = config.algorithm, config.algorithm.policy_loss
     if a.advantage not in _USE_STD and a.std not in (None, "none"):
         yield (
@@ -249,3 +252,49 @@ def _of_the_algorithm(config: Config) -> Iterator[str]:
             f"`algorithm.kl.estimator` = {a.kl.estimator} differs from {a.kl.estimator[:-1]} in its gradient "
             "alone, and a KL term in the reward has none; remove the +"
         )
+
+
+def _batch_divides(config: Sections) -> Iterator[str]:
+    b, ranks = config.batch, config.policy.replicas
+    if b.prompts_per_step % b.updates_per_step:
+        near = _divisors_near(b.prompts_per_step, b.updates_per_step)
+        yield (
+            f"`batch.prompts_per_step` = {b.prompts_per_step} must be divisible by "
+            f"`batch.updates_per_step` = {b.updates_per_step}; use {near}"
+        )
+        return
+    samples = b.prompts_per_step * b.samples_per_prompt // b.updates_per_step
+    if samples % ranks:
+        per_update = " / `batch.updates_per_step`" if b.updates_per_step > 1 else ""
+        shared = config.policy.sequence_parallel
+        per_sequence = f" / `policy.sequence_parallel` = {shared}" if shared > 1 else ""
+        yield (
+            f"`batch.prompts_per_step` * `batch.samples_per_prompt`{per_update} = {samples} must be "
+            f"divisible by `policy.num_workers` = {config.policy.num_workers}{per_sequence}; use "
+            f"{_divisors_near(samples, ranks)}{' times that' if per_sequence else ''}"
+        )
+
+
+def _lengths_fit(config: Sections) -> Iterator[str]:
+    needed = config.data.max_prompt_tokens + config.longest_completion
+    if config.max_length < needed:
+        yield (
+            f"`model.max_length` = {config.model.max_length} is below `data.max_prompt_tokens` + the "
+            f"longest completion = {needed}; raise the one or lower the others"
+        )
+
+
+def _bench_lengths_fit(config: Sections) -> Iterator[str]:
+    tokens = config.bench.lengths.tokens or 0
+    if tokens > config.sampling.max_new_tokens:
+        yield (
+            f"`bench.lengths.tokens` = {tokens} is above `sampling.max_new_tokens` = "
+            f"{config.sampling.max_new_tokens}; lower the one or raise the other"
+        )
+
+
+def _divisors_near(total: int, wanted: int) -> str:
+    """The divisors of ``total`` on both sides of ``wanted``, for a message: (512, 3) -> "2 or 4"."""
+    below = [d for d in range(1, wanted) if total % d == 0]
+    above = [d for d in range(wanted + 1, total + 1) if total % d == 0]
+    return " or ".join(str(d) for d in below[-1:] + above[:1])

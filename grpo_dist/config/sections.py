@@ -1,0 +1,93 @@
+"""All sections of a run, and the numbers derived from several of them. Nothing here checks one section
+against another: `checks` reads this class, and `root.Config` adds the checks to it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, PositiveInt
+
+from grpo_dist.config.algorithm import AlgorithmConfig
+from grpo_dist.config.base import Count, Section
+from grpo_dist.config.bench import BenchConfig
+from grpo_dist.config.cluster import ClusterConfig
+from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
+from grpo_dist.config.monitoring import (
+    CheckpointConfig,
+    EvaluationConfig,
+    HealthConfig,
+    ProfileConfig,
+    TrackingConfig,
+)
+from grpo_dist.config.rewards import RewardsConfig
+from grpo_dist.config.stages import RejectionConfig, SFTConfig
+from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfig, WeightSyncConfig
+
+
+class Sections(Section):
+    """The fields of `Config`."""
+
+    name: str = Field(
+        "run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="of the run and of its directory in `output_dir`",
+    )
+    output_dir: str = Field("runs", description="where run directories are made")
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        0, description="of the prompt order, of every sample, and of models this project makes"
+    )
+    steps: PositiveInt = Field(100, description="training steps of the whole run")
+    max_staleness: Count = Field(
+        0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
+    )
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig = BatchConfig()
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    policy: PolicyConfig = PolicyConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    health: HealthConfig = HealthConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    bench: BenchConfig = BenchConfig()
+    sft: SFTConfig | None = Field(
+        None, description="the supervised cold start that `model.path: sft` refers to"
+    )
+    rejection: RejectionConfig = Field(
+        RejectionConfig(), description="how `grpo-dist sample` draws and keeps samples"
+    )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def samples_in_flight(self) -> int:
+        """Samples that may be drawn at once in training, on all engines together."""
+        step = self.batch.prompts_per_step * self.batch.samples_per_prompt
+        return step * (1 + self.max_staleness)
+
+    @property
+    def total_updates(self) -> int:
+        """Optimiser updates of the whole run."""
+        return self.steps * self.batch.updates_per_step * self.batch.epochs_per_batch
+
+    @property
+    def max_length(self) -> int:
+        """Longest prompt + completion, tokens."""
+        return self.model.max_length or self.data.max_prompt_tokens + self.longest_completion
+
+    @property
+    def longest_completion(self) -> int:
+        """Most tokens of a completion in training, evaluation and rejection sampling."""
+        others = (self.evaluation.max_new_tokens, self.rejection.max_new_tokens)
+        return max(self.sampling.max_new_tokens, *(tokens or 0 for tokens in others))
