@@ -14,19 +14,8 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
 from grpo_dist.loop.pipeline import ScoredGroup
 from grpo_dist.loop.updates import credit_settings, make_batches, reward_moments
-from grpo_dist.types import Group, Prompt, Rollout
 from tests.support import fakes
-
-
-def group(rewards, lengths, *, prompt_tokens=2, parts=None, reasons=None, **fields):
-    reasons = reasons or ["stop"] * len(rewards)
-    rollouts = tuple(
-        Rollout("p", i, np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), why, "", np.zeros(n, np.int32))
-        for i, (n, why) in enumerate(zip(lengths, reasons, strict=True))
-    )
-    prompt = Prompt("p", np.full(prompt_tokens, 3, np.int32), "1", "made")
-    values = np.array(rewards, np.float32)
-    return Group(prompt, rollouts, values, parts or {"math": values}, ("",) * len(rewards), **fields)
+from tests.support.made_groups import group_of
 
 
 def credited(groups, settings, ref_logprobs=None):
@@ -38,7 +27,7 @@ def credited(groups, settings, ref_logprobs=None):
 
 def test_rewards_are_clipped_before_and_advantages_after():
     settings = CreditSettings(std="none", reward_clip=1.0, clip=0.75)
-    got = credited([group([5, -1, -9, 0.2], [1, 1, 1, 1])], settings)[:, 2]
+    got = credited([group_of([5, -1, -9, 0.2], [1, 1, 1, 1])], settings)[:, 2]
     mean = (1 - 1 - 1 + 0.2) / 4
     expected = [0.75, -1 - mean, -1 - mean, 0.2 - mean]
     expected = [max(-0.75, min(0.75, v)) for v in expected]
@@ -48,13 +37,13 @@ def test_rewards_are_clipped_before_and_advantages_after():
 def test_kl_in_the_reward_takes_from_each_token_what_is_still_to_come():
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
     settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k1")
-    got = credited([group([1, 0], [3, 1])], settings, reference)
+    got = credited([group_of([1, 0], [3, 1])], settings, reference)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 0.5 - 0.25, 0.5 - 0.2, 0.5 - 0.2]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
 
 
 def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
-    groups = [group([1, 0], [2, 2]), group([3, 0], [1, 3], prompt_tokens=1)]
+    groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
     got = credited(groups, CreditSettings(estimator="reinforce_pp", whiten=True))
     tokens = [1, 1, 0, 0, 3, 0, 0, 0]
     mean = sum(tokens) / 8
@@ -67,7 +56,7 @@ def test_step_rewards_become_token_advantages_at_their_own_places():
     steps = (np.array([1.0, 0.0], np.float32), np.array([1.0], np.float32))
     ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
     got = credited(
-        [group([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
+        [group_of([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
         CreditSettings(estimator="process", eps=0),
     )
     unit = math.sqrt(1 / 3)
@@ -75,12 +64,12 @@ def test_step_rewards_become_token_advantages_at_their_own_places():
     torch.testing.assert_close(got[0], torch.tensor([0, 0, a + b, b, b]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, a, a, 0]))
     with pytest.raises(ValueError, match="no step rewards; add a process reward model"):
-        credited([group([1, 0], [1, 1])], CreditSettings(estimator="process"))
+        credited([group_of([1, 0], [1, 1])], CreditSettings(estimator="process"))
 
 
 def test_gdpo_sees_each_reward_on_its_own():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
-    made = group([1, 1, 0, 1], [1] * 4, parts=parts)
+    made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
     got = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
     assert got[0] == got[1] and got[0] != got[3]
     alone = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
@@ -93,7 +82,7 @@ def scored(*groups):
 
 def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     batch = {"prompts_per_step": 2, "samples_per_prompt": 2}
-    silent, useful = group([1, 1], [4, 4]), group([1, 0], [2, 3])
+    silent, useful = group_of([1, 1], [4, 4]), group_of([1, 0], [2, 3])
     (short,) = make_batches(fakes.config(batch=batch), scored(silent, useful), 0, kl_coef=0.0)
     assert (len(short), short.num_tokens, short.num_sequences) == (2, 13.0, 4.0)
     reference = [np.full(n, -1.5, np.float32) for n in (4, 4)], [np.full(n, -1.5, np.float32) for n in (2, 3)]
@@ -113,14 +102,14 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
 
 
 def test_reward_clip_holds_remaxs_baseline_too():
-    made = group([5, 0], [1, 1], baseline_reward=5.0)
+    made = group_of([5, 0], [1, 1], baseline_reward=5.0)
     got = sample_advantages([made], CreditSettings(estimator="remax", reward_clip=1.0))
     assert got[0].tolist() == [0.0, -1.0]
 
 
 def test_truncated_samples_count_in_their_group_and_are_not_trained():
     config = fakes.config(algorithm={"mask_truncated": True, "std": "none", "skip_idle_rows": False})
-    cut = group([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
+    cut = group_of([0, 0, 1], [4, 2, 2], reasons=["length", "stop", "stop"])
     (batch,) = make_batches(config, scored(cut), 0, kl_coef=0.0)
     assert not batch.loss_mask[0].any() and (batch.num_tokens, batch.num_sequences) == (4.0, 2.0)
     torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
@@ -137,7 +126,7 @@ def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
 
 
 def test_the_order_of_groups_changes_no_advantage():
-    groups = [group([1, 0, 0], [3, 1, 2]), group([2, 5, 1], [1, 4, 1]), group([0, 0, 1], [2, 2, 2])]
+    groups = [group_of([1, 0, 0], [3, 1, 2]), group_of([2, 5, 1], [1, 4, 1]), group_of([0, 0, 1], [2, 2, 2])]
     for estimator in ("grpo", "opo", "pass_at_k", "reinforce_pp"):
         settings = CreditSettings(estimator=estimator, std="batch", whiten=True, k=2)
         forth = credited(groups, settings)
@@ -160,7 +149,7 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
         estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
         whiten=estimator.startswith("reinforce"), eps=1e-12,
     )  # fmt: skip
-    got = credited([group(rewards, [1] * 4)], settings)[:, 2]
+    got = credited([group_of(rewards, [1] * 4)], settings)[:, 2]
     assert got.dtype == torch.float32
     expected = in_float64(rewards)
     expected *= got.double().std().item()  # what it was divided by is another test's
@@ -174,15 +163,15 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "remax", "rloo", "opo", "pass_at_k"])
 def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
     settings = CreditSettings(estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp")
-    with_it = credited([group([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
-    without = credited([group([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
+    with_it = credited([group_of([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
+    without = credited([group_of([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
     assert not with_it[0].any() and torch.equal(with_it[1:, 2], without[:, 2])
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
     """Its reward still counts in its group, and what is whitened over all tokens does not see it."""
-    broken = group([1, 0, 0], [2, 2, 1])
+    broken = group_of([1, 0, 0], [2, 2, 1])
     broken.rollouts[0].logprobs[1] = math.nan
     algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
     config = fakes.config(algorithm=algorithm | {"add_token_level_kl": kl > 0})
@@ -216,7 +205,7 @@ def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected
 
 def test_running_normalisation_goes_on_from_the_steps_before():
     config = fakes.config(algorithm={"advantage": "reinforce_pp", "reward_norm": "running"})
-    first, second = scored(group([1, 0, 1, 1], [1] * 4)), scored(group([0, 4, 0, 2], [1] * 4))
+    first, second = scored(group_of([1, 0, 1, 1], [1] * 4)), scored(group_of([0, 4, 0, 2], [1] * 4))
     after_one = reward_moments(config, first, Moments())
     after_two = reward_moments(config, second, after_one)
     everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
@@ -243,7 +232,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
     rewards, lengths = [[1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1]], [[5, 3, 1, 4, 2, 5, 2, 3]] * 2
     preset = read_tree(Path(__file__).parents[2] / "configs" / "algorithms" / "roll.yaml").algorithm
     config = fakes.config(algorithm=dict(preset))
-    groups = [group(r, n) for r, n in zip(rewards, lengths, strict=True)]
+    groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
     got = credited(groups, credit_settings(config, 0.0))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
     np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
@@ -262,7 +251,7 @@ def test_rolls_reward_block_means_what_it_means_there(block, expected):
     """Of one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce takes the normalised reward."""
     block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
     settings = credit_settings(fakes.config(algorithm=block), 0.0)
-    (got,) = sample_advantages([group([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
+    (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 
 
@@ -271,5 +260,5 @@ def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
     """The loss is then not finite either, and the update is refused."""
     reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
     settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
-    got = credited([group([1, 0], [2, 1])], settings, reference)
+    got = credited([group_of([1, 0], [2, 1])], settings, reference)
     assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()

@@ -4,15 +4,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from test_credit_assignment import group
 
 from grpo_dist.data.curriculum import Curriculum
+from tests.support.made_groups import group_of
 
 UIDS = ["always", "never", "half", "new"]
 
 
 def seen(uid, right, scored=16):
-    made = group([0.0] * scored, [1] * scored)
+    made = group_of([0.0] * scored, [1] * scored)
     outcomes = ("correct",) * right + ("wrong",) * (scored - right)
     object.__setattr__(made.prompt, "uid", uid)
     object.__setattr__(made, "outcomes", outcomes)

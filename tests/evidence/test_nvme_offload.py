@@ -6,9 +6,9 @@ DeepSpeed compiles its file access at first use, which takes minutes.
 import asyncio
 
 import pytest
-from test_offload import agree, two_updates
 
 from grpo_dist.config import OffloadConfig
+from tests.support.real_ranks import agree, two_updates
 
 pytestmark = pytest.mark.evidence
 
@@ -32,6 +32,6 @@ def test_offload_to_nvme_trains_as_without(ray_cluster, tiny_model, tmp_path, na
     disk = tmp_path / "nvme"
     disk.mkdir()
     offload = OffloadConfig(**NVME[name], nvme_path=str(disk))
-    result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", zero_stage=3, offload=offload))
-    agree(result, asyncio.run(two_updates(tiny_model, zero_stage=2)))
+    result = asyncio.run(two_updates(tiny_model, tmp_path / "policy", stage=3, offload=offload))
+    agree(result, asyncio.run(two_updates(tiny_model, stage=2)))
     assert any(f.stat().st_size for f in disk.rglob("*") if f.is_file())

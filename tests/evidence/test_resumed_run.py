@@ -1,7 +1,8 @@
 """A run that remembers all there is to remember is killed and resumed: the same numbers, line by line."""
 
 import pytest
-from test_end_to_end import metrics, run, without_clock
+
+from tests.support.real_runs import metrics, run, without_clock
 
 pytestmark = pytest.mark.evidence
 

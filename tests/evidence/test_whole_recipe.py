@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_end_to_end import survivors
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_dist.config import SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
 from tests.support.patience import HANG_S
+from tests.support.real_runs import survivors
 
 pytestmark = pytest.mark.timeout(4 * 3600)  # six engines start, one after the other
 

@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-from test_report import pieces
 
 from grpo_dist.cli import main
 from grpo_dist.observe import EVENTS, Tracker
@@ -13,6 +12,7 @@ from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.source import Limits
 from tests.support import fakes
+from tests.support.report_page import pieces
 
 GUIDE = Path(__file__).resolve().parents[2] / "grpo_dist/guides/diagnose_a_run.md"
 OFF = {"console": False, "tensorboard": False}

@@ -5,59 +5,29 @@ import asyncio
 import pytest
 import torch
 from peft import PeftModel
-from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, relative
 from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.calls import results
-from actors.workers.policy import PolicyGroup, loss_settings
+from actors.workers.policy import loss_settings
 from grpo_dist.batch.sharding import shard
-from grpo_dist.config import LoRAConfig, ModelConfig, OptimizerConfig, PolicyConfig, TimeoutsConfig
+from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_adapters, merged_weights
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
-from grpo_dist.runtime.hardware import thread_environment
 from tests.support import made_groups
 from tests.support.drawn import drawn
+from tests.support.real_ranks import ALGORITHM, TEMPERATURE, AdaptedWorker, flat, relative, start
 
 pytestmark = pytest.mark.machine
 
 SETTINGS = LoRAConfig(rank=4, alpha=8)
 
 
-class AdaptedWorker(OpenWorker):
-    """A rank whose adapters and optimiser state can be looked at."""
-
-    def adapters(self):
-        buckets = self._trainer.iter_weights(10_000, adapters_only=True)
-        return {name: t.clone() for bucket in buckets for name, t in bucket}
-
-    def optimizer_elements(self):
-        """Elements of Adam's first moment that this rank holds."""
-        optimizer = getattr(self._trainer.engine.optimizer, "optimizer", self._trainer.engine.optimizer)
-        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
-
-
-def start(model_dir, *, ranks, stage, token_budget=10_000, **policy):
-    return PolicyGroup(
-        PolicyConfig(
-            num_workers=ranks,
-            zero_stage=stage,
-            optimizer=OptimizerConfig(lr=1e-2, schedule="linear", warmup_steps=2),
-            **{"lora": SETTINGS} | policy,
-        ),
-        model=ModelConfig(path="tiny"),
-        model_dir=str(model_dir),
-        algorithm=ALGORITHM,
-        temperature=TEMPERATURE,
-        token_budget=token_budget,
-        epochs=1,
-        total_updates=10,
-        timeouts=TimeoutsConfig(),
-        seed=0,
-        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
-        worker=AdaptedWorker,
-    )
+def adapted(model_dir, **how):
+    """A group whose adapters alone train."""
+    optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2}
+    return start(model_dir, worker=AdaptedWorker, lora=SETTINGS, **optimizer, **how)
 
 
 def on_all(group, method, *arguments):
@@ -98,7 +68,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
 ):
     """After one update, so that neither A's nor B's gradient is 0."""
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
-    group = start(tiny_model, ranks=ranks, stage=stage, token_budget=micro_batch_tokens)
+    group = adapted(tiny_model, ranks=ranks, stage=stage, micro_batch_tokens=micro_batch_tokens)
     asyncio.run(group.ready())
     fresh = on_all(group, "adapters")[0]
     asyncio.run(group.update(group.stage([first])))
@@ -133,7 +103,7 @@ def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_mo
     first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
 
     async def run(*, resumed):
-        group = start(tiny_model, ranks=2, stage=stage)
+        group = adapted(tiny_model, ranks=2, stage=stage)
         await group.ready()
         if resumed:
             await group.load(tmp_path / "policy")

@@ -12,8 +12,8 @@ from tests.support.patience import cpu_s, wait_for_end, wait_until
 def clock(monkeypatch):
     """Of which every sleep takes a minute."""
     now = [0.0]
-    monkeypatch.setattr("patience.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("patience.time.sleep", lambda _: now.__setitem__(0, now[0] + 60))
+    monkeypatch.setattr("tests.support.patience.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("tests.support.patience.time.sleep", lambda _: now.__setitem__(0, now[0] + 60))
     return now
 
 

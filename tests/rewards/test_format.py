@@ -3,10 +3,10 @@ cases.
 """
 
 import pytest
-from test_hostile_answers import HOSTILE
 
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.types import Thought
+from tests.support.made_answers import HOSTILE
 from tests.support.patience import cpu_s
 
 WORDS = "x" * 60_000

@@ -14,7 +14,9 @@ import pytest
 
 import grpo_dist
 from grpo_dist.rewards.pool import Failure, GraderPool
-from tests.support.patience import HANG_S, in_time
+from tests.support.made_answers import boxed
+from tests.support.patience import in_time
+from tests.support.processes import children_of, wait_until_gone
 
 BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
 
@@ -95,39 +97,8 @@ def patient(code: str) -> Iterator[GraderPool]:
         yield pool
 
 
-def boxed(value: object) -> str:
-    return f"\\boxed{{{value}}}"
-
-
 def call(pool: GraderPool, name: str, **keywords: object) -> float | Failure:
     return pool.call(f"reward_samples:{name}", [{"completion": "", "answer": "", **keywords}])[0]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_gone(pids: list[int]) -> list[int]:
-    """Those that do not end."""
-    end = time.monotonic() + HANG_S
-    while time.monotonic() < end and any(map(alive, pids)):
-        time.sleep(0.05)
-    return [pid for pid in pids if alive(pid)]
-
-
-def children_of(pid: int) -> list[int]:
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
-    return found
 
 
 def below(pid: int) -> list[int]:

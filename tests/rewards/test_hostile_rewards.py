@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_grader_pool import alive, boxed, children_of, wait_until_gone
 
 from grpo_dist.rewards.pool import Failure, GraderPool
+from tests.support.made_answers import boxed
+from tests.support.processes import alive, children_of, wait_until_gone
 
 HOSTILE = """
 import gc, json, os, signal, subprocess, sys, threading, time

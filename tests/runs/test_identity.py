@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import test_checkpoint
 import yaml
 
 from grpo_dist.config.differences import flat
@@ -19,7 +18,7 @@ from grpo_dist.runs.identity import (
     told,
     without_layout,
 )
-from tests.support import fakes
+from tests.support import fakes, made_checkpoints
 
 MODEL = {"name": "quality", "path": "p"}
 
@@ -118,7 +117,7 @@ def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path
     """Another version may hash other keys. What is hidden in the file is not known to be the same."""
     secret = {"rewards": {"functions": [{"function": "math", "kwargs": {"api_key": "s3cret"}}]}}
     for name, own, known in (("plain", config(), True), ("secret", fakes.config(**secret), False)):
-        test_checkpoint.save(tmp_path / name, 1, config=own)
+        made_checkpoints.save(tmp_path / name, 1, config=own)
         (found,) = list_checkpoints(tmp_path / name)
         state = json.loads((found / "state.json").read_text())
         (found / "state.json").write_text(json.dumps(state | {"fingerprint": "of an earlier version"}))

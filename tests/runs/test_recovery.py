@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_checkpoint
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import Cluster
@@ -32,7 +31,7 @@ from grpo_dist.runs.checkpoint import (
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runtime.jsonl import StepLines
 from grpo_dist.runtime.restarts import Budget
-from tests.support import fakes
+from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S, wait_until
 
 
@@ -268,10 +267,10 @@ class Saved:
 def saved(tmp_path):
     """A run with a whole and a newer, damaged checkpoint, and what it warned of."""
     for step in (1, 2):
-        test_checkpoint.save(tmp_path / session.CHECKPOINTS, step)
+        made_checkpoints.save(tmp_path / session.CHECKPOINTS, step)
     (tmp_path / session.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
-    prepared = SimpleNamespace(prompts=test_checkpoint.PROMPTS)
+    prepared = SimpleNamespace(prompts=made_checkpoints.PROMPTS)
     tracker = SimpleNamespace(warn=warned.append)
 
     def run(save_s):

@@ -36,3 +36,14 @@ def batch(*, groups: int = 3, samples: int = 4, seed: int = 0, reference: bool =
     advantages = [rng.standard_normal(samples).astype(np.float32) for _ in made]
     ref = [-rng.random(len(r.completion_ids)).astype(np.float32) * 5 for g in made for r in g.rollouts]
     return make_batch(made, advantages, ref_logprobs=ref if reference else None, max_new_tokens=longest)
+
+
+def group_of(rewards, lengths, *, prompt_tokens=2, parts=None, reasons=None, **fields):
+    reasons = reasons or ["stop"] * len(rewards)
+    rollouts = tuple(
+        Rollout("p", i, np.full(n, 5, np.int32), np.full(n, -1.0, np.float32), why, "", np.zeros(n, np.int32))
+        for i, (n, why) in enumerate(zip(lengths, reasons, strict=True))
+    )
+    prompt = Prompt("p", np.full(prompt_tokens, 3, np.int32), "1", "made")
+    values = np.array(rewards, np.float32)
+    return Group(prompt, rollouts, values, parts or {"math": values}, ("",) * len(rewards), **fields)

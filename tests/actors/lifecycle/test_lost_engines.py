@@ -6,7 +6,6 @@ import signal
 
 import pytest
 import torch
-from test_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
 from transformers import AutoModelForCausalLM
 
 import actors.transfer.vllm_receiver
@@ -16,6 +15,7 @@ from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightS
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 from tests.support.patience import HANG_S
+from tests.support.real_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
 
 pytestmark = pytest.mark.machine
 

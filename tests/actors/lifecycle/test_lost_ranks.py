@@ -6,12 +6,12 @@ import signal
 
 import psutil
 import pytest
-from test_policy_ranks import OpenWorker, on_all, start
 
 from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import StateLost
 from tests.support import made_groups
 from tests.support.patience import HANG_S
+from tests.support.real_ranks import OpenWorker, on_all, start
 
 pytestmark = pytest.mark.machine
 

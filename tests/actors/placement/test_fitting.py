@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-from test_placement import config, shape
 
 from actors import cluster
 from actors.placement.demands import Resources, placement
@@ -14,6 +13,7 @@ from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest
 from actors.placement.reservation import Room
 from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
+from tests.support.made_placements import config, shape
 from tests.support.patience import HANG_S
 
 GPU = Bundle("policy", gpus=1, cpus=1)

@@ -16,25 +16,11 @@ from actors.placement.demands import (
     share_out,
 )
 from actors.placement.fitting import Node
-from grpo_dist.config import Config
 from grpo_dist.errors import UserError
+from tests.support.made_placements import config, shape
 
 NODE = Resources(cpus=64, gpus=8)
 LAPTOP = Resources(cpus=4, gpus=0)
-
-
-def config(**changes):
-    base = {"model": {"path": "demo:tiny"}, "data": {"train": [{"path": "demo:add3"}]}}
-    return Config.model_validate(base | changes)
-
-
-def shape(ranks, engines, tensor_parallel=1, where="auto", **changes):
-    return config(
-        policy={"num_workers": ranks},
-        rollout={"num_workers": engines, "tensor_parallel_size": tensor_parallel},
-        cluster={"placement": where},
-        **changes,
-    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-import test_policy_ranks
 import torch
 
 from actors.transfer.stream import receive
@@ -13,6 +12,7 @@ from actors.transfer.transport import open_transport
 from actors.transfer_group import TransferGroup
 from grpo_dist.config import WeightSyncConfig
 from tests.support.patience import HANG_S
+from tests.support.real_ranks import on_all, start
 
 pytestmark = pytest.mark.machine
 
@@ -34,7 +34,7 @@ class Receiver:
 
 
 async def exchange(model_dir, *, beside):
-    policy = test_policy_ranks.start(model_dir, ranks=2, stage=3)
+    policy = start(model_dir, ranks=2, stage=3)
     actor = ray.remote(Receiver).options(num_cpus=0)
     receivers = [actor.remote() for _ in beside]
     await policy.ready()
@@ -53,7 +53,7 @@ async def exchange(model_dir, *, beside):
 
     arriving = [arrived(reference) for reference in receiving]
     metrics = await asyncio.wait_for(group.send(arriving), HANG_S)
-    weights, _ = await test_policy_ranks.on_all(policy, "weights")
+    weights, _ = await on_all(policy, "weights")
     found = ray.get(receiving)
     await policy.shutdown()
     for receiver in receivers:

@@ -11,6 +11,7 @@ from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.runs.vllm_arguments import vllm_problems
 from tests.support import fakes
+from tests.support.engine_arguments import arguments
 
 
 def problems(engine, device="cuda", **sections):
@@ -42,8 +43,6 @@ def test_arguments_that_would_make_numbers_wrong_are_refused_with_the_key_to_use
 
 
 def test_every_argument_that_this_project_sets_is_refused_but_for_those_that_change_no_number():
-    from test_engine_settings import arguments
-
     own = {**arguments("cpu"), **arguments("cuda", colocated=True)}
     free = {"block_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
     free |= {"disable_log_stats"}

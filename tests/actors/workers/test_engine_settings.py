@@ -4,27 +4,10 @@ import pytest
 from transformers import Qwen2Config
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
-from actors.workers.engine_settings import EngineSpec, engine_arguments, kv_bytes_per_token
-from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
+from actors.workers.engine_settings import kv_bytes_per_token
+from tests.support.engine_arguments import GIB, QWEN, arguments
 
-# 6 layers of 2 key-value heads of size 64: 2 * 6 * 2 * 64 * 4 bytes a token in float32
-QWEN = Qwen2Config(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2)
 TOKEN = 6144
-GIB = 2**30
-
-
-def arguments(device="cpu", free=100 * GIB, in_flight=0, colocated=False, max_length=256, **rollout):
-    spec = EngineSpec(
-        RolloutConfig(**rollout),
-        WeightSyncConfig(),
-        ModelConfig(path="m", dtype="float32"),
-        "m",
-        max_length,
-        0,
-        in_flight,
-        colocated,
-    )
-    return engine_arguments(spec, QWEN, device=device, free_memory=free)
 
 
 def test_bytes_of_a_token():

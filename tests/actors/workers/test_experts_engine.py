@@ -8,8 +8,6 @@ import pytest
 import ray
 import torch
 from safetensors.torch import load_file
-from test_engine import PROMPTS, World, difference
-from test_policy_ranks import ALGORITHM, TEMPERATURE, OpenWorker, flat, gradients_of, on_all, relative, start
 from transformers import AutoModelForCausalLM
 
 from actors.workers.policy import loss_settings
@@ -20,6 +18,17 @@ from grpo_dist.policy.packing import padded
 from tests.support import made_groups
 from tests.support.drawn import drawn
 from tests.support.expert_models import SHAPES, expert_model
+from tests.support.real_engine import PROMPTS, World, difference
+from tests.support.real_ranks import (
+    ALGORITHM,
+    TEMPERATURE,
+    OpenWorker,
+    flat,
+    gradients_of,
+    on_all,
+    relative,
+    start,
+)
 
 pytestmark = pytest.mark.machine
 

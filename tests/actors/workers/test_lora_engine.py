@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import ray
 import torch
-from test_engine import PROMPTS, World, difference
 from transformers import AutoModelForCausalLM
 
 from actors.weight_sync import WeightSync
 from actors.workers.policy import PolicyWorker
 from grpo_dist.config import LoRAConfig, PolicyConfig
+from tests.support.real_engine import PROMPTS, World, difference
 
 pytestmark = pytest.mark.machine
 

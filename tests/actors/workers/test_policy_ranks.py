@@ -10,120 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.workers.policy import PolicyGroup, PolicyWorker, loss_settings
-from grpo_dist.batch.sharding import shard
+from actors.workers.policy import loss_settings
 from grpo_dist.config import (
     AlgorithmConfig,
-    CorrectionConfig,
     KLConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PolicyConfig,
-    TimeoutsConfig,
 )
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
-from grpo_dist.runtime.hardware import thread_environment
 from tests.support import made_groups
 from tests.support.drawn import drawn
+from tests.support.real_ranks import ALGORITHM, TEMPERATURE, flat, gradients_of, on_all, relative, start
 
 pytestmark = pytest.mark.machine
 
-TEMPERATURE = 0.9
 BF16 = {"dtype": "bfloat16"}
-ALGORITHM = AlgorithmConfig(
-    kl=KLConfig(coef=0.1),
-    correction=CorrectionConfig(kind="tis", high=2.0),
-    aggregation="seq-mean-token-mean",
-)
-
-
-class OpenWorker(PolicyWorker):
-    """A rank that lets its gradients be looked at."""
-
-    def gradients(self, own):
-        metrics = self._trainer.accumulate(own)
-        gradients = self._trainer.gradients()
-        return gradients, metrics | self._trainer.step()
-
-    def spoil(self, rank):
-        """From now on one parameter's gradient is not a number on ``rank`` alone; None: as ever."""
-        if rank is None:
-            self._spoiled.remove()
-        else:
-            factor = torch.nan if rank == self._trainer.place.rank else 1.0
-            first = next(self._trainer.engine.module.parameters())
-            self._spoiled = first.register_hook(lambda gradient: gradient * factor)
-
-    def weights(self):
-        return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
-
-
-def start(
-    model_dir,
-    *,
-    ranks,
-    stage,
-    micro_batch_tokens=10_000,
-    epochs=1,
-    algorithm=ALGORITHM,
-    packing=True,
-    shared=1,
-    deepspeed=None,
-    lora=None,
-    dtype="float32",
-    worker=OpenWorker,
-    restarts=None,
-    **optimizer,
-):
-    return PolicyGroup(
-        PolicyConfig(
-            num_workers=ranks,
-            zero_stage=stage,
-            sequence_parallel=shared,
-            optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
-            deepspeed=deepspeed or {},
-            lora=lora,
-        ),
-        model=ModelConfig(path="tiny", packing=packing, dtype=dtype),
-        model_dir=str(model_dir),
-        algorithm=algorithm,
-        temperature=TEMPERATURE,
-        token_budget=micro_batch_tokens,
-        epochs=epochs,
-        total_updates=10,
-        timeouts=TimeoutsConfig(),
-        seed=0,
-        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
-        worker=worker,
-        restarts=restarts,
-    )
-
-
-async def on_all(group, method, *arguments):
-    return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
-
-
-async def gradients_of(model_dir, batch, **how):
-    group = start(model_dir, **how)
-    await group.ready()
-    shared = how.get("shared", 1)
-    own = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
-    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)]
-    results = await asyncio.gather(*calls)
-    weights = (await on_all(group, "weights"))[0]
-    await group.shutdown()
-    return results[0], weights
-
-
-def flat(gradients):
-    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
-
-
-def relative(a, b):
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 import torch
-from test_policy_ranks import OpenWorker, on_all, start
 
 from grpo_dist.config import LoRAConfig
 from grpo_dist.policy.resharding import MOMENTS, WEIGHTS, SavedPolicy
 from tests.support import made_groups
 from tests.support.drawn import drawn
+from tests.support.real_ranks import OpenWorker, on_all, start
 
 pytestmark = pytest.mark.machine
 FIRST, SECOND = (made_groups.batch(seed=seed) for seed in (1, 2))

@@ -3,66 +3,25 @@
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_dist.config import RestartsConfig, RewardModelConfig
+from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime.restarts import Budget
 from grpo_dist.tools.plan import simulation, virtual_clock
 from grpo_dist.tools.plan.engines import Engine, EngineLost
 from grpo_dist.tools.plan.failures import LossRates
 from grpo_dist.tools.plan.rates import Reached
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
 from grpo_dist.tools.plan.simulation import Scenario, simulate
 from grpo_dist.tools.plan.stragglers import Slow, at_least, rank_losses
 from grpo_dist.tools.plan.timeline import as_text
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
-
-
-@dataclass
-class Times:
-    """Stages of constant length. A decode step takes ``step`` and ``each`` for every token in the cache."""
-
-    step: float = 0.1
-    each: float = 0.0
-    prefill: float = 0.0
-    score: float = 0.5
-    update: float = 2.0
-    sync: float = 0.3
-    reference: float = 0.0
-    models: dict = field(default_factory=dict)  # seconds of each reward model
-    reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
-
-    def decode_step_s(self, sequences, context):
-        return self.step + self.each * context
-
-    def prefill_s(self, tokens):
-        return self.prefill * tokens
-
-    def score_s(self, samples):
-        return self.score
-
-    def update_s(self, updates):
-        return self.update
-
-    def sync_s(self):
-        return self.sync
-
-    def turn_s(self):
-        return 0.25
-
-    def reference_s(self, work):
-        return self.reference
-
-    def reward_model_s(self, model, prompt, lengths):
-        assert prompt == 20 and set(lengths) == {10}
-        return self.models[model.settings.name]
+from tests.support.made_times import Times, judges
 
 
 def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
@@ -217,12 +176,6 @@ def test_references_share_out_the_groups():
     found = run(times, **changes)  # 4 groups, 2 workers: two seconds after the samples
     assert found.step_s == pytest.approx(1.0 + 2.0 + 2.0 + 0.3)
     assert found.stage_s["logprobs"] == pytest.approx(2.0)
-
-
-def judges(**workers):
-    """Reward models with so many workers each; how long they take `Times` says."""
-    made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
-    return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}
 
 
 def test_reward_models_score_at_once_and_before_a_grader():

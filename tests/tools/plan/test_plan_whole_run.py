@@ -4,7 +4,6 @@ import json
 
 import pytest
 from rich.console import Console
-from test_plan_simulation import Times, judges
 
 from grpo_dist.config import LengthsConfig
 from grpo_dist.tools.bench.flops import Shape
@@ -19,6 +18,7 @@ from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.simulation import Scenario
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
+from tests.support.made_times import Times, judges
 
 TINY = ModelShape("tiny", Shape(8, 1, 2, 2, 4, 16, 100), parameters=1000, tied=True)
 EVAL = {"data": {"train": [{"path": "demo:add3"}], "eval": [{"path": "demo:add3", "split": "test"}]}}

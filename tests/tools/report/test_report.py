@@ -1,8 +1,6 @@
 """`grpo-dist report` without a browser: what it reads, what it leaves out, what it refuses."""
 
-import base64
 import gzip
-import html
 import json
 import os
 import re
@@ -33,17 +31,7 @@ from grpo_dist.tools.report.source import Limits, Source
 from grpo_dist.tools.report.tokens import SCALES, TokenTexts
 from tests.support.made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
 from tests.support.patience import HANG_S
-
-
-def pieces(path):
-    """What a page holds: its manifest, and its pieces of data by name."""
-    text = path.read_text()
-    found = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
-    begin = json.loads(
-        re.search(r'<script type="application/json" id="begin">(.*?)</script>', text, re.DOTALL)[1]
-    )
-    unpacked = {html.unescape(n): json.loads(gzip.decompress(base64.b64decode(d))) for n, d in found}
-    return begin["manifest"], unpacked
+from tests.support.report_page import pieces
 
 
 def page_of(runs, tmp_path, **limits):

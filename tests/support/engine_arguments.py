@@ -1,0 +1,24 @@
+"""Arguments of an engine for a small model, for tests of its settings."""
+
+from transformers import Qwen2Config
+
+from actors.workers.engine_settings import EngineSpec, engine_arguments
+from grpo_dist.config import ModelConfig, RolloutConfig, WeightSyncConfig
+
+# 6 layers of 2 key-value heads of size 64: 2 * 6 * 2 * 64 * 4 bytes a token in float32
+QWEN = Qwen2Config(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, num_key_value_heads=2)
+GIB = 2**30
+
+
+def arguments(device="cpu", free=100 * GIB, in_flight=0, colocated=False, max_length=256, **rollout):
+    spec = EngineSpec(
+        RolloutConfig(**rollout),
+        WeightSyncConfig(),
+        ModelConfig(path="m", dtype="float32"),
+        "m",
+        max_length,
+        0,
+        in_flight,
+        colocated,
+    )
+    return engine_arguments(spec, QWEN, device=device, free_memory=free)

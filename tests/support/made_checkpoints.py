@@ -1,0 +1,72 @@
+"""Checkpoints of a run that only saves, for tests."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.data.order import OrderState
+from grpo_dist.health.drift import Followed, Period
+from grpo_dist.health.state import HealthState
+from grpo_dist.loop.progress import Progress
+from grpo_dist.runs.checkpoint import Checkpoints
+from grpo_dist.types import Group, Rollout
+from tests.support import fakes
+
+PROMPTS = fakes.prompts(4)
+FOLLOWED = {
+    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
+    "policy/entropy": Followed(((3, 0.5),)),
+}
+
+MOMENTS = Moments(12, 0.1, 1 / 3)
+HEALTH = HealthState(0.75, (1.5, 2.5), 1, (2, 7), FOLLOWED)
+ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
+
+
+class Disk:
+    """The policy of a run that only saves; ``fails`` makes it die half way."""
+
+    def __init__(self, fails=False, writing=None):
+        self.policy, self.reference, self._fails = self, None, fails
+        self._writing = writing  # an event until which the files are not there
+
+    async def save(self, directory: Path, *, beside: bool):
+        directory.mkdir()
+        self._directory = directory
+        if not beside:
+            await self.saved()
+
+    async def saved(self):
+        if self._writing is not None:
+            await self._writing.wait()
+        (self._directory / "weights").write_text("1")
+        if self._fails:
+            raise RuntimeError("disk full")
+
+
+def group(prompt):
+    rollout = Rollout(
+        prompt_uid=prompt.uid,
+        sample=0,
+        completion_ids=np.array([4, 2], np.int32),
+        logprobs=np.array([-0.5, -0.25], np.float32),
+        finish_reason="stop",
+        text="x",
+        policy_versions=np.array([3, 3], np.int32),
+    )
+    rewards = np.array([1.0], np.float32)
+    return Group(prompt, (rollout,), rewards, {"math": rewards}, ("correct",), baseline_reward=0.5)
+
+
+def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
+    checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
+    begun = {4: [group(PROMPTS[0])]} if ahead else {}
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun, False, MOMENTS)
+    asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
+
+
+async def whole(checkpoints, step, disk, progress):
+    await checkpoints.save(step, disk, progress)
+    await checkpoints.settle()

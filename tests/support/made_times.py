@@ -1,0 +1,53 @@
+"""Times of stages and reward models for tests of the planned run."""
+
+from dataclasses import dataclass, field
+
+from grpo_dist.config import RewardModelConfig
+from grpo_dist.tools.plan.rates import Reached
+from grpo_dist.tools.plan.reward_models import KnownRewardModel
+
+
+@dataclass
+class Times:
+    """Stages of constant length. A decode step takes ``step`` and ``each`` for every token in the cache."""
+
+    step: float = 0.1
+    each: float = 0.0
+    prefill: float = 0.0
+    score: float = 0.5
+    update: float = 2.0
+    sync: float = 0.3
+    reference: float = 0.0
+    models: dict = field(default_factory=dict)  # seconds of each reward model
+    reached: Reached = field(default_factory=lambda: Reached(sample_s=0.0, overhead_s=0.0))
+
+    def decode_step_s(self, sequences, context):
+        return self.step + self.each * context
+
+    def prefill_s(self, tokens):
+        return self.prefill * tokens
+
+    def score_s(self, samples):
+        return self.score
+
+    def update_s(self, updates):
+        return self.update
+
+    def sync_s(self):
+        return self.sync
+
+    def turn_s(self):
+        return 0.25
+
+    def reference_s(self, work):
+        return self.reference
+
+    def reward_model_s(self, model, prompt, lengths):
+        assert prompt == 20 and set(lengths) == {10}
+        return self.models[model.settings.name]
+
+
+def judges(**workers):
+    """Reward models with so many workers each; how long they take `Times` says."""
+    made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
+    return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}

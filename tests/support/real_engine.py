@@ -1,0 +1,178 @@
+"""A real vLLM engine fed by one real DeepSpeed rank, and what compares their numbers, for tests."""
+
+import asyncio
+import socket
+
+import numpy as np
+import ray
+import torch
+
+from actors.weight_sync import WeightSync
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
+from grpo_dist.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    TimeoutsConfig,
+    WeightSyncConfig,
+)
+from grpo_dist.policy.model import TokenLogprobs
+from grpo_dist.policy.packing import padded
+from grpo_dist.runtime.hardware import thread_environment
+from grpo_dist.types import Prompt, Sampling
+from tests.support.patience import HANG_S
+
+OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "test") for i in range(4)]
+
+
+class MovingWorker(PolicyWorker):
+    """A rank whose weights can be pushed somewhere else, and whose transfers can be corrupted and cut."""
+
+    _cuts = 0
+
+    def move(self, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self._trainer.engine.module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        return {n: p.detach().clone() for n, p in self._trainer.engine.module.model.named_parameters()}
+
+    def corrupt_next_transfer(self) -> None:
+        transport = self._transports["rollout"]
+        outgoing = transport.outgoing
+
+        def flip_a_byte(sizes):
+            for i, flat in enumerate(outgoing(sizes)):
+                yield flat
+                if i == 0:
+                    flat[0] ^= 1
+
+        transport.outgoing = flip_a_byte
+
+    def cut_transfers(self, count: int) -> None:
+        """In the next so many groups the connection to an engine breaks behind the first bucket."""
+        self._cuts = count
+
+    def open_transfer(self, group, *seat) -> None:
+        super().open_transfer(group, *seat)
+        if self._cuts:
+            self._cuts -= 1
+            transport = self._transports[group]
+            outgoing = transport.outgoing
+
+            def broken(sizes):
+                for i, flat in enumerate(outgoing(sizes)):
+                    yield flat
+                    if i == 0:
+                        transport._connections._sockets[0].shutdown(socket.SHUT_RDWR)
+
+            transport.outgoing = broken
+
+
+class CountingWorker(RolloutWorker):
+    """An engine that says of how many prompt tokens each request found keys and values computed."""
+
+    async def start(self):
+        await super().start()
+        self._cached, generate = [], self._engine.generate
+
+        async def counted(token_ids, params):
+            output = await generate(token_ids, params)
+            self._cached.append(output.num_cached_tokens)
+            return output
+
+        self._engine.generate = counted
+
+    def cached(self):
+        values, self._cached = self._cached, []
+        return values
+
+
+def one_rank(model, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker):  # noqa: B008
+    return PolicyGroup(
+        settings, model=model, model_dir=str(model_dir), algorithm=AlgorithmConfig(),
+        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=TimeoutsConfig(), seed=0,
+        options=OPTIONS, worker=worker,
+    )  # fmt: skip
+
+
+class OnALoop:
+    """``rollouts`` and ``policy``, handles of actors that are used on an event loop of their own."""
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+
+    def run(self, coroutine):
+        return self.loop.run_until_complete(coroutine)
+
+    def close(self):
+        self.run(self.rollouts.shutdown())
+        self.run(self.policy.shutdown())
+        self.loop.close()
+
+
+class World(OnALoop):
+    """The engine, the rank and their sync."""
+
+    def __init__(self, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
+        super().__init__()
+        self.rollouts, self.policy, self.sync = self.run(self._start(model_dir, settings, worker, rollout))
+        self.version = 0
+
+    async def _start(self, model_dir, policy_settings, worker, rollout):
+        model = ModelConfig(path="tiny")
+        settings = RolloutConfig(max_num_seqs=16, **rollout)
+        sync = WeightSyncConfig(bucket_mb=1, mode="keep")
+        spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
+        rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
+        policy = one_rank(model, model_dir, policy_settings, worker)
+        await asyncio.gather(rollouts.ready(), policy.ready())
+        return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=HANG_S)
+
+    async def sample(self, prompt, seeds, **sampling):
+        reference = await self.rollouts.sample(
+            prompt, seeds=seeds, sampling=Sampling(**{"max_new_tokens": 24} | sampling)
+        )
+        return await reference
+
+    def sample_all(self, prompts=PROMPTS, seeds=(1, 2, 3), **sampling):
+        async def together():
+            return await asyncio.gather(*(self.sample(p, list(seeds), **sampling) for p in prompts))
+
+        return self.run(together())
+
+    def cached(self):
+        return ray.get(self.rollouts.workers[0].cached.remote())
+
+    def move(self, seed):
+        return ray.get(self.policy.ranks[0].move.remote(seed))
+
+    def push(self):
+        self.version += 1
+        return self.run(self.sync.push(self.version))
+
+
+@torch.no_grad()
+def difference(model, prompt, rollouts, temperature=1.0):
+    """Largest |engine - trainer| log-prob, nats, over the tokens of ``rollouts``."""
+    module = TokenLogprobs(model, temperature=temperature, chunk_mib=8)
+    worst = 0.0
+    for rollout in rollouts:
+        ids = torch.from_numpy(np.concatenate([prompt.token_ids, rollout.completion_ids]).astype(np.int64))[
+            None
+        ]
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, len(prompt.token_ids) :] = True
+        got = module(padded(ids, mask))[0][0, len(prompt.token_ids) :].numpy()
+        worst = max(worst, float(np.abs(got - rollout.logprobs).max()))
+    return worst
+
+
+def same(a, b):
+    return all(
+        np.array_equal(x.completion_ids, y.completion_ids) and np.array_equal(x.logprobs, y.logprobs)
+        for x, y in zip(a, b, strict=True)
+    )

@@ -1,0 +1,166 @@
+"""Real DeepSpeed ranks for tests: how they start, and how their gradients and weights are read."""
+
+import asyncio
+
+import pytest
+import torch
+
+from actors.workers.policy import PolicyGroup, PolicyWorker
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    ModelConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TimeoutsConfig,
+)
+from grpo_dist.runtime.hardware import thread_environment
+from tests.support import made_groups
+
+TEMPERATURE = 0.9
+ALGORITHM = AlgorithmConfig(
+    kl=KLConfig(coef=0.1),
+    correction=CorrectionConfig(kind="tis", high=2.0),
+    aggregation="seq-mean-token-mean",
+)
+
+
+class OpenWorker(PolicyWorker):
+    """A rank that lets its gradients be looked at."""
+
+    def gradients(self, own):
+        metrics = self._trainer.accumulate(own)
+        gradients = self._trainer.gradients()
+        return gradients, metrics | self._trainer.step()
+
+    def spoil(self, rank):
+        """From now on one parameter's gradient is not a number on ``rank`` alone; None: as ever."""
+        if rank is None:
+            self._spoiled.remove()
+        else:
+            factor = torch.nan if rank == self._trainer.place.rank else 1.0
+            first = next(self._trainer.engine.module.parameters())
+            self._spoiled = first.register_hook(lambda gradient: gradient * factor)
+
+    def weights(self):
+        return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
+
+
+def start(
+    model_dir,
+    *,
+    ranks,
+    stage,
+    micro_batch_tokens=10_000,
+    epochs=1,
+    algorithm=ALGORITHM,
+    packing=True,
+    shared=1,
+    deepspeed=None,
+    lora=None,
+    dtype="float32",
+    worker=OpenWorker,
+    offload=None,
+    restarts=None,
+    **optimizer,
+):
+    return PolicyGroup(
+        PolicyConfig(
+            num_workers=ranks,
+            zero_stage=stage,
+            sequence_parallel=shared,
+            optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
+            deepspeed=deepspeed or {},
+            lora=lora,
+            offload=offload or OffloadConfig(),
+        ),
+        model=ModelConfig(path="tiny", packing=packing, dtype=dtype),
+        model_dir=str(model_dir),
+        algorithm=algorithm,
+        temperature=TEMPERATURE,
+        token_budget=micro_batch_tokens,
+        epochs=epochs,
+        total_updates=10,
+        timeouts=TimeoutsConfig(),
+        seed=0,
+        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
+        worker=worker,
+        restarts=restarts,
+    )
+
+
+async def on_all(group, method, *arguments):
+    return await asyncio.gather(*(getattr(rank, method).remote(*arguments) for rank in group.ranks))
+
+
+async def gradients_of(model_dir, batch, **how):
+    group = start(model_dir, **how)
+    await group.ready()
+    shared = how.get("shared", 1)
+    own = [s for s in shard(batch, how["ranks"] // shared) for _ in range(shared)]
+    calls = [r.gradients.remote(s) for r, s in zip(group.ranks, own, strict=True)]
+    results = await asyncio.gather(*calls)
+    weights = (await on_all(group, "weights"))[0]
+    await group.shutdown()
+    return results[0], weights
+
+
+def flat(gradients):
+    return torch.cat([gradients[name].flatten().double() for name in sorted(gradients)])
+
+
+def relative(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+class AdaptedWorker(OpenWorker):
+    """A rank whose adapters and optimiser state can be looked at."""
+
+    def adapters(self):
+        buckets = self._trainer.iter_weights(10_000, adapters_only=True)
+        return {name: t.clone() for bucket in buckets for name, t in bucket}
+
+    def optimizer_elements(self):
+        """Elements of Adam's first moment that this rank holds."""
+        optimizer = getattr(self._trainer.engine.optimizer, "optimizer", self._trainer.engine.optimizer)
+        return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+async def two_updates(model_dir, directory=None, *, ranks=2, **how):
+    """Returns the gradients of a first batch, its metrics, and the weights after a second batch.
+
+    With ``directory``, checks that a group loaded from a checkpoint between the two gets the same weights.
+    """
+    first, second = made_groups.batch(seed=1), made_groups.batch(seed=2)
+    how = {"ranks": ranks, "micro_batch_tokens": 40, "worker": AdaptedWorker} | how
+    group = start(model_dir, **how)
+    await group.ready()
+    shards = zip(group.ranks, shard(first, ranks), strict=True)
+    (gradients, metrics), *_ = await asyncio.gather(*(r.gradients.remote(s) for r, s in shards))
+    if directory is not None:
+        await group.save(directory)
+    await group.update(group.stage([second]))
+    weights, *_ = await asyncio.gather(*(rank.weights.remote() for rank in group.ranks))
+    await group.shutdown()
+    if directory is not None:
+        again = start(model_dir, **how)
+        await again.ready()
+        await again.load(directory)
+        await again.update(again.stage([second]))
+        same, *_ = await asyncio.gather(*(rank.weights.remote() for rank in again.ranks))
+        await again.shutdown()
+        assert relative(flat(same), flat(weights)) < 1e-7
+    return gradients, metrics, weights
+
+
+def agree(ours, theirs):
+    (gradients, metrics, weights), (expected, expected_metrics, expected_weights) = ours, theirs
+    assert relative(flat(gradients), flat(expected)) < 1e-5
+    assert metrics["policy/grad_norm"] == pytest.approx(expected_metrics["policy/grad_norm"], rel=1e-4)
+    # A step is 1e-3. Adam divides by the gradient's size: rounding shows where a gradient is all but 0.
+    gap = (flat(weights) - flat(expected_weights)).abs()
+    assert float(gap.mean()) < 1e-6
+    assert float(gap.max()) < 1e-3

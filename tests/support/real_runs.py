@@ -1,0 +1,95 @@
+"""`grpo-dist train` as a process, on real parts and a model with random weights, for tests of whole runs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+from tests.support.patience import HANG_S, wait_for_end
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = """
+name: run
+model: {path: "demo:tiny"}
+data:
+  train: [{path: "demo:add3"}]
+  eval: [{path: "demo:add3", split: test, max_rows: 8}]
+  max_prompt_tokens: 32
+batch: {prompts_per_step: 4, samples_per_prompt: 4, micro_batch_tokens: 256}
+sampling: {max_new_tokens: 16}
+# Random weights never answer right: the reward counts what they do say, so that advantages are not all zero.
+rewards:
+  functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
+  code_paths: [REWARDS]
+rollout: {kv_cache_gib: 0.25, enforce_eager: true}
+policy: {num_workers: 2, zero_stage: 2, optimizer: {lr: 1.0e-3, schedule: linear, warmup_steps: 2}}
+evaluation: {after: false, samples_per_prompt: 2, k: [1, 2]}
+checkpoint: {export: false, every: 3}
+algorithm: {kl: {coef: 0.05}}
+"""
+
+KILLED: list[str] = []  # marks of killed runs whose processes have not been looked for yet
+CLOCK = ("time/", "throughput/", "memory/")
+
+
+def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKILL):
+    """Runs `grpo-dist train` in ``directory``, until it ends or, with ``kill_after``, until that checkpoint
+    is there and the run is sent the signal ``number``.
+
+    Fails when a process of the run outlives it.
+    """
+    path = directory / "config.yaml"
+    path.write_text(BASE.replace("REWARDS", str(ROOT / "tests/support")))
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-m", "grpo_dist.cli", "train", str(path), *overrides]
+    environment = os.environ | {"GRPO_DIST_TEST_RUN": mark}
+    out, err = directory / "out", directory / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(command, cwd=directory, stdout=stdout, stderr=stderr, env=environment)
+        while kill_after and not (directory / "runs/run/checkpoints" / kill_after).exists():
+            assert process.poll() is None, err.read_text()[-5000:]
+            time.sleep(0.1)
+        if kill_after:
+            process.send_signal(number)
+        wait_for_end(process, lambda: [path.stat().st_size for path in (out, err)])
+    done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
+    assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    if kill_after and number == signal.SIGKILL:
+        # Ray's own agents look for their raylet before they end. That takes them a while: the next run does
+        # not wait for it, and finds at its end that they are gone.
+        KILLED.append(mark)
+        return done
+    assert not survivors(mark, seconds=HANG_S)
+    while KILLED:
+        assert not survivors(KILLED.pop(), seconds=HANG_S)
+    return done
+
+
+def survivors(mark, seconds):
+    """Processes of a run that still live so long after it ended."""
+    _, alive = psutil.wait_procs([p for p in psutil.process_iter() if belongs(p, mark)], timeout=seconds)
+    return [p.cmdline() for p in alive if belongs(p, mark)]
+
+
+def belongs(process, mark):
+    try:
+        return (
+            process.status() != psutil.STATUS_ZOMBIE and process.environ().get("GRPO_DIST_TEST_RUN") == mark
+        )
+    except psutil.Error:
+        return False
+
+
+def metrics(directory, name="run"):
+    lines = (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def without_clock(lines):
+    return [{k: v for k, v in line.items() if not k.startswith(CLOCK)} for line in lines]
