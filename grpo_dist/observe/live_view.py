@@ -19,9 +19,9 @@ from threading import Lock
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.stage_log import clock_text, open_stages
-from grpo_dist.runtime.units import GIB
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"

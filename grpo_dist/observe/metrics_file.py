@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.jsonl import kept_lines
+from grpo_dist.runtime.json_files import kept_lines
 
 METRICS = "metrics.jsonl"
 

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from grpo_dist.config import ProfileConfig
 from grpo_dist.observe.trace import write_trace
 from grpo_dist.runtime.files import clear, publish
-from grpo_dist.runtime.jsonl import kept_lines
+from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.runtime.metering import Span
 
 TRACES = "profile"

@@ -40,7 +40,7 @@ from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
 from grpo_dist.runtime.background import Background
 from grpo_dist.runtime.files import check_room, flush
-from grpo_dist.runtime.jsonl import StepLines
+from grpo_dist.runtime.json_files import StepLines
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.stage_log import LoopStages
 from grpo_dist.types import Group

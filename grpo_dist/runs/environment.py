@@ -18,7 +18,7 @@ import torch
 
 from grpo_dist.config.secrets import masked_command
 from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB
 
 ENVIRONMENT = "environment.json"
 _PACKAGES = (

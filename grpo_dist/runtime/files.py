@@ -86,6 +86,15 @@ def clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def keep_backup(path: Path) -> Path:
+    """Rename ``path`` to the first free ``path.old-1``, ``path.old-2`` ..., and return the new path."""
+    number = 1
+    while (backup := path.with_name(f"{path.name}.old-{number}")).exists():
+        number += 1
+    path.rename(backup)
+    return backup
+
+
 @contextmanager
 def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
     """Within, no other process is in such a block of ``directory``. Raises UserError where one still is after

@@ -15,6 +15,7 @@ from grpo_dist.config import TransferBackend
 from grpo_dist.errors import UserError
 
 DeviceType = Literal["cuda", "cpu"]
+GIB = 2**30  # bytes
 
 
 def device_type() -> DeviceType:

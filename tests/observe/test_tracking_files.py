@@ -4,7 +4,7 @@ import json
 
 from grpo_dist.config import Config
 from grpo_dist.observe import EVENTS, TIMELINE, Tracker
-from grpo_dist.runtime.jsonl import kept_lines
+from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.runtime.metering import Span, Usage
 
 

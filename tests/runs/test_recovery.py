@@ -29,7 +29,7 @@ from grpo_dist.runs.checkpoint import (
     newest_whole,
 )
 from grpo_dist.runs.recovery import Recovery
-from grpo_dist.runtime.jsonl import StepLines
+from grpo_dist.runtime.json_files import StepLines
 from grpo_dist.runtime.restarts import Budget
 from tests.support import fakes, made_checkpoints
 from tests.support.patience import HANG_S, wait_until

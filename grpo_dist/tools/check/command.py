@@ -36,8 +36,7 @@ from grpo_dist.runs.prepare import (
     scoring_problems,
 )
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
-from grpo_dist.runtime.hardware import DeviceType, device_type
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB, DeviceType, device_type
 from grpo_dist.types import Prompt
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ from grpo_dist.evaluation.sampling import sampling_of
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.environment import installed
-from grpo_dist.runtime.aside import move_aside
 from grpo_dist.runtime.cache import fingerprint
-from grpo_dist.runtime.files import alone, write_text
+from grpo_dist.runtime.files import alone, keep_backup, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.evaluate.verdicts import Verdict
@@ -85,7 +84,7 @@ class Store:
                 )
         elif fresh:
             with self.alone():
-                self.moved = move_aside(directory)
+                self.moved = keep_backup(directory)
         else:
             try:
                 found = read_json(known)

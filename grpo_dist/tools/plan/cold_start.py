@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from grpo_dist.config import Config
 from grpo_dist.runs.cold_start import LOGIT_TOKENS
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, USABLE, Footprint, Sizes, activation_bytes
 from grpo_dist.tools.plan.models import ModelShape

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import Config
 from grpo_dist.policy.offload import optimizer_device
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.config.files import changed
 from grpo_dist.policy.deepspeed_config import deepspeed_config
-from grpo_dist.runtime.hardware import resolve_dtype
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
 from grpo_dist.tools.plan.failures import LossRates

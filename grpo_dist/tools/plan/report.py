@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.config import Config
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import Config, RewardModelConfig
 from grpo_dist.errors import UserError
-from grpo_dist.runtime.units import GIB
+from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.memory import GPU_RUNTIME, Footprint, Sizes, itemsize_of
 from grpo_dist.tools.plan.models import ModelShape, classifier_of
 

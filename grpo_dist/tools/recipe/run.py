@@ -13,8 +13,7 @@ from pathlib import Path
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.runs.prepare import Say, check_writable
-from grpo_dist.runtime.aside import move_aside
-from grpo_dist.runtime.files import alone
+from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.tools.recipe.check import check_stages
 from grpo_dist.tools.recipe.config import Pipeline, Stage
 from grpo_dist.tools.recipe.record import (
@@ -60,7 +59,7 @@ def run_pipeline(
             check_stages(pipeline, _to_do(pipeline, done))
         for stage in anew:
             if stage.directory.exists():
-                say(f"stage {stage.name}: what was there is now {move_aside(stage.directory)}")
+                say(f"stage {stage.name}: what was there is now {keep_backup(stage.directory)}")
         for number, stage in enumerate(pipeline.stages, 1):
             heading = f"stage {number} of {len(pipeline.stages)}: {stage.name} ({stage.kind})"
             if stage.name in done:

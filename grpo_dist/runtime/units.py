@@ -1,3 +1,0 @@
-"""Units that more than one module counts in."""
-
-GIB = 2**30
