@@ -39,6 +39,9 @@ def fork_guarded(lifeline: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken)
+    # A stopped guardian (SIGSTOP) continues when the pool's process ends, and kills all below it. This is set
+    # before the fork, because the guardian may be stopped as soon as the grader answers.
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
     guardian = os.getpid()
     grader = os.fork()
     if grader == 0:
@@ -55,8 +58,6 @@ def fork_guarded(lifeline: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the grader's ends of the pipes are its own
         os.dup2(nothing, descriptor)
-    # A guardian that is stopped, as by SIGSTOP, goes on when the pool's process ends, and ends all below it.
-    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
     _exit_as(_wait(grader, lifeline, wake, asked))
 
 

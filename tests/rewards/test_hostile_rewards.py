@@ -261,3 +261,33 @@ def _parent(stat: Path) -> int:
         return int(stat.read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError):
         return 0
+
+
+# A pool's process that ends as soon as its guardian is stopped, right after the guardian forked the grader.
+STOPPED_AT_ONCE = """
+import os, signal, time
+from grpo_dist.rewards.guardian import fork_guarded
+lifeline, held = os.pipe()
+guardian = os.fork()
+if not guardian:
+    os.close(held)
+    fork = os.fork
+    def stopped():
+        child = fork()
+        if child:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return child
+    os.fork = stopped
+    fork_guarded(lifeline)
+    time.sleep(600)
+os.waitpid(guardian, os.WUNTRACED)
+print(guardian, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_guardian_that_is_stopped_as_soon_as_it_has_a_grader_ends_with_the_pool() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_AT_ONCE], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert wait_until_gone([int(done.stdout)]) == []
