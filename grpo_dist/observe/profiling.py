@@ -1,7 +1,7 @@
-"""Chosen steps under the profiler: what each rank's operators took, and what every actor did meanwhile.
+"""Profiles of chosen steps: the operators of each policy rank, and the stages of all actors.
 
-    RUN/profile/step_000003_policy-0.json.gz    the update of step 3 on rank 0, by torch's profiler
-    RUN/profile/timeline.json                   all actors' stages in the chosen steps
+    RUN/profile/step_000003_policy-0.json.gz    torch profiler trace: rank 0, update of step 3
+    RUN/profile/timeline.json                   stages of all actors in the chosen steps
 
 Both open in https://ui.perfetto.dev and chrome://tracing.
 """
@@ -9,26 +9,26 @@ Both open in https://ui.perfetto.dev and chrome://tracing.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from grpo_dist.config import ProfileConfig
-from grpo_dist.observe.trace import write_trace
-from grpo_dist.runtime.files import clear, publish
+from grpo_dist.runtime.files import clear, publish, write_text
 from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.runtime.metering import Span
 
 TRACES = "profile"
-TIMELINE = "timeline.jsonl"  # what each actor did when, a line a step
+TIMELINE = "timeline.jsonl"  # spans of every actor, one line per step
 
 
 @contextmanager
 def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
-    """The block under torch's profiler, its trace at ``path``; None: as ever."""
+    """Run the block under torch's profiler and write the trace to ``path``. None disables the profiler."""
     if path is None:
         yield
         return
@@ -43,7 +43,7 @@ def profiled(path: Path | None, settings: ProfileConfig) -> Iterator[None]:
     ) as found:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial.{path.name}")  # torch compresses what ends in .gz
+    partial = path.with_name(f".partial.{path.name}")  # torch compresses a file whose name ends in .gz
     clear(partial)
     found.export_chrome_trace(str(partial))
     publish(partial, path)
@@ -54,8 +54,9 @@ def trace_path(run_dir: Path, step: int, rank: int) -> Path:
 
 
 def write_timeline(run_dir: Path, steps: Collection[int]) -> None:
-    """What `timeline.jsonl` tells of ``steps``, as a trace whose clock begins with the first of them. A line
-    may be on its way into the file meanwhile.
+    """Write ``steps`` of `timeline.jsonl` as a trace whose clock starts with the first of them.
+
+    The file may be appended to at the same time.
     """
     lines = map(json.loads, kept_lines(run_dir / TIMELINE, max(steps)))
     chosen = [line for line in lines if line["step"] in steps]
@@ -68,3 +69,35 @@ def write_timeline(run_dir: Path, steps: Collection[int]) -> None:
         marks[f"end of step {line['step']}"] = max(end for *_, end in line["spans"]) - origin
     order = sorted(tracks, key=lambda name: (name != "driver", name.rpartition("-")[0], len(name), name))
     write_trace(run_dir / TRACES / "timeline.json", {name: tracks[name] for name in order}, marks)
+
+
+def write_trace(path: Path, tracks: Mapping[str, Sequence[Span]], marks: Mapping[str, float]) -> None:
+    """Write ``tracks`` in the Trace Event Format, one thread per track, times in microseconds.
+
+    Args:
+        tracks: spans by track name, in the order in which viewers show them. Seconds.
+        marks: moments by name, on the same clock as the spans. Seconds.
+
+    Raises OSError.
+    """
+    events: list[dict[str, Any]] = []
+    for number, (track, spans) in enumerate(tracks.items()):
+        events.append({"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": track}})
+        # Viewers sort threads by number or by name unless they find an index.
+        order = {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": number}
+        events.append(order | {"args": {"sort_index": number}})
+        events += [
+            {
+                "name": span.stage,
+                "cat": track.rpartition("-")[0] or track,
+                "ph": "X",
+                "ts": span.begin * 1e6,
+                "dur": (span.end - span.begin) * 1e6,
+                "pid": 1,
+                "tid": number,
+            }
+            for span in spans
+        ]
+    for name, moment in marks.items():
+        events.append({"name": name, "ph": "i", "s": "g", "ts": moment * 1e6, "pid": 1, "tid": 0})
+    write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")

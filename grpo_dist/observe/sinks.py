@@ -20,7 +20,6 @@ from grpo_dist.observe.completions import Table
 
 _PENDING, _TABLES_PENDING = 1000, 8  # that wait; tables are large
 _CLOSE_S = 45.0  # for all trackers together, at the end of a run
-Tell = Callable[[str], None]
 
 
 class Sink(Protocol):
@@ -31,12 +30,14 @@ class Sink(Protocol):
     def close(self, *, failed: bool) -> None: ...
 
 
-class Beside:
+class AsyncSink:
     """A sink at work in its own thread. All methods but `leave` return at once; ``warn`` is called by them
     alone, never by the thread.
     """
 
-    def __init__(self, name: str, open_sink: Callable[[Tell], Sink], warn: Tell) -> None:
+    def __init__(
+        self, name: str, open_sink: Callable[[Callable[[str], None]], Sink], warn: Callable[[str], None]
+    ) -> None:
         """``open_sink`` is called in the thread; what it has to say goes to what it is given."""
         self._name, self._open, self._warn = name, open_sink, warn
         self._waiting: deque[Callable[[Sink], None]] = deque()
@@ -130,7 +131,7 @@ class Beside:
             self._warn(self._news.pop(0))
 
 
-def close_all(sinks: Sequence[Beside], *, failed: bool) -> None:
+def close_all(sinks: Sequence[AsyncSink], *, failed: bool) -> None:
     """Within one deadline for all of them."""
     deadline = time.monotonic() + _CLOSE_S
     for sink in sinks:

@@ -35,7 +35,7 @@ from grpo_dist.observe.metrics_file import METRICS, MetricsFile
 from grpo_dist.observe.mlflow_run import MlflowRun
 from grpo_dist.observe.profiling import TIMELINE, write_timeline
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.observe.sinks import Beside, Sink, Tell, close_all
+from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
 from grpo_dist.runtime.background import Background
@@ -47,6 +47,7 @@ from grpo_dist.types import Group
 from grpo_dist.workers import WorkerUsage
 
 EVENTS = "events.jsonl"
+_Opener = Callable[[Callable[[str], None]], Sink]  # called with the function that reports problems
 _LOGGER = logging.getLogger("grpo_dist")
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
 
@@ -73,7 +74,7 @@ class Tracker:
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
         self._aside_dir = run_dir / "aside"
         self._writer = Background("samples", pending=_TABLES_PENDING)
-        self._sinks: list[Beside] = []
+        self._sinks: list[AsyncSink] = []
         self.wandb_id = wandb_id or uuid.uuid4().hex[:12]
         self._warned = Warned(self.warn)
         self._stages = LoopStages()
@@ -89,7 +90,7 @@ class Tracker:
         self._metrics = MetricsFile(run_dir / METRICS, keep_through=start)
         self._console = Console(config.name, config.steps, start) if config.tracking.console else None
         openers = _openers(config, run_dir, start, self.wandb_id)
-        self._sinks = [Beside(name, opener, self.warn) for name, opener in openers.items()]
+        self._sinks = [AsyncSink(name, opener, self.warn) for name, opener in openers.items()]
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
@@ -216,9 +217,9 @@ class Tracker:
         self._show(lambda console: console.close(failed=failed))
 
 
-def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, Callable[[Tell], Sink]]:
+def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
     """What opens each tracker that is on, called in its thread."""
-    settings, found = config.tracking, dict[str, Callable[[Tell], Sink]]()
+    settings, found = config.tracking, dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else None, run_dir / "tensorboard"
         found["TensorBoard"] = lambda tell: TensorBoard(directory, config, purge_step=purge)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,6 @@ from typing import Literal
 from grpo_dist.config import Config
 from grpo_dist.config.secrets import masked, masked_command
 from grpo_dist.observe.completions import COLUMNS, Table
-from grpo_dist.observe.sinks import Tell
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 _INIT_S = _FINISH_S = 30.0  # for its server to answer, and to take what is left at the end
@@ -23,7 +22,7 @@ _INIT_S = _FINISH_S = 30.0  # for its server to answer, and to take what is left
 class WandbRun:
     """Offline where no key is set, and where its server does not answer: `wandb sync` uploads it later."""
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str, tell: Tell) -> None:
+    def __init__(self, config: Config, run_dir: Path, run_id: str, tell: Callable[[str], None]) -> None:
         import wandb
 
         settings = config.tracking.wandb
@@ -67,7 +66,9 @@ def _masked_command() -> Iterator[None]:
         sys.argv = command
 
 
-def _mode(wanted: str, run_dir: Path, tell: Tell) -> Literal["online", "offline", "disabled"]:
+def _mode(
+    wanted: str, run_dir: Path, tell: Callable[[str], None]
+) -> Literal["online", "offline", "disabled"]:
     """Online where that is wanted, a key is set, and its server takes the key; ``auto`` heeds WANDB_MODE."""
     import wandb
 

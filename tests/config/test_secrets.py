@@ -8,7 +8,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, dump_config, load_config
 from grpo_dist.config.secrets import masked, masked_command, masked_setting, masked_text
 from grpo_dist.rewards.registry import check_rewards
-from grpo_dist.tools.recipe.config import Stage
+from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.record import begin, differences
 from tests.support import fakes
 from tests.support.fake_openai import StandIn
@@ -293,9 +293,10 @@ def test_what_is_written_of_a_run_has_no_secrets_and_loads_again(tmp_path):
 def test_a_stage_s_record_has_none_and_tells_all_the_same_that_one_has_changed(tmp_path):
     """What looks like a secret may be something else, which decides the result."""
     old, new = (
-        begin(Stage("s", "grpo", tmp_path, c, c, ()), {}) for c in (config("s3cret"), config("another"))
+        begin(ResolvedStage("s", "grpo", tmp_path, c, c, ()), {})
+        for c in (config("s3cret"), config("another"))
     )
     assert "s3cret" not in str(old) and old.settings == new.settings
     assert differences(old, new) == ["what *** stands for has changed"]
     plain = fakes.config()
-    assert begin(Stage("s", "grpo", tmp_path, plain, plain, ()), {}).inputs == {}
+    assert begin(ResolvedStage("s", "grpo", tmp_path, plain, plain, ()), {}).inputs == {}

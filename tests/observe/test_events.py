@@ -10,7 +10,7 @@ from grpo_dist.cli import main
 from grpo_dist.observe import EVENTS, Tracker
 from grpo_dist.runs import session
 from grpo_dist.tools.report.command import write_report
-from grpo_dist.tools.report.source import Limits
+from grpo_dist.tools.report.source import ReportLimits
 from tests.support import fakes
 from tests.support.report_page import pieces
 
@@ -68,5 +68,5 @@ def trained(tmp_path, monkeypatch):
 def test_held_out_problems_that_are_trained_on_are_among_the_events_and_in_the_report(trained):
     (warning,) = events(trained)
     assert "held_out: 4 of 4 problems are also in the training set" in warning
-    _, found = pieces(write_report([str(trained)], None, Limits(), lambda message: None))
+    _, found = pieces(write_report([str(trained)], None, ReportLimits(), lambda message: None))
     assert [event[2] for event in found["0/events/0"]] == [warning]

@@ -17,7 +17,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, step_of, table_of
 from grpo_dist.observe.settings import check_trackers, flat
-from grpo_dist.observe.sinks import Beside, close_all
+from grpo_dist.observe.sinks import AsyncSink, close_all
 from grpo_dist.observe.wandb_run import _mode
 from tests.support import fakes, wandb_file
 from tests.support.made_groups import group
@@ -54,7 +54,7 @@ class Kept:
 
 def beside(sink):
     warnings: list[str] = []
-    return Beside("kept", lambda tell: sink, warnings.append), warnings
+    return AsyncSink("kept", lambda tell: sink, warnings.append), warnings
 
 
 def test_a_tracker_gets_everything_in_order_and_how_the_run_ended():
@@ -84,7 +84,7 @@ def test_a_tracker_that_cannot_be_started_is_done_without():
         raise RuntimeError("no such server")
 
     warnings: list[str] = []
-    own = Beside("broken", broken, warnings.append)
+    own = AsyncSink("broken", broken, warnings.append)
     for step in range(3000):
         own.log(step, {})
     close_all([own], failed=False)

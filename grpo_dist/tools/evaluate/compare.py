@@ -30,7 +30,7 @@ Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problem
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class PairedDifference:
     """Mean of second - first over problems, its 95 % interval, the two-sided p that there is none, and by
     what test.
     """
@@ -51,11 +51,11 @@ class Paired:
     problems: int
     first: float
     second: float
-    difference: Difference
+    difference: PairedDifference
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     first: str
     second: str
     rows: list[Paired]
@@ -65,7 +65,7 @@ class Comparison:
         write_text(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
 
 
-def compare(first: Path, second: Path) -> Comparison:
+def compare(first: Path, second: Path) -> ModelComparison:
     """Of two result directories, or of their result.json.
 
     Raises ValueError where one is no result, or where they are of different problems.
@@ -86,7 +86,7 @@ def compare(first: Path, second: Path) -> Comparison:
             "evaluation.samples_per_prompt and evaluation.k"
         )
     warnings = [*left_out, *_warnings(a, b)]
-    return Comparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, warnings)
+    return ModelComparison(f"{a['model']} ({first})", f"{b['model']} ({second})", rows, warnings)
 
 
 def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
@@ -95,7 +95,7 @@ def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
         yield f"only {path} was measured on {', '.join(alone)}, which is left out"
 
 
-def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+def paired(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
     """Of one measure on the same problems.
 
     Values that are all 0 or 1 are put to McNemar's exact test. Others have the signs of their differences
@@ -113,7 +113,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
         p, test = mcnemar(int((gains > 0).sum()), int((gains < 0).sum())), MCNEMAR
     else:
         p, test = sign_flips(gains)
-    return Difference(float(gains.mean()), max(-1.0, low), min(1.0, high), p, test)
+    return PairedDifference(float(gains.mean()), max(-1.0, low), min(1.0, high), p, test)
 
 
 def _student(gains: np.ndarray) -> tuple[float, float]:

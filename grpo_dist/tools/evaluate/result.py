@@ -33,7 +33,7 @@ _METHOD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class JudgedProblem:
     """One problem of one set with its verdict, what its columns say, and what its samples say of it."""
 
     set: str
@@ -45,11 +45,11 @@ class Judged:
     @classmethod
     def of(
         cls, name: str, prompt: Prompt, by: Mapping[str, str], verdict: Verdict, ks: Sequence[int]
-    ) -> Judged:
+    ) -> JudgedProblem:
         return cls(name, prompt, by, verdict, of_problem(verdict.flags, ks, verdict.numbers))
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Judged:
+    def from_json(cls, row: Mapping[str, Any]) -> JudgedProblem:
         """Of a row of problems.jsonl, but for the tokens of the prompt."""
         prompt = Prompt(row["uid"], np.empty(0, np.int32), row["answer"], row["set"], row["problem"])
         own = {field.name: row[field.name] for field in fields(Verdict)}
@@ -80,20 +80,20 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     identity: Identity
-    judged: list[Judged]
+    judged: list[JudgedProblem]
     measured: list[Measured]
 
     @classmethod
-    def of(cls, identity: Identity, judged: list[Judged]) -> Result:
+    def of(cls, identity: Identity, judged: list[JudgedProblem]) -> EvaluationResult:
         return cls(identity, judged, list(_measured(judged)))
 
-    def with_earlier(self, earlier: Sequence[Judged]) -> Result:
+    def with_earlier(self, earlier: Sequence[JudgedProblem]) -> EvaluationResult:
         """Other sets of ``earlier``, and these after them."""
         names = {judged.set for judged in self.judged}
         others = [judged for judged in earlier if judged.set not in names]
-        return Result.of(self.identity, [*others, *self.judged]) if others else self
+        return EvaluationResult.of(self.identity, [*others, *self.judged]) if others else self
 
     def metrics(self) -> dict[str, float]:
         """As an evaluation in training reports it: ``eval/SET/pass@1``, ``_stderr`` ..."""
@@ -119,7 +119,7 @@ class Result:
         write_text(directory / RESULT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
 
 
-def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[Judged]:
+def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[JudgedProblem]:
     """Problems that ``directory`` has a result of. ``asked``: uids of the problems of each set that is to be
     measured now.
 
@@ -127,7 +127,7 @@ def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[
     """
     path = directory / PROBLEMS
     try:
-        earlier = [Judged.from_json(row) for _, row in json_lines(path)] if path.is_file() else []
+        earlier = [JudgedProblem.from_json(row) for _, row in json_lines(path)] if path.is_file() else []
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path}: not the problems of an evaluation ({error}); begin anew with --fresh, or choose "
@@ -144,7 +144,7 @@ def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[
     return earlier
 
 
-def _measured(judged: list[Judged]) -> Iterator[Measured]:
+def _measured(judged: list[JudgedProblem]) -> Iterator[Measured]:
     """Every set, each followed by its parts; then what all come to, where there are several."""
     sets = list(dict.fromkeys(j.set for j in judged))
     totals = []
@@ -166,7 +166,7 @@ def _measured(judged: list[Judged]) -> Iterator[Measured]:
         )  # fmt: skip
 
 
-def _parts(judged: list[Judged], name: str) -> Iterator[Measured]:
+def _parts(judged: list[JudgedProblem], name: str) -> Iterator[Measured]:
     for column in judged[0].by:
         values = {j.by[column] for j in judged}
         if len(values) > 1:
@@ -174,7 +174,7 @@ def _parts(judged: list[Judged], name: str) -> Iterator[Measured]:
                 yield _of([j for j in judged if j.by[column] == value], name, column, value)
 
 
-def _of(judged: list[Judged], name: str, by: str | None = None, value: str | None = None) -> Measured:
+def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: str | None = None) -> Measured:
     verdicts = [j.verdict for j in judged]
     samples = sum(len(v.correct) for v in verdicts)
     names = dict.fromkeys(n for j in judged for n in j.values)

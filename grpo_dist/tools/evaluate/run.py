@@ -8,7 +8,7 @@ problems --> done before? --> rollouts --> rewards --> verdicts --> a part on di
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,6 @@ from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
 from grpo_dist.runs.prepare import (
-    Say,
     check_scoring,
     check_writable,
     load_tokenizer,
@@ -29,10 +28,10 @@ from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.concurrency import deadline, in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
-from grpo_dist.tools.evaluate.result import RESULT, Judged, Result, read_earlier
+from grpo_dist.tools.evaluate.result import RESULT, EvaluationResult, JudgedProblem, read_earlier
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory
 from grpo_dist.tools.evaluate.table import print_result
-from grpo_dist.tools.evaluate.verdicts import Judge, Verdict, key_of
+from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker, key_of
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # what a kill may cost is this much sampling, or one problem
@@ -49,12 +48,12 @@ class Asked:
 
 def evaluate_model(
     config: Config,
-    say: Say,
+    say: Callable[[str], None],
     *,
     directory: Path | None = None,
     by: Sequence[str] = (),
     fresh: bool = False,
-) -> Result:
+) -> EvaluationResult:
     """Sample `model.path` on `data.eval`, as far as that was not done before, and print the estimates.
 
     ``directory``: of the results; None: one that follows from model and settings. ``by``: columns that
@@ -78,7 +77,7 @@ def evaluate_model(
         say(f"what was in {place} is now in {store.moved}")
     with store.alone():
         _sample_missing(config, model_dir, asked, store, say)
-        result = Result.of(identity, list(_judged(asked, store, config.evaluation.k)))
+        result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
         result.with_earlier(earlier).write(place)
     print_result(result, str(place))
     names = {own.name for own in asked}
@@ -87,7 +86,7 @@ def evaluate_model(
     return result
 
 
-def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Say) -> list[Asked]:
+def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[str], None]) -> list[Asked]:
     """The sets with their prompts. Columns for the report are kept from the rewards, which see what they
     see in training.
     """
@@ -118,7 +117,9 @@ def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], config: Config
     return Asked(found.name, kept, values)
 
 
-def _sample_missing(config: Config, model_dir: Path, asked: list[Asked], store: Store, say: Say) -> None:
+def _sample_missing(
+    config: Config, model_dir: Path, asked: list[Asked], store: Store, say: Callable[[str], None]
+) -> None:
     """Every problem that has no verdict yet. No engine is started when all have."""
     missing = _missing(asked, store)
     todo, total = sum(len(prompts) for _, prompts in missing), sum(len(a.prompts) for a in asked)
@@ -144,7 +145,11 @@ def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]
 
 
 async def _sample(
-    config: Config, model_dir: Path, missing: list[tuple[str, list[Prompt]]], store: Store, say: Say
+    config: Config,
+    model_dir: Path,
+    missing: list[tuple[str, list[Prompt]]],
+    store: Store,
+    say: Callable[[str], None],
 ) -> None:
     from actors.cluster import Cluster
 
@@ -155,7 +160,7 @@ async def _sample(
         for first in range(0, len(prompts), size)
     ]
     told = _Progress(sum(len(prompts) for _, prompts in parts), say)
-    with Judge(config.rewards) as judge:
+    with VerdictMaker(config.rewards) as judge:
 
         async def finished(number: int, groups: list[Group]) -> None:
             verdicts = await in_thread(partial(judge.verdicts, groups))
@@ -182,7 +187,7 @@ async def _sample(
 class _Progress:
     """Says how far it is at every tenth of the way."""
 
-    def __init__(self, total: int, say: Say) -> None:
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._total, self._say, self._done = total, say, 0
 
     def more(self, count: int) -> None:
@@ -191,12 +196,12 @@ class _Progress:
             self._say(f"evaluate: {self._done} of {self._total} problems")
 
 
-def _judged(asked: list[Asked], store: Store, ks: Sequence[int]) -> list[Judged]:
+def _judged(asked: list[Asked], store: Store, ks: Sequence[int]) -> list[JudgedProblem]:
     """Every problem, in the order of the data."""
     judged = []
     for own in asked:
         known: dict[str, Verdict] = store.verdicts(own.name)
-        judged += [Judged.of(own.name, p, own.by[p.uid], known[key_of(p)], ks) for p in own.prompts]
+        judged += [JudgedProblem.of(own.name, p, own.by[p.uid], known[key_of(p)], ks) for p in own.prompts]
     return judged
 
 
@@ -204,13 +209,13 @@ def evaluate_target(
     target: str,
     data: Sequence[str],
     overrides: Sequence[str],
-    say: Say,
+    say: Callable[[str], None],
     *,
     data_dir: Path | None = None,
     directory: Path | None = None,
     by: Sequence[str] = (),
     fresh: bool = False,
-) -> Result:
+) -> EvaluationResult:
     """`grpo-dist eval TARGET DATA ... key=value ...`; see `target.configuration` and `evaluate_model`."""
     from grpo_dist.tools.evaluate.target import configuration
 

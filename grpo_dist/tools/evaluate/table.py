@@ -10,14 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from grpo_dist.evaluation.estimates import Estimate
-from grpo_dist.tools.evaluate.compare import Comparison
-from grpo_dist.tools.evaluate.result import Measured, Result
+from grpo_dist.tools.evaluate.compare import ModelComparison
+from grpo_dist.tools.evaluate.result import EvaluationResult, Measured
 
 _WIDE = 200  # columns of a file, which has no edge
 _ANY_WIDTH = 10_000
 
 
-def print_result(result: Result, directory: str) -> None:
+def print_result(result: EvaluationResult, directory: str) -> None:
     title = f"{escape(result.identity.model)}: value [95 % interval], %"
     names = headings(list(dict.fromkeys(n for m in result.measured for n in m.estimates)))
     columns = ("problems", *names.values(), "tokens", "cut off", "unscored")
@@ -59,7 +59,7 @@ def interval(found: Estimate | None) -> str:
     return f"{100 * found.value:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"
 
 
-def print_comparison(comparison: Comparison) -> None:
+def print_comparison(comparison: ModelComparison) -> None:
     table = Table(
         title=f"A: {escape(comparison.first)}   B: {escape(comparison.second)}   %, B - A [95 % interval]",
         title_justify="left",

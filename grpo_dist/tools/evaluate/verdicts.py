@@ -57,14 +57,14 @@ def key_of(prompt: Prompt) -> str:
     return digest.hexdigest()
 
 
-class Judge:
+class VerdictMaker:
     """Makes verdicts, in any thread. A context manager; its grader processes start when one is needed."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards, self._lock = rewards, Lock()
         self._made: GraderPool | None = None
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> VerdictMaker:
         return self
 
     def __exit__(self, *exc: object) -> None:

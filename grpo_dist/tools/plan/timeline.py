@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.observe.trace import write_trace
+from grpo_dist.observe.profiling import write_trace
 from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.figures import covered_s
 from grpo_dist.tools.plan.simulation import Simulated

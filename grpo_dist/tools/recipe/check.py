@@ -29,10 +29,10 @@ from grpo_dist.runs.prepare import (
 )
 from grpo_dist.runs.start_checks import check_backend, check_length, position_limit, setting_problems
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.tools.recipe.config import Pipeline, Stage
+from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 
-def check_stages(pipeline: Pipeline, todo: Collection[str]) -> None:
+def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
     """Raises UserError, naming the stage, for the first thing that one of the stages ``todo`` cannot use."""
     from actors.cluster import check_fits
 
@@ -53,7 +53,7 @@ def check_stages(pipeline: Pipeline, todo: Collection[str]) -> None:
 
 
 @contextmanager
-def _naming(stage: Stage) -> Iterator[None]:
+def _naming(stage: ResolvedStage) -> Iterator[None]:
     """Refusals begin with the stage's name."""
     try:
         with refusals():
@@ -71,7 +71,7 @@ def evaluates(config: Config) -> bool:
     return bool(config.evaluation.after and config.data.eval)
 
 
-def _ancestor(stage: Stage, ancestors: dict[str, Path]) -> Path:
+def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     """The model that exists now and that the stage's descends from."""
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
@@ -82,11 +82,11 @@ def _ancestor(stage: Stage, ancestors: dict[str, Path]) -> Path:
     return resolve_model(stage.config, _quiet, train_first=False)
 
 
-def _model(stage: Stage, ancestor: Path) -> Any:
+def _model(stage: ResolvedStage, ancestor: Path) -> Any:
     return stage.config.model.model_copy(update={"path": str(ancestor)})
 
 
-def _check_sft(stage: Stage, config: Config) -> None:
+def _check_sft(stage: ResolvedStage, config: Config) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     tokenizer = load_tokenizer(Path(config.model.path), False)
     for source, symbolic in zip(config.sft.data, stage.symbolic.sft.data, strict=True):
@@ -97,7 +97,7 @@ def _check_sft(stage: Stage, config: Config) -> None:
         prepare_eval(config, read_all(config.data.eval), tokenizer, [], _quiet)
 
 
-def _check_sft_length(stage: Stage, config: Config, pipeline: Pipeline) -> None:
+def _check_sft_length(stage: ResolvedStage, config: Config, pipeline: ResolvedPipeline) -> None:
     """That the model takes rows of `sft.max_length`, and that no earlier stage can make longer ones."""
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     longest = config.sft.max_length
@@ -126,7 +126,7 @@ def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
     return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
 
 
-def _check_grpo(stage: Stage, config: Config) -> None:
+def _check_grpo(stage: ResolvedStage, config: Config) -> None:
     refuse(setting_problems(config, device_type()))
     if len(there := _there(stage)) == len(config.data.train):
         prepare(config, _quiet)
@@ -135,7 +135,7 @@ def _check_grpo(stage: Stage, config: Config) -> None:
         _check_prompts(config, there)
 
 
-def _check_sample(stage: Stage, config: Config) -> None:
+def _check_sample(stage: ResolvedStage, config: Config) -> None:
     _check_sampling(config)
     _check_prompts(config, _there(stage))
 
@@ -152,7 +152,7 @@ def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     train_prompts(config, read_all(sources), tokenizer, _quiet)
 
 
-def _there(stage: Stage) -> list[DataSourceConfig]:
+def _there(stage: ResolvedStage) -> list[DataSourceConfig]:
     pairs = zip(stage.config.data.train, stage.symbolic.data.train, strict=True)
     return [source for source, symbolic in pairs if not _to_come(symbolic.path)]
 

@@ -96,7 +96,7 @@ class PipelineFile(Section):
 
 
 @dataclass(frozen=True)
-class Stage:
+class ResolvedStage:
     """One stage, resolved. ``symbolic`` is ``config`` with ``stage:NAME`` where a path of another stage
     stands: what stays the same wherever the pipeline's directory is.
     """
@@ -115,16 +115,16 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class ResolvedPipeline:
     name: str
     directory: Path
-    stages: tuple[Stage, ...]
+    stages: tuple[ResolvedStage, ...]
 
-    def __getitem__(self, name: str) -> Stage:
+    def __getitem__(self, name: str) -> ResolvedStage:
         return next(stage for stage in self.stages if stage.name == name)
 
 
-def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
+def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Read a pipeline file and every configuration it names.
 
     Raises ConfigError for what `load_config` refuses, in any stage, for a reference to a stage that does not
@@ -152,17 +152,17 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
     return checked(plain, path, PipelineFile)
 
 
-def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Pipeline:
+def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """As `load_pipeline`, of a file's contents. ``path``: what stages' files are relative to."""
     directory = Path(file.output_dir) / file.name
     by_stage = _by_stage(overrides, file)
-    stages: list[Stage] = []
+    stages: list[ResolvedStage] = []
     for number, written in enumerate(file.stages, 1):
         where = f"{path}: stage `{written.name}`"
         tree = _tree(written, file.seed, path, by_stage[written.name], where)
         place = directory / f"{number:02d}_{written.name}"
         stages.append(_stage(written, tree, place, tuple(stages), file, where))
-    return Pipeline(file.name, directory, tuple(stages))
+    return ResolvedPipeline(file.name, directory, tuple(stages))
 
 
 def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
@@ -209,10 +209,10 @@ def _stage(
     written: StageFile,
     tree: DictConfig,
     directory: Path,
-    earlier: tuple[Stage, ...],
+    earlier: tuple[ResolvedStage, ...],
     file: PipelineFile,
     where: str,
-) -> Stage:
+) -> ResolvedStage:
     plain = OmegaConf.to_container(tree, resolve=False)
     for text in _strings(plain):
         if text.startswith("stage:"):
@@ -236,7 +236,7 @@ def _stage(
     _check_kind(written.kind, config, where)
     for key, value, model in paths(symbolic):
         _check_use(key, value, model, results, where)
-    return Stage(written.name, written.kind, directory, config, symbolic, inputs)
+    return ResolvedStage(written.name, written.kind, directory, config, symbolic, inputs)
 
 
 def _check_reference(name: str, of: str, earlier: list[str], known: list[str], where: str) -> None:
@@ -273,7 +273,7 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
         )
 
 
-def _check_use(key: str, value: str, model: bool, earlier: dict[str, Stage], where: str) -> None:
+def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedStage], where: str) -> None:
     """A model is wanted where a model is made, and a file where one is written."""
     if not value.startswith("stage:"):
         return

@@ -22,7 +22,7 @@ from grpo_dist.runs.identity import without_layout
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
-from grpo_dist.tools.recipe.config import Kind, Stage, paths
+from grpo_dist.tools.recipe.config import Kind, ResolvedStage, paths
 
 FILE = "stage.json"
 
@@ -40,7 +40,7 @@ _CHOICE = {"min_reward", "keep_per_prompt", "prefer", "max_pass_rate"}
 
 
 @dataclass(frozen=True)
-class Record:
+class StageRecord:
     stage: str
     kind: Kind
     settings: dict[str, Any]
@@ -53,38 +53,38 @@ class Record:
     after: dict[str, float | None] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)  # report.json of a sample stage
 
-    def completed(self, **results: Any) -> Record:
+    def completed(self, **results: Any) -> StageRecord:
         return replace(self, state="complete", id=uuid.uuid4().hex, **results)
 
 
-def read_record(directory: Path) -> Record | None:
+def read_record(directory: Path) -> StageRecord | None:
     """None where no stage was begun. Raises ValueError for a record that cannot be read."""
     path = directory / FILE
     if not path.is_file():
         return None
     try:
-        return Record(**read_json(path))
+        return StageRecord(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{path}: not a record of a stage ({error}); move {directory} away to do the stage again"
         ) from error
 
 
-def write_record(directory: Path, record: Record) -> None:
+def write_record(directory: Path, record: StageRecord) -> None:
     write_text(directory / FILE, json.dumps(asdict(record), indent=1) + "\n")
 
 
-def begin(stage: Stage, earlier: Mapping[str, Record]) -> Record:
+def begin(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> StageRecord:
     """The record of a stage about to start. ``earlier``: complete ones, by stage name."""
-    return Record(stage.name, stage.kind, settings(stage), inputs(stage, earlier))
+    return StageRecord(stage.name, stage.kind, settings(stage), inputs(stage, earlier))
 
 
-def settings(stage: Stage) -> dict[str, Any]:
+def settings(stage: ResolvedStage) -> dict[str, Any]:
     """What decides the stage's result, references to other stages by their names, *** for secrets."""
     return masked(_settings(stage))
 
 
-def _settings(stage: Stage) -> dict[str, Any]:
+def _settings(stage: ResolvedStage) -> dict[str, Any]:
     config = without_layout(stage.symbolic.model_dump(mode="json", exclude=_UNUSED[stage.kind]))
     if stage.kind != "sft" and stage.config.model.path != "sft":
         config.pop("sft")
@@ -94,7 +94,7 @@ def _settings(stage: Stage) -> dict[str, Any]:
     return config
 
 
-def inputs(stage: Stage, earlier: Mapping[str, Record]) -> dict[str, str | None]:
+def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str, str | None]:
     """Fingerprints of the local files and directories and of the earlier stages that the stage reads; None
     for a stage that is not complete.
     """
@@ -117,7 +117,7 @@ def inputs(stage: Stage, earlier: Mapping[str, Record]) -> dict[str, str | None]
     return found
 
 
-def sampled_with(record: Record) -> Record:
+def sampled_with(record: StageRecord) -> StageRecord:
     """``record`` without the settings that its samples do not depend on."""
     if record.kind != "sample":
         return record
@@ -125,7 +125,7 @@ def sampled_with(record: Record) -> Record:
     return replace(record, settings=record.settings | {"rejection": rejection})
 
 
-def differences(old: Record, new: Record) -> list[str]:
+def differences(old: StageRecord, new: StageRecord) -> list[str]:
     """In words, one item for every setting and input: "`steps` was 40 and is 60"."""
     found = changes(without_layout(old.settings), new.settings)
     for name in dict.fromkeys([*old.inputs, *new.inputs]):

@@ -6,19 +6,19 @@ refuse everything that can be refused  ->  for each stage: skip | go on | begin 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from grpo_dist.config.differences import listed
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.prepare import Say, check_writable
+from grpo_dist.runs.prepare import check_writable
 from grpo_dist.runtime.files import alone, keep_backup
 from grpo_dist.tools.recipe.check import check_stages
-from grpo_dist.tools.recipe.config import Pipeline, Stage
+from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 from grpo_dist.tools.recipe.record import (
     FILE,
-    Record,
+    StageRecord,
     begin,
     differences,
     read_record,
@@ -29,11 +29,15 @@ from grpo_dist.tools.recipe.sampling import SFT_FILE
 from grpo_dist.tools.recipe.stages import RUNS, known_measures
 from grpo_dist.tools.recipe.table import print_table
 
-Done = dict[str, Record]  # complete stages by name
+Done = dict[str, StageRecord]  # complete stages by name
 
 
 def run_pipeline(
-    pipeline: Pipeline, say: Say, *, again_from: str | None = None, check_only: bool = False
+    pipeline: ResolvedPipeline,
+    say: Callable[[str], None],
+    *,
+    again_from: str | None = None,
+    check_only: bool = False,
 ) -> Done:
     """Every stage, in order; the records of all. ``again_from``: that stage and all later ones are done anew.
 
@@ -71,7 +75,7 @@ def run_pipeline(
     return done
 
 
-def _checked(pipeline: Pipeline, anew: Sequence[Stage]) -> Done:
+def _checked(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage]) -> Done:
     """Complete stages, after a look at what the others can use."""
     with refusals():
         done = complete_stages(pipeline, anew)
@@ -79,11 +83,11 @@ def _checked(pipeline: Pipeline, anew: Sequence[Stage]) -> Done:
     return done
 
 
-def _to_do(pipeline: Pipeline, done: Done) -> list[str]:
+def _to_do(pipeline: ResolvedPipeline, done: Done) -> list[str]:
     return [stage.name for stage in pipeline.stages if stage.name not in done]
 
 
-def complete_stages(pipeline: Pipeline, anew: Sequence[Stage] = ()) -> Done:
+def complete_stages(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage] = ()) -> Done:
     """Records of the stages that need no work. Raises ValueError for one that has changed since it was
     made.
     """
@@ -102,7 +106,7 @@ def complete_stages(pipeline: Pipeline, anew: Sequence[Stage] = ()) -> Done:
     return done
 
 
-def _run(stage: Stage, done: Done, say: Say) -> Record:
+def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageRecord:
     """One stage, begun or gone on with. Its time counts whether it ends well or not."""
     record = begin(stage, done)
     earlier = read_record(stage.directory)
@@ -121,7 +125,7 @@ def _run(stage: Stage, done: Done, say: Say) -> Record:
     return record
 
 
-def _anew(pipeline: Pipeline, name: str | None) -> tuple[Stage, ...]:
+def _anew(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, ...]:
     if name is None:
         return ()
     names = [stage.name for stage in pipeline.stages]
@@ -130,7 +134,7 @@ def _anew(pipeline: Pipeline, name: str | None) -> tuple[Stage, ...]:
     return pipeline.stages[names.index(name) :]
 
 
-def _check_free(stage: Stage) -> None:
+def _check_free(stage: ResolvedStage) -> None:
     if stage.directory.exists() and (not stage.directory.is_dir() or any(stage.directory.iterdir())):
         raise ValueError(
             f"stage `{stage.name}`: {stage.directory} is there, but not of this pipeline (no {FILE}); choose "
@@ -138,7 +142,7 @@ def _check_free(stage: Stage) -> None:
         )
 
 
-def _check_same(stage: Stage, record: Record, now: Record) -> None:
+def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> None:
     """A stage that has begun and left nothing yet may still change; of one that has begun to sample, what
     chooses among its samples may.
     """
@@ -155,7 +159,7 @@ def _check_same(stage: Stage, record: Record, now: Record) -> None:
         )
 
 
-def _check_there(stage: Stage) -> None:
+def _check_there(stage: ResolvedStage) -> None:
     wanted = [SFT_FILE] if stage.kind == "sample" else ["config.json", "*.safetensors"]
     gone = next((name for name in wanted if not any(stage.result.glob(name))), None)
     if gone:
@@ -169,7 +173,9 @@ def _has_work(directory: Path) -> bool:
     return any(path.name != FILE and not path.name.startswith(".") for path in directory.iterdir())
 
 
-def _say_plan(pipeline: Pipeline, done: Done, anew: Sequence[Stage], say: Say) -> None:
+def _say_plan(
+    pipeline: ResolvedPipeline, done: Done, anew: Sequence[ResolvedStage], say: Callable[[str], None]
+) -> None:
     for stage in pipeline.stages:
         if stage.name in done:
             state = "done"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
-from grpo_dist.runs.prepare import Say, load_tokenizer, resolve_model, train_prompts
+from grpo_dist.runs.prepare import load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import write_text
@@ -34,7 +35,7 @@ SFT_FILE = "sft.jsonl"
 _STAGE = -2  # of request seeds: those of training steps count from 0, evaluations have -1
 
 
-def run_sampling(config: Config, directory: Path, say: Say) -> dict[str, Any]:
+def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Fill ``directory``; the contents of its report.json.
 
     Raises UserError for input that cannot be used, and where nothing can be kept: there is nothing to teach.
@@ -67,7 +68,7 @@ def _reasons(report: dict[str, Any]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in report["dropped"].items() if count)
 
 
-def _prompts(config: Config, tokenizer: Any, say: Say) -> list[Prompt]:
+def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
     """All prompts of `data.train`, or as many of them as `rejection.max_prompts` says, drawn by seed."""
     found = train_prompts(config, read_all(config.data.train), tokenizer, say)
     wanted = config.rejection.max_prompts
@@ -87,7 +88,7 @@ def _part(directory: Path, number: int) -> Path:
 
 
 async def _sample_missing(
-    config: Config, model_dir: Path, chunks: list[list[Prompt]], directory: Path, say: Say
+    config: Config, model_dir: Path, chunks: list[list[Prompt]], directory: Path, say: Callable[[str], None]
 ) -> None:
     """Every part that is not there yet. No engine is started when all are."""
     from actors.cluster import Cluster

@@ -17,27 +17,26 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
-from grpo_dist.runs.prepare import Say
 from grpo_dist.runtime.files import clear, publish, write_text
 from grpo_dist.runtime.stage_log import stage as logged_stage
 from grpo_dist.tools.recipe.check import evaluates
-from grpo_dist.tools.recipe.config import Kind, Stage
-from grpo_dist.tools.recipe.record import Record
+from grpo_dist.tools.recipe.config import Kind, ResolvedStage
+from grpo_dist.tools.recipe.record import StageRecord
 
 Measures = dict[str, float | None]  # eval/SET/pass@1 and the like; None: could not be estimated
 
 
 @dataclass(frozen=True)
-class Result:
+class StageResult:
     before: Measures = field(default_factory=dict)
     after: Measures = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)
 
 
-Run = Callable[[Stage, Measures, Say], Result]
+Run = Callable[[ResolvedStage, Measures, Callable[[str], None]], StageResult]
 
 
-def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
+def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """``before``: measures of the model it starts from where an earlier stage took the same; else they are
     taken here, if the configuration asks for it.
     """
@@ -53,16 +52,16 @@ def run_sft_stage(stage: Stage, before: Measures, say: Say) -> Result:
             write_sft(settings, base_model(settings), partial, say)
         publish(partial, stage.result)
     if not evaluates(stage.config):
-        return Result(before)
+        return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():
             before = _evaluate(stage.config, base_model(settings), stage.directory, say)
     after = _evaluate(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
-    return Result(before, after)
+    return StageResult(before, after)
 
 
-def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
+def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
     from grpo_dist.runs.session import finished_steps, train
 
@@ -72,19 +71,19 @@ def run_grpo_stage(stage: Stage, before: Measures, say: Say) -> Result:
     measured = [(line["step"], _measures(line)) for line in lines]
     first = next((found for step, found in measured if step == 0 and found), before)
     last: Measures = next((found for step, found in measured if step == stage.config.steps), {})
-    return Result(first, last)
+    return StageResult(first, last)
 
 
-def run_sample_stage(stage: Stage, before: Measures, say: Say) -> Result:
+def run_sample_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     from grpo_dist.tools.recipe.sampling import run_sampling
 
-    return Result(counts=run_sampling(stage.config, stage.directory, say))
+    return StageResult(counts=run_sampling(stage.config, stage.directory, say))
 
 
 RUNS: dict[Kind, Run] = {"sft": run_sft_stage, "grpo": run_grpo_stage, "sample": run_sample_stage}
 
 
-def known_measures(stage: Stage, earlier: dict[str, Record]) -> Measures:
+def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Measures:
     """Measures of the model that ``stage`` starts from, taken by the stage that made it, where they were
     taken on the same problems in the same way.
     """
@@ -111,7 +110,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _evaluate(config: Config, model_dir: Path, directory: Path, say: Say) -> Measures:
+def _evaluate(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
     """Kept below ``directory``: a stage that is killed goes on with it."""
     from grpo_dist.tools.evaluate.run import evaluate_model
 

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from grpo_dist.tools.recipe.config import Pipeline
-from grpo_dist.tools.recipe.record import Record
+from grpo_dist.tools.recipe.config import ResolvedPipeline
+from grpo_dist.tools.recipe.record import StageRecord
 
 _HEADINGS = ("stage", "kind", "measure", "before", "after", "seconds", "path")
 _NUMBERS = ("before", "after", "seconds")
 
 
-def print_table(pipeline: Pipeline, records: Mapping[str, Record]) -> None:
+def print_table(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> None:
     table = Table(title=f"pipeline {pipeline.name}", title_justify="left")
     for heading in _HEADINGS:
         table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
@@ -28,7 +28,7 @@ def print_table(pipeline: Pipeline, records: Mapping[str, Record]) -> None:
     console.print(table)
 
 
-def rows(pipeline: Pipeline, records: Mapping[str, Record]) -> Iterator[tuple[str, ...]]:
+def rows(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> Iterator[tuple[str, ...]]:
     """One row for each measure of a stage, pass@1 or whatever comes first of every held-out set; seconds and
     path stand in the first.
     """
@@ -41,7 +41,7 @@ def rows(pipeline: Pipeline, records: Mapping[str, Record]) -> Iterator[tuple[st
             name = kind = seconds = path = ""
 
 
-def _measured(record: Record) -> list[tuple[str, str, str]]:
+def _measured(record: StageRecord) -> list[tuple[str, str, str]]:
     if record.kind == "sample":
         kept = f"{record.counts['kept']} of {record.counts['samples']} samples kept"
         return [(kept, "–", "–")]

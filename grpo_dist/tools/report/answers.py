@@ -13,7 +13,7 @@ _LONGEST_COMPLETION = 200_000  # characters in which boxes are looked for, as th
 _SEARCHED = 2000  # completions without a box that are read as the grader would; each costs it milliseconds
 
 
-class Answers:
+class AnswerReader:
     """Use as a context manager: what has no box is read in a killable process, started when it is needed.
     Several threads may ask at once.
     """
@@ -47,7 +47,7 @@ class Answers:
                 answers[i] = answer
         return answers
 
-    def __enter__(self) -> Answers:
+    def __enter__(self) -> AnswerReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -58,9 +58,9 @@ def _report(
     for name, number in (("--rollouts", rollouts), ("--token-values", token_values)):
         if number < 0:
             raise UserError(f"{name} {number}: expected a number that is not negative")
-    from grpo_dist.tools.report.source import Limits
+    from grpo_dist.tools.report.source import ReportLimits
 
-    limits = Limits(rollouts, token_values, steps_of(token_steps))
+    limits = ReportLimits(rollouts, token_values, steps_of(token_steps))
     if serve:
         from grpo_dist.tools.report.server import serve as serve_runs
 

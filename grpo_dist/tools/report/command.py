@@ -7,15 +7,15 @@ from pathlib import Path
 
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import open_new, publish
-from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.page import whole_page
 from grpo_dist.tools.report.run_dir import RunDir, open_runs
-from grpo_dist.tools.report.source import Limits, sources
-
-Say = Callable[[str], None]
+from grpo_dist.tools.report.source import ReportLimits, sources
 
 
-def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: Say) -> Path:
+def write_report(
+    paths: Sequence[str], output: str | None, limits: ReportLimits, say: Callable[[str], None]
+) -> Path:
     """Raises UserError for what is no run directory, and where the file cannot be written."""
     runs = open_runs(paths)
     target = Path(output).expanduser() if output else _default(runs)
@@ -25,7 +25,7 @@ def write_report(paths: Sequence[str], output: str | None, limits: Limits, say: 
         )
     partial = target.with_name(f".{target.name}.partial")
     try:
-        with Answers() as answers, open_new(partial) as file:
+        with AnswerReader() as answers, open_new(partial) as file:
             for text in whole_page(sources(runs, limits, answers), limits):
                 file.write(text)
         publish(partial, target)

@@ -21,13 +21,13 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ChartSection:
     title: str
     charts: tuple[Chart, ...]
 
 
 SECTIONS = (
-    Section(
+    ChartSection(
         "Accuracy",
         (
             Chart(
@@ -39,7 +39,7 @@ SECTIONS = (
             Chart("not scored in evaluation", (r"eval/[^/]+/unscored",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Reward",
         (
             Chart("reward", (r"reward/mean",)),
@@ -51,7 +51,7 @@ SECTIONS = (
             Chart("further prompts drawn", (r"group/extra_prompts",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Completions",
         (
             Chart("length", (r"rollout/length_tokens", r"rollout/length_max_tokens")),
@@ -61,7 +61,7 @@ SECTIONS = (
             Chart("tokens in the loss", (r"train/loss_tokens",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Policy",
         (
             Chart("KL to the reference", (r"ref/kl",)),
@@ -75,7 +75,7 @@ SECTIONS = (
             Chart("weight of the KL term", (r"ref/kl_coef",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Engine against trainer",
         (
             Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
@@ -86,7 +86,7 @@ SECTIONS = (
             Chart("corrected", (r"correction/(?:outside|dropped)_share",)),
         ),
     ),
-    Section(
+    ChartSection(
         "Time and room",
         (
             Chart(
@@ -101,7 +101,7 @@ SECTIONS = (
             Chart("memory of a worker", (r"memory/.+",)),
         ),
     ),
-    Section("Health", (Chart("health", (r"health/.+",)), Chart("restarts", (r"restarts/.+",)))),
+    ChartSection("Health", (Chart("health", (r"health/.+",)), Chart("restarts", (r"restarts/.+",)))),
 )
 
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from grpo_dist.tools.report.layout import catalogue, layout
-from grpo_dist.tools.report.source import Limits, Source
+from grpo_dist.tools.report.source import ReportLimits, Source
 from grpo_dist.version import __version__
 
 _STYLES = ("vendor/uPlot.min.css", "vendor/tabulator.min.css", "report.css")
@@ -35,7 +35,7 @@ _SCRIPTS = (
 )
 
 
-def whole_page(sources: Sequence[Source], limits: Limits) -> Iterator[str]:
+def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]:
     """Bit by bit, with the data: never more of them in memory than a part of a table."""
     manifests = [source.manifest() for source in sources]
     yield _head(sources)

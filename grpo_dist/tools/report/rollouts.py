@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.answers import AnswerReader
 
 _ROWS = 2000  # of a part, and what is missing of its last group
 _LONGEST = 32_000  # characters of a completion that are shown
@@ -85,7 +85,7 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
     return table.slice(stretch.begin - first * size, stretch.end - stretch.begin)
 
 
-def rows(table: pa.Table, answers: Answers) -> dict[str, Any]:
+def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
     """Columns of one value for each sample; of text, {"values": [...], "index": [...]}."""
     starts = group_starts(table)
     group = np.zeros(len(table), dtype=int)

@@ -16,18 +16,17 @@ import errno
 import socket
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.report.answers import Answers
-from grpo_dist.tools.report.command import Say
+from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.line_files import packed
 from grpo_dist.tools.report.page import live_page
 from grpo_dist.tools.report.run_dir import open_runs
-from grpo_dist.tools.report.source import Limits, Source, sources
+from grpo_dist.tools.report.source import ReportLimits, Source, sources
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SLOWEST_S = 60.0  # a client that takes longer to ask or to listen is let go
@@ -63,10 +62,12 @@ class ReportServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-def serve(paths: Sequence[str], host: str, port: int, limits: Limits, say: Say) -> None:
+def serve(
+    paths: Sequence[str], host: str, port: int, limits: ReportLimits, say: Callable[[str], None]
+) -> None:
     """Until Ctrl-C. Raises UserError as `write_report` does."""
     runs = open_runs(paths)
-    with Answers() as answers, ReportServer(host, port, sources(runs, limits, answers)) as server:
+    with AnswerReader() as answers, ReportServer(host, port, sources(runs, limits, answers)) as server:
         say(f"{server.url} shows {len(runs)} run(s) and follows them; Ctrl-C ends it")
         try:
             server.serve_forever()

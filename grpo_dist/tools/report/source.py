@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from grpo_dist.tools.report import rollouts, series, tokens
-from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.line_files import LineFile, packed
 from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
 from grpo_dist.tools.report.run_dir import TRAINING, RunDir, SampleFile, about, sample_files, settings
@@ -26,7 +26,7 @@ _SPANS = 300_000  # of a run's timeline, the newest
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ReportLimits:
     """``rollouts``: of each run, the newest. ``tokens``: whose values are kept in a file; ``token_steps``: of
     these steps, () for the newest.
     """
@@ -63,7 +63,7 @@ class SamplePart:
 class Source:
     """One run. Several threads may ask at once; they are served one after the other."""
 
-    def __init__(self, run: RunDir, limits: Limits, answers: Answers) -> None:
+    def __init__(self, run: RunDir, limits: ReportLimits, answers: AnswerReader) -> None:
         self.run, self._limits, self._answers = run, limits, answers
         self.lock = Lock()
         path = run.path
@@ -224,7 +224,7 @@ class Source:
         return [SamplePart(file, i, own, version, recorded) for i, own in enumerate(known[1].stretches)]
 
 
-def sources(runs: Sequence[RunDir], limits: Limits, answers: Answers) -> list[Source]:
+def sources(runs: Sequence[RunDir], limits: ReportLimits, answers: AnswerReader) -> list[Source]:
     return [Source(run, limits, answers) for run in runs]
 
 

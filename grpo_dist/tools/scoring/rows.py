@@ -25,7 +25,7 @@ class Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompletionRow:
     """One line: G completions of one problem. ``labels``: [G] of 1.0 and 0.0; None without a label column."""
 
     location: str
@@ -45,7 +45,7 @@ class Row:
         return {**self.record, "problem": self.problem, "answer": self.answer}
 
 
-def read_rows(path: Path, columns: Columns) -> list[Row]:
+def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
     """Raises UserError for a file that is not there or empty, and for a row that cannot be scored."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
@@ -60,14 +60,14 @@ def read_rows(path: Path, columns: Columns) -> list[Row]:
     return rows
 
 
-def _row(record: dict[str, Any], location: str, columns: Columns) -> Row:
+def _row(record: dict[str, Any], location: str, columns: Columns) -> CompletionRow:
     name, completions = _completions(record, location, columns.completion)
     count, is_list = len(completions), isinstance(record[name], list)
     problem = record.get(columns.problem)
     if problem is not None and not isinstance(problem, str):
         raise UserError(f"{location}: `{columns.problem}` is a {_kind(problem)}; expected a text")
     reasons = record.get("finish_reason", "stop")
-    return Row(
+    return CompletionRow(
         location=location,
         record=record,
         problem=problem or "",

@@ -18,7 +18,7 @@ from grpo_dist.runtime.hardware import available_cpus
 from grpo_dist.tools.evaluate.table import console_for_tables
 from grpo_dist.tools.scoring import report
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
-from grpo_dist.tools.scoring.rows import Columns, Row, read_rows
+from grpo_dist.tools.scoring.rows import Columns, CompletionRow, read_rows
 from grpo_dist.tools.scoring.scorer import OF_TOKENS, Outcome, score_rows
 
 _NO_MODEL = "no/model"  # of a configuration that was made of rewards alone
@@ -143,5 +143,5 @@ def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     console.print(f"disagreements: {len(rows)} in {file}", soft_wrap=True, markup=False)
 
 
-def _labels(rows: Sequence[Row]) -> np.ndarray:
+def _labels(rows: Sequence[CompletionRow]) -> np.ndarray:
     return np.array([label for row in rows for label in row.labels or ()])

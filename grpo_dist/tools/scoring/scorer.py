@@ -22,7 +22,7 @@ from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
 from grpo_dist.rewards.thought import shown_by
-from grpo_dist.tools.scoring.rows import Row
+from grpo_dist.tools.scoring.rows import CompletionRow
 
 # Rewards that look at tokens of the policy, and not at text alone.
 OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
@@ -32,7 +32,7 @@ OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
 class Scored:
     """What a row's completions are worth; ``seconds`` all of them took."""
 
-    row: Row
+    row: CompletionRow
     scores: Scores
     seconds: float
 
@@ -51,7 +51,7 @@ class Outcome:
     failures: dict[str, Counter[str]] = field(default_factory=dict)
 
 
-def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes: int) -> Outcome:
+def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *, processes: int) -> Outcome:
     """In the order of ``rows``. ``tokenizer``: the policy's; None where no reward looks at tokens."""
     settings = placed(config.rewards)
     with ExitStack() as stack:
@@ -73,7 +73,7 @@ def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes
             made.append(scorer)
             lanes.put(scorer)
 
-        def one(row: Row) -> Scored:
+        def one(row: CompletionRow) -> Scored:
             answers = _answers(row, config, tokenizer)
             scorer = lanes.get()  # bounded: there is a lane for every thread
             try:
@@ -93,7 +93,7 @@ def score_rows(rows: Sequence[Row], config: Config, tokenizer: Any, *, processes
         return Outcome(scored, seconds, processes, failures)
 
 
-def _answers(row: Row, config: Config, tokenizer: Any) -> Answers:
+def _answers(row: CompletionRow, config: Config, tokenizer: Any) -> Answers:
     ids = [tokenizer(c, add_special_tokens=False)["input_ids"] if tokenizer else [] for c in row.completions]
     return Answers(
         completions=row.completions,

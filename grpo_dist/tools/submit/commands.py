@@ -13,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
 from grpo_dist.tools.submit.checks import check_one_line, check_resumes, check_rewards_known, variables
-from grpo_dist.tools.submit.job import Job, Record, read_record
+from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record
 
 _TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
 
@@ -28,7 +28,7 @@ class Target(Protocol):
     def render(self, job: Job) -> str:
         """Exactly what would be submitted, with *** for secrets."""
 
-    def submit(self, job: Job) -> Record:
+    def submit(self, job: Job) -> SubmissionRecord:
         """Raises UserError where the run is there already, pending or running."""
 
 
@@ -98,7 +98,7 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _record(run_dir: str) -> Record:
+def _record(run_dir: str) -> SubmissionRecord:
     record = read_record(Path(run_dir))
     if record is None:
         raise UserError(
@@ -110,5 +110,5 @@ def _record(run_dir: str) -> Record:
     return record
 
 
-def _module(record: Record) -> ModuleType:
+def _module(record: SubmissionRecord) -> ModuleType:
     return _TARGETS[record.target]

@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Record:
+class SubmissionRecord:
     """What became of a submission."""
 
     target: str
@@ -78,7 +78,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """Of a job. ``live``: it waits or runs."""
 
     text: str
@@ -89,16 +89,16 @@ def run_directory(config: Config) -> Path:
     return Path(os.path.abspath(Path(config.output_dir).expanduser() / config.name))
 
 
-def read_record(run_dir: Path) -> Record | None:
+def read_record(run_dir: Path) -> SubmissionRecord | None:
     """Of the last submission of this run; None where there was none. Raises UserError for a broken one."""
     run_dir = Path(os.path.abspath(run_dir))
     found = [_read(path) for path in (run_dir / RECORD, _elsewhere(run_dir)) if path.is_file()]
     return max(found, key=lambda record: record.submitted_at, default=None)
 
 
-def _read(path: Path) -> Record:
+def _read(path: Path) -> SubmissionRecord:
     try:
-        return Record(**read_json(path))
+        return SubmissionRecord(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"{path}: not the record of a submission ({error}); ask the cluster itself, and remove the file "

@@ -18,7 +18,7 @@ import yaml
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_no_secrets, check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
-from grpo_dist.tools.submit.job import Job, Record, State
+from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask, lines
 from grpo_dist.tools.submit.sizes import NodeSizes
 from grpo_dist.tools.submit.templates import template
@@ -118,7 +118,7 @@ class KubeRayTarget(NodeSizes):
         warning = self.idle(job.config, "kuberay")
         return f"# {warning}\n{text}" if warning else text
 
-    def submit(self, job: Job) -> Record:
+    def submit(self, job: Job) -> SubmissionRecord:
         kubectl = _kubectl(self.namespace)
         found = _found(kubectl, job.name)
         if found is not None and _is_live(found):
@@ -131,7 +131,7 @@ class KubeRayTarget(NodeSizes):
         left = "configmap" if found is None else "rayjob,configmap"
         ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
         ask([*kubectl, "create", "-f", "-"], given=self.render(job))
-        return Record("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
+        return SubmissionRecord("kuberay", job.name, str(job.run_dir), where=self.namespace or "")
 
     @property
     def _volume(self) -> tuple[str, str]:
@@ -202,14 +202,14 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def state(record: Record) -> State:
+def state(record: SubmissionRecord) -> JobState:
     found = _found(_kubectl(record.where), record.job)
     if found is None:
-        return State("over, and its RayJob is gone", live=False)
-    return State(_words(found), live=_is_live(found))
+        return JobState("over, and its RayJob is gone", live=False)
+    return JobState(_words(found), live=_is_live(found))
 
 
-def print_logs(record: Record, follow: bool) -> None:
+def print_logs(record: SubmissionRecord, follow: bool) -> None:
     """Of the pod that submitted to the cluster, which repeats what the driver says."""
     kubectl = _kubectl(record.where)
     options = [f"job/{record.job}", "--tail=-1"]
@@ -220,7 +220,7 @@ def print_logs(record: Record, follow: bool) -> None:
         print(line, end="", flush=True)
 
 
-def stop(record: Record) -> None:
+def stop(record: SubmissionRecord) -> None:
     """The driver is asked to end, on the head; a RayJob that has no driver yet is deleted."""
     kubectl = _kubectl(record.where)
     found = _found(kubectl, record.job)

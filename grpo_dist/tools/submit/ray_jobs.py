@@ -22,7 +22,7 @@ from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.errors import Preempted, UserError
 from grpo_dist.tools.submit.checks import check_no_secrets, check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
-from grpo_dist.tools.submit.job import Job, Record, State, read_record
+from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
 from grpo_dist.tools.submit.templates import template
 
 _MOST_CPUS = 100_000  # of the driver
@@ -63,7 +63,7 @@ class RayTarget:
             notices = "".join(f"# {line}\n" for line in carried.notices())
             return f"{text}{notices}\n# {CONFIG}\n{(carried.directory / CONFIG).read_text()}"
 
-    def submit(self, job: Job) -> Record:
+    def submit(self, job: Job) -> SubmissionRecord:
         client = _client(_server(self.address))
         number = _next_number(job)
         with _answers(client.get_address()):
@@ -82,7 +82,7 @@ class RayTarget:
                 for line in carried.notices():
                     print(line)
                 submitted = client.submit_job(**request)
-        return Record("ray", submitted, str(job.run_dir), where=client.get_address())
+        return SubmissionRecord("ray", submitted, str(job.run_dir), where=client.get_address())
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
         """Arguments of the Jobs API, the working directory aside."""
@@ -101,17 +101,17 @@ class RayTarget:
         }
 
 
-def state(record: Record) -> State:
+def state(record: SubmissionRecord) -> JobState:
     client = _client(record.where)
     with _answers(record.where):
         info = client.get_job_info(record.job)
     text = f"{info.status}: {info.message}" if info.message else str(info.status)
     if info.driver_exit_code == Preempted.exit_code:
         text += " (it ended in order; submit again and it goes on)"
-    return State(text, live=not info.status.is_terminal())
+    return JobState(text, live=not info.status.is_terminal())
 
 
-def print_logs(record: Record, follow: bool) -> None:
+def print_logs(record: SubmissionRecord, follow: bool) -> None:
     client = _client(record.where)
     with _answers(record.where):
         if not follow:
@@ -128,7 +128,7 @@ def print_logs(record: Record, follow: bool) -> None:
         asyncio.run(tail())
 
 
-def stop(record: Record) -> None:
+def stop(record: SubmissionRecord) -> None:
     client = _client(record.where)
     with _answers(record.where):
         client.stop_job(record.job)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit.checks import check_no_secrets, check_one_line
-from grpo_dist.tools.submit.job import Job, Record, State
+from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask
 from grpo_dist.tools.submit.sizes import NodeSizes
 from grpo_dist.tools.submit.templates import template
@@ -61,7 +61,7 @@ class SlurmTarget(NodeSizes):
         head, _, rest = template("slurm.sbatch").partition(_BEGIN)
         return head + _BEGIN + self._settings(job) + _END + rest.partition(_END)[2]
 
-    def submit(self, job: Job) -> Record:
+    def submit(self, job: Job) -> SubmissionRecord:
         other = _live(job)
         if other:
             raise UserError(
@@ -71,7 +71,7 @@ class SlurmTarget(NodeSizes):
         job.run_dir.mkdir(parents=True, exist_ok=True)
         # "1234" or "1234;cluster"
         number = ask(["sbatch", "--parsable"], given=self.render(job)).strip().split(";")[0]
-        return Record("slurm", number, str(job.run_dir), log=_log(job, number))
+        return SubmissionRecord("slurm", number, str(job.run_dir), log=_log(job, number))
 
     def _settings(self, job: Job) -> str:
         nodes, described = self.nodes_for(job.config, "slurm")
@@ -110,7 +110,7 @@ class SlurmTarget(NodeSizes):
         )  # fmt: skip
 
 
-def state(record: Record) -> State:
+def state(record: SubmissionRecord) -> JobState:
     try:
         found = ask(["squeue", "--noheader", "--jobs", record.job, "--format", "%T|%M|%R"]).strip()
     except Refused as error:
@@ -119,19 +119,21 @@ def state(record: Record) -> State:
         found = ""
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
-        return State(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
+        return JobState(f"{name}, {elapsed} ({reason.strip('()')})", live=name in _WAITING + _RUNNING)
     accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
     try:
         rows = ask([*accounting, "--format", "State,ExitCode,Elapsed"]).strip().splitlines()
     except Refused:  # a cluster without accounting
         rows = []
     if not rows:
-        return State("over; squeue and sacct know no more", live=False)
+        return JobState("over; squeue and sacct know no more", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
-    return State(f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING)
+    return JobState(
+        f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING
+    )
 
 
-def print_logs(record: Record, follow: bool) -> None:
+def print_logs(record: SubmissionRecord, follow: bool) -> None:
     """The file that Slurm writes, and while the job waits or runs what is added to it."""
     path, read, over, asked_at = Path(record.log), 0, not follow, -_ASKED_EVERY_S
     while True:
@@ -149,7 +151,7 @@ def print_logs(record: Record, follow: bool) -> None:
         time.sleep(_EVERY_S)
 
 
-def stop(record: Record) -> None:
+def stop(record: SubmissionRecord) -> None:
     """A job that runs saves a checkpoint first; one that waits is taken off the queue."""
     if state(record).text.startswith(_RUNNING):
         ask(["scancel", "--signal=USR2", "--batch", record.job])

@@ -7,8 +7,8 @@ from rich.console import Console
 
 from grpo_dist.evaluation.estimates import Estimate
 from grpo_dist.tools.evaluate import table
-from grpo_dist.tools.evaluate.compare import Comparison, Difference, Paired
-from grpo_dist.tools.evaluate.result import Measured, Result
+from grpo_dist.tools.evaluate.compare import ModelComparison, Paired, PairedDifference
+from grpo_dist.tools.evaluate.result import EvaluationResult, Measured
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.scoring.agreement import Agreement
 from grpo_dist.tools.scoring.report import print_agreements
@@ -31,7 +31,7 @@ def test_no_number_of_a_result_is_cut_off(terminal):
         Measured("math500", None, None, 500, 8000, 3, 0.02, 1234.0, found),
         Measured("math500", "subject", "Counting & Probability", 50, 800, 0, 0.07, 4321.0, found),
     ]
-    table.print_result(Result(Identity("m", "f", {}, "d"), [], sets), "runs/[a]")
+    table.print_result(EvaluationResult(Identity("m", "f", {}, "d"), [], sets), "runs/[a]")
     text = terminal.getvalue()
     assert "…" not in text and "results: runs/[a]\n" in text
     for share in (51, 52, 53, 54, 55, 56):  # pass@1 is avg@16, and is shown once
@@ -52,9 +52,9 @@ def test_no_number_of_scores_is_cut_off(terminal):
 
 
 def test_no_number_of_a_comparison_is_cut_off(terminal):
-    gain = Difference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
+    gain = PairedDifference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
     rows = [Paired("all problems", name, 1000, 0.5, 0.6, gain) for name in MEASURES]
-    table.print_comparison(Comparison("A", "B", rows, ["careful"]))
+    table.print_comparison(ModelComparison("A", "B", rows, ["careful"]))
     text = terminal.getvalue()
     assert "…" not in text and "warning: careful" in text
     assert text.count("+12.3 [-5.0, +20.0] │ 0.000123") == 6

@@ -12,7 +12,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe import run as recipe
 from grpo_dist.tools.recipe.config import load_pipeline
 from grpo_dist.tools.recipe.record import read_record
-from grpo_dist.tools.recipe.stages import Result
+from grpo_dist.tools.recipe.stages import StageResult
 from grpo_dist.tools.recipe.table import rows
 
 BASE = {
@@ -58,7 +58,7 @@ class World:
             (stage.directory / "sft.jsonl").write_text(f"{len(self.ran)}\n")
             if stage.name == self.fail_in:
                 raise self.fail_with
-            return Result(counts={"kept": 3, "samples": 8})
+            return StageResult(counts={"kept": 3, "samples": 8})
         if stage.kind == "grpo":
             (stage.directory / "metrics.jsonl").write_text("")
         if stage.name == self.fail_in:
@@ -68,7 +68,7 @@ class World:
         (stage.result / "model.safetensors").write_text("")
         accuracy = len(self.ran) / 10
         measures = {"eval/add3/pass@1": accuracy, "eval/add3/pass@1_stderr": 0.01}
-        return Result(before, measures)
+        return StageResult(before, measures)
 
 
 @pytest.fixture

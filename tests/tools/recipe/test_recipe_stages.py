@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.tools.recipe.config import Stage
+from grpo_dist.tools.recipe.config import ResolvedStage
 from grpo_dist.tools.recipe.stages import run_grpo_stage, run_sft_stage
 from tests.support import fakes
 
@@ -15,9 +15,9 @@ def quiet(message: str) -> None:
     """Nothing is said."""
 
 
-def stage(kind, directory: Path, **changes) -> Stage:
+def stage(kind, directory: Path, **changes) -> ResolvedStage:
     config = fakes.config(**changes)
-    return Stage("it", kind, directory, config, config, ())
+    return ResolvedStage("it", kind, directory, config, config, ())
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,14 @@ from grpo_dist.cli import main
 from grpo_dist.demo.tokenizer import character_tokenizer
 from grpo_dist.errors import UserError
 from grpo_dist.tools.report import rollouts
-from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.arguments import steps_of
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.layout import SECTIONS
 from grpo_dist.tools.report.line_files import Encoded, LineFile
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
-from grpo_dist.tools.report.source import Limits, Source
+from grpo_dist.tools.report.source import ReportLimits, Source
 from grpo_dist.tools.report.tokens import SCALES, TokenTexts
 from tests.support.made_runs import HOSTILE, make_run, metrics_of, write_lines, write_samples
 from tests.support.patience import HANG_S
@@ -37,7 +37,7 @@ from tests.support.report_page import pieces
 def page_of(runs, tmp_path, **limits):
     said = []
     target = write_report(
-        [str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), said.append
+        [str(run) for run in runs], str(tmp_path / "out.html"), ReportLimits(**limits), said.append
     )
     return *pieces(target), target, said
 
@@ -215,8 +215,8 @@ def test_another_tokenizer_is_found_out(tmp_path):
 
 def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
     run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
-    with Answers() as answers:
-        source = Source(open_runs([str(run)])[0], Limits(), answers)
+    with AnswerReader() as answers:
+        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
         assert not source.manifest()["has_tokens"]
         character_tokenizer().save_pretrained(run / "model")
         assert source.manifest()["has_tokens"]
@@ -225,8 +225,8 @@ def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
 
 def test_rows_of_a_table_that_is_shown_no_more_are_let_go(tmp_path):
     run = make_run(tmp_path / "run", steps=2, evals=())
-    with Answers() as answers:
-        source = Source(open_runs([str(run)])[0], Limits(rollouts=16), answers)
+    with AnswerReader() as answers:
+        source = Source(open_runs([str(run)])[0], ReportLimits(rollouts=16), answers)
         for step in (2, 3, 4):
             source.manifest()
             source.piece(f"rows/samples/step_{step:06d}/0")
@@ -244,7 +244,7 @@ def test_a_report_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("grpo_dist.tools.report.command.whole_page", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_report([str(run)], None, Limits(), print)
+        write_report([str(run)], None, ReportLimits(), print)
     assert not list(run.glob("*report.html*")) and not list(run.glob(".report*"))
 
 
@@ -267,7 +267,7 @@ def test_texts_of_tokens_add_up_to_the_text(text):
 
 def test_answers_are_those_that_the_grader_reads():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
-    with Answers() as answers:
+    with AnswerReader() as answers:
         found = answers.found(completions, ["correct", "wrong", "no_answer", ""])
         assert answers.not_searched == 0
     assert found == ["2", "8", None, "Paris"]
@@ -411,8 +411,8 @@ def test_every_metric_of_the_loop_has_its_place_in_a_chart():
 @pytest.fixture
 def served(tmp_path):
     run = make_run(tmp_path / "run", steps=3, recorded=(2,))
-    with Answers() as answers:
-        source = Source(open_runs([str(run)])[0], Limits(), answers)
+    with AnswerReader() as answers:
+        source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
         with ReportServer("127.0.0.1", 0, [source]) as server:
             thread = threading.Thread(target=server.serve_forever, daemon=True)
             thread.start()

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.evaluation.estimates import wilson
-from grpo_dist.tools.report.answers import Answers
+from grpo_dist.tools.report.answers import AnswerReader
 from grpo_dist.tools.report.command import write_report
 from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.server import ReportServer
-from grpo_dist.tools.report.source import Limits, sources
+from grpo_dist.tools.report.source import ReportLimits, sources
 from tests.support.browser import chromium
 from tests.support.made_runs import HOSTILE, make_run, metrics_of, timeline_of, write_lines, write_samples
 from tests.support.patience import HANG_S
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
 
 def opened(browser, runs, tmp_path, tab="curves", **limits):
     target = write_report(
-        [str(run) for run in runs], str(tmp_path / "out.html"), Limits(**limits), lambda _: None
+        [str(run) for run in runs], str(tmp_path / "out.html"), ReportLimits(**limits), lambda _: None
     )
     browser.console()
     browser.open(f"{target.as_uri()}#{tab}")
@@ -290,8 +290,8 @@ def point(page, event, share, **options):
 @contextmanager
 def served(run):
     with (
-        Answers() as answers,
-        ReportServer("127.0.0.1", 0, sources(open_runs([run]), Limits(), answers)) as server,
+        AnswerReader() as answers,
+        ReportServer("127.0.0.1", 0, sources(open_runs([run]), ReportLimits(), answers)) as server,
     ):
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()

@@ -350,9 +350,9 @@ def test_a_run_that_was_not_submitted_is_named(project, capsys):
 
 
 def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monkeypatch):
-    from grpo_dist.tools.submit.job import Record, read_record
+    from grpo_dist.tools.submit.job import SubmissionRecord, read_record
 
-    Record("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
+    SubmissionRecord("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
     record = read_record(Path("/nowhere/runs/far"))
     assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
 
@@ -367,10 +367,10 @@ def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkey
             raise PermissionError(13, "Permission denied", str(path))
         real(path, text)
 
-    job.Record("ray", "tiny-1", str(run)).write()
+    job.SubmissionRecord("ray", "tiny-1", str(run)).write()
     monkeypatch.setattr(job, "datetime", SimpleNamespace(now=lambda zone: datetime(2100, 1, 1, tzinfo=zone)))
     monkeypatch.setattr(job, "write_text", refused)
-    job.Record("ray", "tiny-2", str(run)).write()
+    job.SubmissionRecord("ray", "tiny-2", str(run)).write()
     assert job.read_record(run).job == "tiny-2"  # the later one
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_dist.cli import main
-from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import SlurmTarget
 from tests.support.submitted import command, config_in
 
@@ -37,7 +37,7 @@ def test_a_job_that_uses_all_it_asks_for_has_no_warning(tmp_path, capsys, gpus):
 
 
 def test_a_submission_prints_the_warning_beside_what_it_submits(tmp_path, capsys, monkeypatch):
-    submitted = Record("slurm", "1", str(tmp_path))
+    submitted = SubmissionRecord("slurm", "1", str(tmp_path))
     monkeypatch.setattr(SlurmTarget, "submit", lambda target, job: submitted)
     arguments = ["submit", str(config_in(tmp_path)), "--to", "slurm", "--gpus-per-node", "8"]
     assert main(arguments) == 0

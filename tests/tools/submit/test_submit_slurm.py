@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo_dist.tools.submit.job import Record
+from grpo_dist.tools.submit.job import SubmissionRecord
 from grpo_dist.tools.submit.slurm_jobs import print_logs
 from tests.support.fake_slurm import PROGRAMS, PYTHON, RAY, Running
 from tests.support.patience import HANG_S
@@ -207,7 +207,7 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
 
 
 def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_path, capsys):
-    Record("slurm", "4711", str(tmp_path / "runs/tiny")).write()
+    SubmissionRecord("slurm", "4711", str(tmp_path / "runs/tiny")).write()
     error = slurm / "squeue-fails"
     error.write_text("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     for what in ("status", "stop"):
@@ -229,7 +229,7 @@ def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monke
 
     clock = SimpleNamespace(sleep=sleep, monotonic=lambda: sum(slept))
     monkeypatch.setattr("grpo_dist.tools.submit.slurm_jobs.time", clock)
-    print_logs(Record("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
+    print_logs(SubmissionRecord("slurm", "4711", str(tmp_path), log=str(tmp_path / "log")), follow=True)
     assert capsys.readouterr().out == "step 1\n"
     assert 20 <= len(slept) <= 25 and len(calls(slurm)) <= 6
 
