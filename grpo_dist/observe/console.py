@@ -7,10 +7,10 @@ from __future__ import annotations
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from grpo_dist.observe.live_view import LiveView
 from grpo_dist.runtime.stage_log import shown_by_view
+from grpo_dist.runtime.tables import make_table, print_lines
 
 # label, metric, format
 _COLUMNS = (
@@ -93,21 +93,20 @@ def eval_sets(metrics: dict[str, float]) -> list[str]:
 
 
 def print_before_after(before: dict[str, float], after: dict[str, float], run_dir: str) -> None:
-    """The closing table: every estimate before training and of the exported weights, with standard errors."""
-    console = RichConsole(highlight=False)
-    table = Table(title="accuracy on held-out problems", title_justify="left")
-    for heading in ("set", "measure", "before", "after", "change"):
-        table.add_column(heading, justify="left" if heading in ("set", "measure") else "right")
+    """Print every estimate before training and of the exported weights, with standard errors."""
+    rows = []
     for key, value in after.items():
         if f"{key}_stderr" not in after:
             continue
         _, name, measure = key.split("/")
         first = before.get(key)
-        table.add_row(
+        rows.append((
             escape(name), measure,
             "–" if first is None else f"{first:.1%} ± {before[key + '_stderr']:.1%}",
             f"{value:.1%} ± {after[key + '_stderr']:.1%}",
             "–" if first is None else f"{value - first:+.1%}",
-        )  # fmt: skip
-    console.print(table)
-    console.print(f"run directory: {run_dir}", soft_wrap=True, markup=False)
+        ))  # fmt: skip
+    console = RichConsole(highlight=False)
+    columns = ("set", "measure", "before", "after", "change")
+    console.print(make_table("accuracy on held-out problems", columns, rows, left=("set", "measure")))
+    print_lines(console, [f"run directory: {run_dir}"])

@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from grpo_dist.runtime.tables import make_table
 from grpo_dist.tools.bench.result import Result
 from grpo_dist.tools.bench.table import FIGURES, show, written
 
@@ -37,9 +38,7 @@ def differences(a: Result, b: Result) -> list[str]:
 
 
 def ratio_table(a: Result, b: Result) -> Table:
-    table = Table(title=f"A: {a.name}   B: {b.name}", title_justify="left", title_style="bold")
-    for heading in ("figure", "A", "B", "B / A"):
-        table.add_column(heading, justify="left" if heading == "figure" else "right")
+    table = make_table(f"A: {a.name}   B: {b.name}", ("figure", "A", "B", "B / A"), bold=True)
     found = ratios(a.figures, b.figures)
     for key, figure in FIGURES.items():
         if key in a.figures or key in b.figures:

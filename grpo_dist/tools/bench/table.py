@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from grpo_dist.runtime.tables import make_table
 from grpo_dist.tools.bench.result import Result
 
 
@@ -90,7 +91,8 @@ def print_result(result: Result, console: Console | None = None) -> None:
 
 
 def _stages(result: Result) -> Table:
-    table = _table(f"{result.name}: stages, while busy", "stage", "rate", "in a step", "limit", "of limit")
+    columns = ("stage", "rate", "in a step", "limit", "of limit")
+    table = make_table(f"{result.name}: stages, while busy", columns, bold=True)
     found = result.figures
     for stage in _STAGES:
         key = f"{stage}/{'bytes' if stage == 'sync' else 'tokens'}_per_s"
@@ -110,7 +112,7 @@ def _stages(result: Result) -> Table:
 
 def _time(result: Result) -> Table:
     shown = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
-    table = _table("where a step's time goes, once each", "", "share", "in a step")
+    table = make_table("where a step's time goes, once each", ("", "share", "in a step"), bold=True)
     for key in shown:
         seconds = result.figures[key] * result.figures["loop/step_s"]
         table.add_row(
@@ -121,7 +123,7 @@ def _time(result: Result) -> Table:
 
 def _memory(result: Result) -> Table:
     on_gpu = any(actor.peak_gpu_bytes for actor in result.actors)
-    table = _table("peak memory", "actor", "resident", *(["GPU"] if on_gpu else []))
+    table = make_table("peak memory", ("actor", "resident", *(["GPU"] if on_gpu else [])), bold=True)
     for actor in result.actors:
         gpu = [written(actor.peak_gpu_bytes, "B")] if on_gpu else []
         table.add_row(actor.name, written(actor.peak_bytes, "B"), *gpu)
@@ -150,11 +152,3 @@ def show(found: dict[str, float], key: str) -> str:
     """The figure ``key`` as text; a dash where it was not measured."""
     value = found.get(key)
     return "–" if value is None or math.isnan(value) else written(value, FIGURES[key].unit)
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column(first)
-    for heading in others:
-        table.add_column(heading, justify="right")
-    return table

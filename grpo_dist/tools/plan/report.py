@@ -10,6 +10,7 @@ from rich.table import Table
 
 from grpo_dist.config import Config
 from grpo_dist.runtime.hardware import GIB
+from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
@@ -46,37 +47,29 @@ _FULL = 0.05  # idle share below which who is idle is said to bound the step
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print the whole plan: memory, times, cost, the splits that were tried, and a timeline."""
     console = console or Console(highlight=False)
-
-    def say(text: str) -> None:
-        console.print(text, soft_wrap=True, markup=False)
-
-    for line in _head(plan):
-        say(line)
-    shown = plan.simulated
+    shown = plan.simulated or plan.found[0]
+    cluster = plan.setting.cluster
+    print_lines(console, _head(plan))
     if plan.refused:
-        say(f"as configured: does not fit: {plan.refused}")
+        print_lines(console, [f"as configured: does not fit: {plan.refused}"])
     if plan.configured:
-        console.print(_memory(plan.configured, plan.setting.cluster))
-    for line in _cold_start(plan.setting, (plan.configured or plan.found[0].option).config):
-        say(line)
-    if shown is None:
-        shown = plan.found[0]
-        console.print(_memory(shown.option, plan.setting.cluster, "best split"))
-    say(f"{'as configured' if plan.simulated else 'best split'}: {shown.option.roles.words}")
+        console.print(_memory(plan.configured, cluster))
+    print_lines(console, _cold_start(plan.setting, (plan.configured or plan.found[0].option).config))
+    if plan.simulated is None:
+        console.print(_memory(shown.option, cluster, "best split"))
+    title = "as configured" if plan.simulated else "best split"
+    print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
-    price, losses = plan.setting.cluster.price, losses_of(shown, plan.setting) is not None
-    besides = plan.whole.lines(price=price, losses=losses)
-    for line in [*_slow(shown), *_summary(shown, plan.setting), *besides, *warnings(shown, plan.setting)]:
-        say(line)
+    losses = losses_of(shown, plan.setting) is not None
+    print_lines(console, [*_slow(shown), *_summary(shown, plan.setting)])
+    print_lines(console, plan.whole.lines(price=cluster.price, losses=losses))
+    print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(_found(plan))
-        say(_why(plan))
-        for line in _tried(plan):
-            say(line)
-    say(LEGEND)
-    for line in as_text(shown.simulated):
-        say(line)
+        print_lines(console, [_why(plan), *_tried(plan)])
+    print_lines(console, [LEGEND, *as_text(shown.simulated)])
 
 
 def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
@@ -419,9 +412,9 @@ def _tried(plan: Plan) -> list[str]:
 
 
 def _table(title: str, first: str, *others: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
-    table.add_column(first)
-    for heading in others:
-        widest = max(map(len, heading.split()))
-        table.add_column(heading, justify="left" if heading == "parts" else "right", min_width=widest)
+    """Make a table whose columns are at least as wide as the words of their headings."""
+    table = make_table(title, (first, *others), left=(first, "parts"), bold=True)
+    table.caption_justify = "left"
+    for heading, column in zip(others, table.columns[1:], strict=True):
+        column.min_width = max(map(len, heading.split()))
     return table

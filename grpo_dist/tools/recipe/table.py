@@ -6,26 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rich.console import Console
-from rich.table import Table
-
+from grpo_dist.runtime.tables import make_table, wide_console
 from grpo_dist.tools.recipe.config import ResolvedPipeline
 from grpo_dist.tools.recipe.record import StageRecord
 
 _HEADINGS = ("stage", "kind", "measure", "before", "after", "seconds", "path")
-_NUMBERS = ("before", "after", "seconds")
+_TEXTS = ("stage", "kind", "measure", "path")
 
 
 def print_table(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> None:
-    table = Table(title=f"pipeline {pipeline.name}", title_justify="left")
-    for heading in _HEADINGS:
-        table.add_column(heading, justify="right" if heading in _NUMBERS else "left", no_wrap=True)
-    for row in rows(pipeline, records):
-        table.add_row(*row)
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200  # a file has no edge, and a path cut short is no path
-    console.print(table)
+    title = f"pipeline {pipeline.name}"
+    table = make_table(title, _HEADINGS, rows(pipeline, records), left=_TEXTS, wrap="never")
+    wide_console().print(table)
 
 
 def rows(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> Iterator[tuple[str, ...]]:

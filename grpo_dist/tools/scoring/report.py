@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.runtime.files import write_text
-from grpo_dist.tools.evaluate.table import print_rows
+from grpo_dist.runtime.tables import print_lines, print_rows
 from grpo_dist.tools.scoring.agreement import Agreement
 from grpo_dist.tools.scoring.scorer import Outcome, Scored
 
@@ -86,9 +86,8 @@ def print_scores(
     outcomes = Counter(o for s in outcome.scored for o in s.scores.outcomes if o)
     if outcomes:
         console.print("math outcomes: " + ", ".join(f"{o} {n}" for o, n in outcomes.most_common()))
-    for name, part in parts.items():
-        if np.isnan(part).any():
-            console.print(_unscored(outcome, name, part), markup=False, soft_wrap=True)
+    unscored = {name: part for name, part in parts.items() if np.isnan(part).any()}
+    print_lines(console, (_unscored(outcome, name, part) for name, part in unscored.items()))
     _print_time(console, outcome)
 
 
@@ -134,7 +133,7 @@ def _print_time(console: Console, outcome: Outcome) -> None:
     )
     slowest = sorted(outcome.scored, key=lambda s: -s.seconds_each)[:3]
     said = ", ".join(f"{s.row.location} {1e3 * s.seconds_each:.0f} ms" for s in slowest)
-    console.print(f"slowest: {said}", soft_wrap=True, markup=False)
+    print_lines(console, [f"slowest: {said}"])
 
 
 def print_agreements(console: Console, found: Sequence[Agreement]) -> None:
@@ -162,6 +161,4 @@ def print_disagreements(console: Console, rows: Sequence[dict[str, Any]], shown:
         )
         text = row["completion"]
         tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
-        console.print(
-            f"{row['location']}: {said}; answer {row['answer']!r}: {tail!r}", markup=False, soft_wrap=True
-        )
+        print_lines(console, [f"{row['location']}: {said}; answer {row['answer']!r}: {tail!r}"])

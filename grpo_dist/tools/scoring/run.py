@@ -15,7 +15,7 @@ from grpo_dist.errors import UserError, refusals
 from grpo_dist.rewards.registry import check_rewards
 from grpo_dist.runs.prepare import check_writable, load_tokenizer, resolve_model
 from grpo_dist.runtime.hardware import available_cpus
-from grpo_dist.tools.evaluate.table import console_for_tables
+from grpo_dist.runtime.tables import print_lines, wide_console
 from grpo_dist.tools.scoring import report
 from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grader
 from grpo_dist.tools.scoring.rows import Columns, CompletionRow, read_rows
@@ -120,12 +120,12 @@ def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
 
 def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     """Tables on the terminal, scores and disagreements in files."""
-    console = console_for_tables()
+    console = wide_console()
     scored = [s.scores for s in outcome.scored]
     parts = {name: np.concatenate([s.parts[name] for s in scored]).astype(float) for name in scored[0].parts}
     report.write_scores(target, outcome)
     report.print_scores(console, outcome, np.concatenate([s.rewards for s in scored]).astype(float), parts)
-    console.print(f"scores: {target}", soft_wrap=True, markup=False)
+    print_lines(console, [f"scores: {target}"])
     graders = {name: part for name, part in parts.items() if is_grader(part)}
     if columns.label is not None:
         name = columns.label if columns.label not in parts else f"{columns.label} (label)"
@@ -140,7 +140,7 @@ def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
     file = target.with_name(f"{target.name.removesuffix('.jsonl')}.disagreements.jsonl")
     rows = report.write_disagreements(file, outcome, graders, disagreements(graders))
     report.print_disagreements(console, rows, show)
-    console.print(f"disagreements: {len(rows)} in {file}", soft_wrap=True, markup=False)
+    print_lines(console, [f"disagreements: {len(rows)} in {file}"])
 
 
 def _labels(rows: Sequence[CompletionRow]) -> np.ndarray:

@@ -21,7 +21,7 @@ def terminal(request, monkeypatch):
     """What is printed goes there."""
     out = io.StringIO()
     console = Console(file=out, width=request.param, highlight=False)
-    monkeypatch.setattr(table, "console_for_tables", lambda: console)
+    monkeypatch.setattr(table, "wide_console", lambda: console)
     return out
 
 
@@ -41,7 +41,7 @@ def test_no_number_of_a_result_is_cut_off(terminal):
 
 
 def test_no_number_of_scores_is_cut_off(terminal):
-    console = table.console_for_tables()
+    console = table.wide_console()
     print_agreements(console, [Agreement("my_rewards:same", "numeric", 12000, 30, 50, 400, 0)])
     columns = ("reward", "scored", "mean", "distribution")
     table.print_rows(console, "rewards", columns, [["a" * 45, "3000", "-10.125", "▄        █"]])

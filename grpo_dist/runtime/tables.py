@@ -1,0 +1,68 @@
+"""Tables and lines on the terminal, the same for every command."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+_FILE_WIDTH = 200  # columns of output that is no terminal
+_ANY_WIDTH = 10_000
+
+Wrap = Literal["words", "text", "never"]
+
+
+def wide_console() -> Console:
+    """Return a console that is wide enough for long rows where the output is no terminal."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _FILE_WIDTH
+    return console
+
+
+def make_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    left: Collection[str] | None = None,
+    wrap: Wrap = "words",
+    bold: bool = False,
+) -> Table:
+    """Build a table from its headings and ``rows`` of cells, all of them rich markup.
+
+    ``left``: the left-aligned columns, by default the first. ``wrap``: "words": cells wrap between words;
+    "text": left-aligned cells wrap at any character, others never; "never": no cell wraps.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold" if bold else None)
+    for i, heading in enumerate(columns):
+        is_left = i == 0 if left is None else heading in left
+        table.add_column(
+            heading,
+            justify="left" if is_left else "right",
+            no_wrap=wrap == "never" or (wrap == "text" and not is_left),
+            overflow="fold" if wrap == "text" and is_left else "ellipsis",
+        )
+    for cells in rows:
+        table.add_row(*cells)
+    return table
+
+
+def print_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print ``rows`` as a table; on a narrow terminal one cell per line, so that none is cut off."""
+    table = make_table(title, columns, rows, wrap="never")
+    if console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum > console.width:
+        table = make_table(title, (columns[0], "", ""), left=(columns[0], ""))
+        for name, *own in rows:
+            for i, (heading, cell) in enumerate(zip(columns[1:], own, strict=True)):
+                last = i == len(own) - 1
+                table.add_row("" if i else name, heading.replace("\n", " "), cell, end_section=last)
+    console.print(table)
+
+
+def print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
+    """Print plain text without markup; long lines are left to the terminal."""
+    for line in lines:
+        console.print(line, style=style, markup=False, soft_wrap=True)
