@@ -18,7 +18,6 @@ import numpy as np
 
 from grpo_dist.types import Group
 
-LEDGER = "ledger.jsonl"
 DROPPED = "dropped.jsonl"  # beside it: rows of the training files that became no prompts, and why
 TRAINED = "trained"
 # Why a prompt was sampled and not trained on, in the words of the closing line.

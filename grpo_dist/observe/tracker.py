@@ -28,7 +28,6 @@ from types import TracebackType
 from grpo_dist.batch.token_values import ValuesOfSamples, has_tokens
 from grpo_dist.config import Config
 from grpo_dist.errors import RunEnded
-from grpo_dist.loop.ledger import LEDGER, Account
 from grpo_dist.observe.completions import step_of, table_of
 from grpo_dist.observe.console import Console
 from grpo_dist.observe.metrics_file import METRICS, MetricsFile
@@ -47,6 +46,7 @@ from grpo_dist.types import Group
 from grpo_dist.workers import WorkerUsage
 
 EVENTS = "events.jsonl"
+LEDGER = "ledger.jsonl"
 _Opener = Callable[[Callable[[str], None]], Sink]  # called with the function that reports problems
 _LOGGER = logging.getLogger("grpo_dist")
 _TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
@@ -153,7 +153,7 @@ class Tracker:
             steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
             self._writer.submit(lambda: write_timeline(self.directory, steps))
 
-    def account(self, step: int, found: Account) -> None:
+    def account(self, step: int, found: Mapping[str, Sequence[str]]) -> None:
         """What became of the prompts of ``step``, for the run's ledger."""
         self._ledger.add(step, found)
 

@@ -21,8 +21,8 @@ from grpo_dist.data.order import step_prompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.errors import RunEnded, UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
-from grpo_dist.loop.ledger import DROPPED, LEDGER, imbalance, summary
-from grpo_dist.observe import Tracker
+from grpo_dist.loop.ledger import DROPPED, imbalance, summary
+from grpo_dist.observe import LEDGER, Tracker
 from grpo_dist.observe.console import print_before_after
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import (

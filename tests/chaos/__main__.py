@@ -17,7 +17,8 @@ from random import Random
 
 import psutil
 
-from grpo_dist.loop.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import imbalance
+from grpo_dist.observe import LEDGER
 from tests.support import made_classifiers
 
 from . import room, verdict

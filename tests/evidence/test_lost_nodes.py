@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.loop.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import imbalance
+from grpo_dist.observe import LEDGER
 from tests.support.multi_node_run import STEPS, lines
 
 pytestmark = pytest.mark.evidence

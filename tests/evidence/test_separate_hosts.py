@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_dist.loop.ledger import LEDGER, imbalance
+from grpo_dist.loop.ledger import imbalance
+from grpo_dist.observe import LEDGER
 from tests.support.separate_hosts import hosts, refusal
 
 pytestmark = pytest.mark.evidence

@@ -18,7 +18,7 @@ from actors.cluster import Cluster
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import RunEnded, StateLost, Unhealthy
-from grpo_dist.loop.ledger import LEDGER
+from grpo_dist.observe import LEDGER
 from grpo_dist.runs import session
 from grpo_dist.runs.checkpoint import (
     Place,
