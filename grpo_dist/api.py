@@ -17,8 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, load_config, overridden, parser_reason, validated
-from grpo_dist.config.secrets import masked_setting
 from grpo_dist.errors import UserError
+from grpo_dist.secrets import masked_setting
 
 Source = Config | str | Path | Mapping[str, Any]
 

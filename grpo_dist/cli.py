@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from grpo_dist.config.secrets import masked, masked_command
 from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.runtime.stage_log import stage, stages_logged
+from grpo_dist.secrets import masked, masked_command
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_dist.config import Config
-from grpo_dist.config.secrets import masked, masked_command
 from grpo_dist.observe.completions import COLUMNS, Table
+from grpo_dist.secrets import masked, masked_command
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 _INIT_S = _FINISH_S = 30.0  # for its server to answer, and to take what is left at the end

@@ -11,8 +11,8 @@ from typing import Any
 
 import openai
 
-from grpo_dist.config.secrets import masked_text
 from grpo_dist.rewards.rate_limit import RateLimit
+from grpo_dist.secrets import masked_text
 
 _AGAIN = frozenset({408, 409, 425, 429})  # statuses that may pass; as may any of 500 and above
 _LONGEST_REASON = 300  # characters

@@ -14,13 +14,13 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr
 
 from grpo_dist.config import Count, Section
-from grpo_dist.config.secrets import masked
 from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.builtin import Builtin, Note
 from grpo_dist.rewards.chat_server import ChatServer, NoReply, api_key
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
+from grpo_dist.secrets import masked
 
 _TAIL = 300  # characters of a completion without a box that are judged, from its end
 _LONGEST = 1000  # characters; a longer box is no answer, unless the gold is as long

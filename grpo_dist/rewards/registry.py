@@ -15,13 +15,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from grpo_dist.config import GatedConfig, RewardsConfig
-from grpo_dist.config.secrets import masked_text, shown_value
 from grpo_dist.rewards import builtin
 from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
 from grpo_dist.rewards.judge import Judge
 from grpo_dist.rewards.pool import Failure, GraderPool
+from grpo_dist.secrets import masked_text, shown_value
 
 _WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
 

@@ -34,7 +34,6 @@ from pydantic import TypeAdapter
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
-from grpo_dist.config.secrets import HIDDEN
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.state import HealthState
 from grpo_dist.loop.progress import Progress, SampledBatch
@@ -44,6 +43,7 @@ from grpo_dist.runs.identity import Change, changes, fingerprint, told
 from grpo_dist.runs.manifest import find_damage, write_manifest
 from grpo_dist.runtime.concurrency import deadline, in_thread
 from grpo_dist.runtime.files import clear, exchange, flush, publish
+from grpo_dist.secrets import HIDDEN
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from grpo_dist.config.secrets import masked
+from grpo_dist.secrets import masked
 
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes a thread late
 

@@ -79,7 +79,7 @@ def test_the_long_form_has_as_many_of_each_kind_as_asked_for(tmp_path):
 
 def test_the_node_that_is_lost_has_a_worker_of_the_role(monkeypatch):
     workers, lost = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], []
-    monkeypatch.setattr("chaos.faults.doing", lambda worker: "sample")
+    monkeypatch.setattr("tests.chaos.faults.doing", lambda worker: "sample")
     nodes = SimpleNamespace(holds=lambda worker: worker.pid == 2, lose=lost.append)
     family = SimpleNamespace(of_role=lambda role: workers)
     job = SimpleNamespace(family=family, nodes=nodes, last_step=lambda: 3)
@@ -294,7 +294,7 @@ def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, m
     before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
     whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
-    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    monkeypatch.setattr("tests.chaos.__main__.imbalance", lambda *_, **__: None)
     found = whole._judge(job, LINES)
     assert "no recovery in 0.2 s, elsewhere it was never seen" in found["recovered"]
     assert found["survived"] == "launch 0 ended with 1, and nothing had been done to it"
@@ -317,7 +317,7 @@ def test_other_numbers_are_told_but_for_those_of_an_engine_that_came_back_ahead(
     job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
     whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
-    monkeypatch.setattr("chaos.__main__.imbalance", lambda *_, **__: None)
+    monkeypatch.setattr("tests.chaos.__main__.imbalance", lambda *_, **__: None)
     assert bool(whole._judge(job, LINES)["same numbers"]) == told
 
 

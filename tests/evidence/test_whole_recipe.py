@@ -21,7 +21,7 @@ from grpo_dist.data.demonstrations import load_pairs
 from tests.support.patience import HANG_S
 from tests.support.real_runs import survivors
 
-pytestmark = pytest.mark.timeout(4 * 3600)  # six engines start, one after the other
+pytestmark = [pytest.mark.evidence, pytest.mark.timeout(4 * 3600)]  # six engines start, one after the other
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = """

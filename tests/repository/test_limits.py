@@ -13,7 +13,7 @@ CLOCKS = {"monotonic", "time", "perf_counter"}
 WAITS = {"run", "wait", "communicate", "join", "wait_procs", "check_output", "check_call"}
 SHORT_S = 600.0
 # On a simulated clock; and in a loop that asks again.
-HARMLESS = {"test_plan_simulation.py", "chaos/verdict.py"}
+HARMLESS = {"tools/plan/test_plan_simulation.py", "chaos/verdict.py"}
 
 
 def too_short(node):

@@ -20,7 +20,6 @@ import numpy as np
 import psutil
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import Row, read, source_name
 from grpo_dist.errors import UserError
 from grpo_dist.observe.settings import check_trackers
@@ -37,6 +36,7 @@ from grpo_dist.runs.prepare import (
 )
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runtime.hardware import GIB, DeviceType, device_type
+from grpo_dist.secrets import masked
 from grpo_dist.types import Prompt
 
 if TYPE_CHECKING:

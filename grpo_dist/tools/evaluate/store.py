@@ -22,7 +22,6 @@ from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.config.differences import changes, listed
-from grpo_dist.config.secrets import masked
 from grpo_dist.data.readers import json_lines
 from grpo_dist.evaluation.sampling import sampling_of
 from grpo_dist.observe.samples import write_groups
@@ -32,6 +31,7 @@ from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import alone, keep_backup, write_text
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.runtime.json_files import read_json
+from grpo_dist.secrets import masked
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Group
 

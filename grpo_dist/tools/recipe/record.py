@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_dist.config.differences import changes
-from grpo_dist.config.secrets import HIDDEN, masked
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.identity import without_layout
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
+from grpo_dist.secrets import HIDDEN, masked
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage, paths
 
 FILE = "stage.json"

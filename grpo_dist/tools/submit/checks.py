@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import Config
-from grpo_dist.config.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.errors import UserError
+from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.tools.submit.job import Job, Variable, run_directory
 
 # Also what editors and YAML take for the end of a line.
