@@ -1,13 +1,14 @@
-"""The fenced blocks of the project's documents, and what the tests are told about them.
+"""Find the fenced blocks of the project's documents and what the tests do with each.
 
-Above a block may stand a comment that a reader does not see:
+A comment above a block, which readers do not see, selects it:
 
-    <!-- docs: run -->                       it is run as a reader would run it
-    <!-- docs: run with steps=2 -->          the same with these overrides, to be short
-    <!-- docs: parsed: needs a cluster -->   it is parsed only, and why
+    <!-- docs: run -->                            the tests run it as a reader would
+    <!-- docs: run with steps=2 -->               the same with these overrides, to be short
+    <!-- docs: parsed: needs a cluster -->        the tests only parse it; the reason follows
+    <!-- docs: quoted: grpo_dist/driver.py -->    this file has its lines; ... skips some
 
-Without one, YAML is loaded, Python is executed, and a block that begins with `# NAME` is a file of that name
-for the blocks that come after it in the document.
+Without a comment the tests load YAML and execute Python. A block that begins with `# NAME` is a file of that
+name for later blocks of the document.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("grpo-dist", "make", "pip", "python", "docker")
 _MARK = re.compile(
-    r"<!-- docs: (?P<mode>run|parsed)(?: with (?P<overrides>[^:]+?))?(?:: (?P<reason>.+?))? -->"
+    r"<!-- docs: (?P<mode>run|parsed|quoted)(?: with (?P<overrides>[^:]+?))?(?:: (?P<reason>.+?))? -->"
 )
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|yaml|jsonl))$")
 
 
 @dataclass(frozen=True)
 class Block:
-    """``mode``: run, parsed or "" (not said)."""
+    """One fenced block. ``mode``: run, parsed, quoted, or "" without a comment."""
 
     document: str
     line: int
@@ -43,7 +44,7 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The name that its first line gives it."""
+        """Return the file name in its first line, or None."""
         named = _FILE.match(self.text.partition("\n")[0])
         return named[1] if named else None
 
@@ -53,20 +54,20 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """One a line, continued lines joined, without comments and what explains options."""
+        """Return one command per line: continued lines joined, comments and indented lines left out."""
         joined = self.text.replace("\\\n", " ")
         lines = (line.partition("  #")[0].rstrip() for line in joined.splitlines())
         return [line for line in lines if line and not line.startswith(("#", " "))]
 
     @property
     def explained(self) -> list[str]:
-        """Options that indented lines below a command tell of."""
-        told = re.findall(r"^ +((?:--[\w-]+,? ?)+)", self.text, re.MULTILINE)
-        return [option.strip(" ,") for line in told for option in line.split()]
+        """Return the options that indented lines below a command explain."""
+        lines = re.findall(r"^ +((?:--[\w-]+,? ?)+)", self.text, re.MULTILINE)
+        return [option.strip(" ,") for line in lines for option in line.split()]
 
 
 def documents() -> list[Path]:
-    """All that git knows, or would take."""
+    """Return every Markdown file that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -75,14 +76,39 @@ def documents() -> list[Path]:
 
 
 def blocks(path: Path) -> list[Block]:
+    """Return the fenced blocks of one document."""
     return list(_blocks(path.read_text(), str(path.relative_to(ROOT))))
 
 
 def inline_commands(path: Path) -> list[str]:
-    """Commands in the midst of a text: `make test`."""
+    """Return the commands within sentences, such as `make test`."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
     found = re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]+)`", text)
     return [" ".join(command.split()) for command in found]
+
+
+def is_quoted(quote: str, source: str) -> bool:
+    """Tell whether ``source`` has the lines of ``quote`` in this order; ``...`` skips lines of the source.
+
+    The quote may be indented less than the source.
+    """
+    wanted, lines = quote.splitlines(), source.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.strip() == wanted[0]]
+    return any(_follows(wanted, lines[start:]) for start in starts)
+
+
+def _follows(wanted: list[str], lines: list[str]) -> bool:
+    indent = lines[0].removesuffix(lines[0].lstrip())
+    at, may_skip = 0, False
+    for line in wanted:
+        if line.strip() == "...":
+            may_skip = True
+            continue
+        found = next((i for i, own in enumerate(lines[at:], at) if own == indent + line), None)
+        if found is None or (found != at and not may_skip):
+            return False
+        at, may_skip = found + 1, False
+    return True
 
 
 def _blocks(text: str, document: str) -> Iterator[Block]:
