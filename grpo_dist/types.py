@@ -87,7 +87,7 @@ class Group:
         str, ...
     ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
     score_s: float = 0.0  # seconds the scoring of this group took
-    garbage: int = 0  # samples of it that `garbage.is_garbage` is true of
+    garbage: int = 0  # samples of it that `degenerate_text.is_degenerate` is true of
     baseline_reward: float | None = None  # of the greedy answer; None: not sampled
     # Of a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
     # [S], the index in completion_ids of each step's last token, not decreasing.

@@ -19,8 +19,8 @@ from actors.lifecycle.calls import LOST, Places, end, makers, one_at_a_time
 from actors.lifecycle.supervisor import Team, Watched, reason
 from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import RestartsConfig, RewardsConfig
-from grpo_dist.rewards.answers import Answers
-from grpo_dist.rewards.garbage import is_garbage
+from grpo_dist.rewards.degenerate_text import is_degenerate
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.models import ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
@@ -64,11 +64,13 @@ class RewardWorker(Metered, Watched):
         ``modelled``: what each reward model says of the samples; ``score_s`` is without their time.
         """
         begin = time.perf_counter()
-        answers = Answers.of(prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings)
-        scores = self._scorer.score(answers, {name: m.rewards for name, m in modelled.items()})
+        completions = CompletionGroup.of(
+            prompt, rollouts, max_new_tokens=self._max_new_tokens, settings=self._settings
+        )
+        scores = self._scorer.score(completions, {name: m.rewards for name, m in modelled.items()})
         group = Group(prompt, tuple(rollouts), scores.rewards, scores.parts, tuple(scores.outcomes))
-        garbage = sum(is_garbage(rollout.text) for rollout in rollouts)
-        group = replace(with_steps(group, modelled), garbage=garbage, score_s=time.perf_counter() - begin)
+        degenerate = sum(is_degenerate(rollout.text) for rollout in rollouts)
+        group = replace(with_steps(group, modelled), garbage=degenerate, score_s=time.perf_counter() - begin)
         return group, self._scorer.news()
 
     def close(self) -> None:

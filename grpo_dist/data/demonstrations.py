@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.config import DemonstrationsConfig, SFTConfig
-from grpo_dist.data.prompts import tokenise, tokenise_messages
+from grpo_dist.data.prompts import PromptFormat, tokenise_messages
 from grpo_dist.data.readers import json_lines
 from grpo_dist.runtime.cache import fingerprint
 
@@ -143,4 +143,5 @@ def _prompt_ids(record: Mapping[str, Any], tokenizer: Any) -> list[int]:
     if "messages" in record:
         return tokenise_messages(record["messages"], tokenizer, arguments)
     templated = record.get("chat_template") != "none"
-    return tokenise(record["prompt"], tokenizer, record.get("system"), None, templated, arguments)
+    prompt_format = PromptFormat(record.get("system"), None, templated, arguments)
+    return prompt_format.token_ids(record["prompt"], tokenizer)

@@ -45,7 +45,7 @@ class PromptOrder(Protocol):
     def state(self) -> OrderState: ...
 
 
-class Turns:
+class EpochOrder:
     """The plain order: `step_prompts`. A place is a position in the epochs, one after the other."""
 
     state = OrderState()
@@ -78,8 +78,8 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
     A prompt that would come twice within one step, from the end of one epoch and the start of the next, gives
     its place to the new epoch's next. Raises ValueError when ``per_step`` exceeds ``n``.
     """
-    turns = Turns(n, per_step, seed=seed)
-    return [turns.prompt(place) for place in turns.take(step)]
+    order = EpochOrder(n, per_step, seed=seed)
+    return [order.prompt(index) for index in order.take(step)]
 
 
 @lru_cache(maxsize=4)

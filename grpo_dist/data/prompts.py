@@ -1,62 +1,105 @@
-"""From rows to tokenised prompts."""
+"""Rows of data sources become tokenised prompts."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from jinja2 import TemplateError
 
-from grpo_dist.data.readers import Row
+from grpo_dist.config import DataConfig
+from grpo_dist.data.readers import DataRow
 from grpo_dist.data.thoughts import is_kept, thought_of
 from grpo_dist.types import Prompt, Thought
 
 
 @dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How a problem becomes the text of a prompt.
+
+    Attributes:
+        instruction: text on a line of its own after the problem.
+        use_chat_template: False for the plain text.
+        template_kwargs: further arguments of the chat template.
+    """
+
+    system_prompt: str | None = None
+    instruction: str | None = None
+    use_chat_template: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: DataConfig) -> PromptFormat:
+        """Read the format from section `data` of the configuration."""
+        return cls(data.system_prompt, data.instruction, data.chat_template == "model", data.template_kwargs)
+
+    def text(self, problem: str, tokenizer: Any) -> str:
+        """Render the prompt of ``problem``, up to where the model's answer begins."""
+        content = user_content(problem, self.instruction)
+        if not self.use_chat_template:
+            return f"{self.system_prompt}\n{content}" if self.system_prompt else content
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        messages.append({"role": "user", "content": content})
+        return _rendered(messages, tokenizer, self.template_kwargs)
+
+    def token_ids(self, problem: str, tokenizer: Any) -> list[int]:
+        """Tokenise the prompt of ``problem``, up to where the model's answer begins."""
+        return _ids(self.text(problem, tokenizer), tokenizer, self.use_chat_template)
+
+
+@dataclass(frozen=True, slots=True)
 class Dropped:
+    """A row that became no prompt, and why."""
+
     location: str
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class BuiltPrompts:
+    """Prompts in row order, the rows dropped, and how often each uid has been given so far."""
+
+    prompts: list[Prompt]
+    dropped: list[Dropped]
+    uid_counts: Mapping[str, int]
+
+
 def build_prompts(
-    rows: Sequence[Row],
+    rows: Sequence[DataRow],
     tokenizer: Any,
+    prompt_format: PromptFormat = PromptFormat(),
     *,
-    system_prompt: str | None = None,
-    instruction: str | None = None,
-    use_chat_template: bool = True,
-    template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_tokens: int,
     overlong: Literal["refuse", "drop"] = "refuse",
-    seen: dict[str, int] | None = None,
-) -> tuple[list[Prompt], list[Dropped]]:
-    """Prompts in row order, and what was dropped and why.
+    uid_counts: Mapping[str, int] | None = None,
+) -> BuiltPrompts:
+    """Tokenise ``rows`` into prompts with distinct uids.
 
-    ``seen`` counts the uids given so far; hand the same dict to every call whose prompts must differ in uid.
+    Args:
+        overlong: whether a prompt of more than ``max_prompt_tokens`` tokens is an error or is dropped.
+        uid_counts: those of the previous call, where the prompts of several calls must differ in uid.
 
-    Raises ValueError for a tokenizer without a chat template where one is asked for, for a template that does
-    not take the messages, for a prompt without tokens, with ``overlong="refuse"`` for the first prompt of
-    more than ``max_prompt_tokens`` tokens, and where every prompt is dropped.
+    Raises:
+        ValueError: the tokenizer lacks the chat template or the template rejects the messages; a prompt has
+            no tokens; a prompt is overlong with ``overlong="refuse"``; or every prompt is dropped.
     """
-    if use_chat_template and not getattr(tokenizer, "chat_template", None):
+    if prompt_format.use_chat_template and not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             "data.chat_template = model, but the model's tokenizer has no chat template; use an "
-            "instruction-tuned model or "
-            "set data.chat_template=none"
+            "instruction-tuned model or set data.chat_template=none"
         )
     prompts: list[Prompt] = []
     dropped: list[Dropped] = []
-    seen = {} if seen is None else seen
-    thoughts = _Thoughts(tokenizer, use_chat_template)
+    counts = Counter(uid_counts or {})
+    thoughts = _Thoughts(tokenizer, prompt_format.use_chat_template)
     for row in rows:
-        text = prompt_text(
-            row.problem, tokenizer, system_prompt, instruction, use_chat_template, dict(template_kwargs or {})
-        )
-        token_ids = _ids(text, tokenizer, use_chat_template)
+        text = prompt_format.text(row.problem, tokenizer)
+        token_ids = _ids(text, tokenizer, prompt_format.use_chat_template)
         if not len(token_ids):
             raise ValueError(
                 f"{row.location}: the prompt {row.problem[:80]!r} has no tokens, expected at least one; "
@@ -71,57 +114,28 @@ def build_prompts(
                 raise ValueError(f"{reason}; raise the limit, remove the row, or set data.overlong=drop")
             dropped.append(Dropped(row.location, reason))
             continue
-        uid = _uid(row, seen)
-        columns = dict(row.columns)
-        ids = np.asarray(token_ids, np.int32)
-        thought = thoughts.of(text)
-        prompts.append(Prompt(uid, ids, row.answer, row.source, row.problem, columns, thought))
+        uid = _uid(row)
+        counts[uid] += 1
+        # A row that occurs again gets a number as suffix.
+        unique = uid if counts[uid] == 1 else f"{uid}-{counts[uid]}"
+        ids, columns = np.asarray(token_ids, np.int32), dict(row.columns)
+        prompts.append(Prompt(unique, ids, row.answer, row.source, row.problem, columns, thoughts.of(text)))
     if dropped and not prompts:
         raise ValueError(
             f"{dropped[0].reason}, and so has every one of the {len(dropped)} prompts; raise the limit"
         )
-    return prompts, dropped
-
-
-def tokenise(
-    problem: str,
-    tokenizer: Any,
-    system_prompt: str | None,
-    instruction: str | None,
-    use_chat_template: bool,
-    template_kwargs: dict[str, Any],
-) -> list[int]:
-    """Token ids of the prompt, up to where the model's answer begins."""
-    text = prompt_text(problem, tokenizer, system_prompt, instruction, use_chat_template, template_kwargs)
-    return _ids(text, tokenizer, use_chat_template)
-
-
-def prompt_text(
-    problem: str,
-    tokenizer: Any,
-    system_prompt: str | None,
-    instruction: str | None,
-    use_chat_template: bool,
-    template_kwargs: dict[str, Any],
-) -> str:
-    """The prompt, up to where the model's answer begins."""
-    content = user_content(problem, instruction)
-    if not use_chat_template:
-        return f"{system_prompt}\n{content}" if system_prompt else content
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": content})
-    return _rendered(messages, tokenizer, template_kwargs)
+    return BuiltPrompts(prompts, dropped, counts)
 
 
 def _ids(text: str, tokenizer: Any, use_chat_template: bool) -> list[int]:
-    """A chat template has the special tokens in its text."""
+    """Tokenise ``text``; a rendered chat template already contains the special tokens."""
     if use_chat_template:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return tokenizer(text)["input_ids"]
 
 
 class _Thoughts:
-    """The thoughts that prompts of one tokenizer show."""
+    """Detects the thought that each prompt of one tokenizer begins."""
 
     def __init__(self, tokenizer: Any, use_chat_template: bool) -> None:
         template = getattr(tokenizer, "chat_template", None) if use_chat_template else None
@@ -129,8 +143,10 @@ class _Thoughts:
         self._kept: dict[str, bool] = {}
 
     def of(self, text: str) -> Thought:
-        """Without a tag at the prompt's end where completions would lose the closing one: then nobody sees
-        where a thought ends.
+        """Return the thought of a completion of ``text``.
+
+        When decoding drops the closing tag, the end of a thought is invisible, so the prompt counts as
+        opening none.
         """
         thought = thought_of(text, self._template)
         if not thought.prompt:
@@ -141,14 +157,14 @@ class _Thoughts:
 
 
 def user_content(problem: str, instruction: str | None) -> str:
-    """What the user says: the problem, and the instruction on a line of its own."""
+    """Return the user message: the problem, and the instruction on a line of its own."""
     return f"{problem}\n{instruction}" if instruction else problem
 
 
 def tokenise_messages(
     messages: Sequence[Mapping[str, str]], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[int]:
-    """Token ids of the conversation, up to where the model's answer begins."""
+    """Tokenise a conversation, up to where the model's answer begins."""
     return _ids(_rendered(messages, tokenizer, template_kwargs), tokenizer, True)
 
 
@@ -161,15 +177,13 @@ def _rendered(
         )
     except TemplateError as error:
         raise ValueError(
-            f"the model's chat template refuses the {' and '.join(m['role'] for m in messages)} messages "
+            f"the model's chat template rejects the {' and '.join(m['role'] for m in messages)} messages "
             f"({error}); check data.system_prompt and data.template_kwargs"
         ) from error
 
 
 def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
-    """A sentence that says how many held-out problems are also trained on, "" for none. Case and punctuation
-    do not count.
-    """
+    """Report how many held-out problems are also in ``train``; "" for none. Ignores case and punctuation."""
     trained = {_plain(p.text) for p in train}
     shared = [p for p in held_out if _plain(p.text) in trained]
     if not shared:
@@ -178,14 +192,12 @@ def check_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:
     return f"{count} problems are also in the training set, e.g. {shared[0].text[:80]!r}"
 
 
-def _uid(row: Row, seen: dict[str, int]) -> str:
-    """Stable across runs and row order; a row that comes again gets a number behind."""
+def _uid(row: DataRow) -> str:
+    """Return an identifier that is stable across runs and row order."""
     digest = hashlib.blake2b(f"{row.problem}\x1f{row.answer}".encode(), digest_size=8).hexdigest()
-    uid = f"{row.source}-{digest}"
-    seen[uid] = seen.get(uid, 0) + 1
-    return uid if seen[uid] == 1 else f"{uid}-{seen[uid]}"
+    return f"{row.source}-{digest}"
 
 
 def _plain(text: str) -> str:
-    """Letters, digits and operators, lower case: what makes a problem the same problem."""
+    """Reduce a problem to letters, digits and operators in lower case, for comparison."""
     return re.sub(r"[\s.,;:!?\"'`$]+", "", text.casefold())

@@ -20,7 +20,7 @@ _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DataRow:
     """One problem as found; ``location`` is where, for messages: ``gsm8k.jsonl:17``."""
 
     problem: str
@@ -30,14 +30,14 @@ class Row:
     columns: Mapping[str, Any]
 
 
-def read(source: DataSourceConfig) -> list[Row]:
+def read(source: DataSourceConfig) -> list[DataRow]:
     """All rows of ``source``, at most ``max_rows``.
 
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
     answer, and an empty data set; the message names the file and the row.
     """
     label = source_name(source)
-    rows: list[Row] = []
+    rows: list[DataRow] = []
     with PatternSearch(source.answer_pattern or "()", timeout_s=PATTERN_S) as pattern:
         for location, record in _records(source):
             if source.max_rows is not None and len(rows) >= source.max_rows:
@@ -62,8 +62,10 @@ class MissingColumn(ValueError):
         return self.message
 
 
-def read_all(sources: Sequence[DataSourceConfig], key: str = "") -> list[tuple[DataSourceConfig, list[Row]]]:
-    """Every source with its rows. ``key``: of the sources in the configuration, named in messages."""
+def read_all(
+    sources: Sequence[DataSourceConfig], key: str = ""
+) -> list[tuple[DataSourceConfig, list[DataRow]]]:
+    """Read every source. ``key`` is the configuration key of the sources, for messages."""
     found = []
     for number, source in enumerate(sources):
         try:
@@ -204,14 +206,14 @@ def _guard(load: Callable[[], Any], source: DataSourceConfig) -> Any:
 
 def _row(
     record: Mapping[str, Any], location: str, source: DataSourceConfig, label: str, pattern: PatternSearch
-) -> Row:
+) -> DataRow:
     problem = _text(record, source.problem_column, location, "problem_column")
     answer = _text(record, source.answer_column, location, "answer_column").strip()
     answer = _answer(answer, location, source, pattern)
     if not problem.strip():
         raise ValueError(f"{location}: `{source.problem_column}` is empty; expected the text of a problem")
     columns = {name: _column(record, name, location, "columns") for name in source.columns}
-    return Row(problem, answer, label, location, columns)
+    return DataRow(problem, answer, label, location, columns)
 
 
 def _column(record: Mapping[str, Any], name: str, location: str, setting: str) -> Any:

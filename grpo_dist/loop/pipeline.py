@@ -19,7 +19,7 @@ import numpy as np
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
-from grpo_dist.data.order import OrderState, PromptOrder, Turns
+from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.health.state import HealthState
 from grpo_dist.loop.progress import Progress, SampledBatch
@@ -284,4 +284,4 @@ def order_of(config: Config, prompts: Sequence[Prompt], state: OrderState) -> Pr
         return Curriculum([p.uid for p in prompts], most, seed=config.seed, rates=state.pass_rates)
     if dynamic.enabled:
         return PromptStream(prompts, most, seed=config.seed, state=state)
-    return Turns(len(prompts), own, seed=config.seed)
+    return EpochOrder(len(prompts), own, seed=config.seed)

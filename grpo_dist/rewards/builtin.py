@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pydantic import Field, PositiveInt, field_validator
 
 from grpo_dist.config import NonNegative, Section
-from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.format import think_answer_format
+from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.language import SCRIPTS, Script, script_share
 from grpo_dist.rewards.length import cosine_length, overlong_punishment, relative_length
 from grpo_dist.rewards.match import exact_match, numeric_match
@@ -30,7 +30,7 @@ class Builtin(Section, ABC):
         """Called in each of the run's ``workers`` reward workers, before the first `score`."""
 
     @abstractmethod
-    def score(self, answers: Answers, verdicts: Verdicts) -> Sequence[float]:
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> Sequence[float]:
         """[G], NaN for what cannot be scored. Several threads may call it at once."""
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class Builtin(Section, ABC):
 class Math(Builtin):
     """1 where the answer equals the gold as mathematics, else 0."""
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return verdicts.correct
 
 
@@ -56,10 +56,10 @@ class Format(Builtin):
             raise ValueError("expected two different tags that are not empty, e.g. [<answer>, </answer>]")
         return tags
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
-            think_answer_format(completion, thought=answers.thought, answer_tags=self.answer_tags)
-            for completion in answers.completions
+            think_answer_format(completion, thought=group.thought, answer_tags=self.answer_tags)
+            for completion in group.completions
         ]
 
 
@@ -68,8 +68,8 @@ class Parity(Builtin):
     benchmarks.
     """
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [float(i % 2) for i in range(len(answers.completions))]
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return [float(i % 2) for i in range(len(group.completions))]
 
 
 class Exact(Builtin):
@@ -77,8 +77,8 @@ class Exact(Builtin):
 
     ignore_case: bool = True
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [exact_match(c, answers.gold, ignore_case=self.ignore_case) for c in answers.outside_thoughts]
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return [exact_match(c, group.gold, ignore_case=self.ignore_case) for c in group.outside_thoughts]
 
 
 class Numeric(Builtin):
@@ -87,10 +87,10 @@ class Numeric(Builtin):
     relative: NonNegative = 1e-4
     absolute: NonNegative = 1e-8
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
-            numeric_match(c, answers.gold, relative=self.relative, absolute=self.absolute)
-            for c in answers.outside_thoughts
+            numeric_match(c, group.gold, relative=self.relative, absolute=self.absolute)
+            for c in group.outside_thoughts
         ]
 
 
@@ -99,8 +99,8 @@ class Repetition(Builtin):
 
     n: PositiveInt = Field(40, description="tokens")
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [-repeated_share(ids, n=self.n) for ids in answers.token_ids]
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return [-repeated_share(ids, n=self.n) for ids in group.token_ids]
 
 
 class Language(Builtin):
@@ -113,8 +113,8 @@ class Language(Builtin):
     def _one_is_enough(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return [script_share(completion, self.scripts) for completion in answers.completions]
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return [script_share(completion, self.scripts) for completion in group.completions]
 
 
 class Overlong(Builtin):
@@ -130,10 +130,10 @@ class Overlong(Builtin):
                 f"{max(1, max_new_tokens // 4)}"
             )
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return [
-            overlong_punishment(n, max_tokens=answers.max_new_tokens, buffer_tokens=self.buffer_tokens)
-            for n in answers.lengths
+            overlong_punishment(n, max_tokens=group.max_new_tokens, buffer_tokens=self.buffer_tokens)
+            for n in group.lengths
         ]
 
 
@@ -144,13 +144,13 @@ class CosineLength(Builtin):
     wrong: tuple[float, float] = Field((-1.0, 0.0), description="the same for a wrong answer")
     exceed: float = Field(-1.0, description="for a completion that was cut off")
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        samples = zip(verdicts.correct, answers.lengths, answers.finish_reasons, strict=True)
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        samples = zip(verdicts.correct, group.lengths, group.finish_reasons, strict=True)
         return [
             cosine_length(
                 correct,
                 length,
-                max_tokens=answers.max_new_tokens,
+                max_tokens=group.max_new_tokens,
                 exceeded=reason == "length",
                 correct_range=self.correct,
                 wrong_range=self.wrong,
@@ -163,5 +163,5 @@ class CosineLength(Builtin):
 class RelativeLength(Builtin):
     """Kimi k1.5: 0.5 for the shortest of a group to -0.5 for the longest; at most 0 for wrong answers."""
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        return relative_length(verdicts.correct, answers.lengths)
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        return relative_length(verdicts.correct, group.lengths)

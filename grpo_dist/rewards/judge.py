@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, PrivateAttr
 
 from grpo_dist.config import Count, Section
-from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.builtin import Builtin, Note
-from grpo_dist.rewards.chat_server import ChatServer, NoReply, api_key
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings, NoReply, api_key
+from grpo_dist.rewards.group import CompletionGroup, Verdicts
 from grpo_dist.rewards.math import gold_text
 from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
@@ -51,7 +51,7 @@ EXAMPLES = (
 )
 
 
-class Judge(Builtin):
+class LLMJudge(Builtin):
     """1 where the judge says Yes, 0 where No; also 1 without asking, where the math grader has accepted.
 
     A request that fails after all retries, or a reply that is neither Yes nor No, gives NaN.
@@ -104,14 +104,14 @@ class Judge(Builtin):
         self._cache = VerdictCache(self.cache_path, note=note)
         self._threads = ThreadPoolExecutor(self.max_concurrency, thread_name_prefix="judge")
 
-    def score(self, answers: Answers, verdicts: Verdicts) -> list[float]:
-        accepted = [False] * len(answers.completions)
+    def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
+        accepted = [False] * len(group.completions)
         if self.only_when == "wrong":
             accepted = [correct == 1.0 for correct in verdicts.correct]
-        gold = gold_text(answers.gold)
+        gold = gold_text(group.gold)
         candidates = [
             None if right else candidate(completion, gold)
-            for right, completion in zip(accepted, answers.outside_thoughts, strict=True)
+            for right, completion in zip(accepted, group.outside_thoughts, strict=True)
         ]
         distinct = sorted({c for c in candidates if c})  # a group often agrees; each answer is asked once
         judged = dict(
@@ -135,16 +135,14 @@ class Judge(Builtin):
         return [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
     def _connect(self, workers: int) -> ChatServer:
-        return ChatServer(
-            self.base_url,
-            self.model,
-            api_key=api_key(self.api_key_env),
+        settings = ChatSettings(
             timeout_s=self.timeout_s,
             max_retries=self.max_retries,
             requests_per_minute=self.requests_per_minute and self.requests_per_minute / workers,
             max_tokens=self.max_tokens,
             extra_body=self.extra_body,
         )
+        return ChatServer(self.base_url, self.model, settings, api_key=api_key(self.api_key_env))
 
     def _verdict(self, gold: str, answer: str) -> float:
         messages = self.messages(gold, answer)

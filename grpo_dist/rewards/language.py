@@ -34,32 +34,29 @@ def script_share(text: str, scripts: Collection[str]) -> float:
         "the answer ответ is $x$", {"latin"}  ->  3 of 4 words = 0.75
         "ответ $the answer$", {"cyrillic"}    ->  1 of 3 words
     """
-    formulas: list[str] = []
-    prose = words_of_prose(_without_formulas(text, formulas))
-    words = list(_words(" ".join([prose, *map(words_of_formula, formulas)])))
+    prose, formulas = _prose_and_formulas(text)
+    words = list(_words(" ".join([words_of_prose(prose), *map(words_of_formula, formulas)])))
     return sum(script in scripts for script in words) / len(words) if words else 1.0
 
 
-def _without_formulas(text: str, formulas: list[str] | None = None) -> str:
-    """A space for each formula: $$ $$, $ $ on one line, \\( \\), \\[ \\], \\begin{name} \\end{name}. To
-    ``formulas`` they are added.
+def _prose_and_formulas(text: str) -> tuple[str, list[str]]:
+    """Split ``text`` into prose, with a space for each formula, and the formulas.
 
-    In time linear in the length, whatever a policy comes to write: what is opened and never closed, a
-    thousand times, is not searched to the end of the text a thousand times.
+    A formula is $$ $$, $ $ on one line, \\( \\), \\[ \\] or \\begin{name} \\end{name}. Linear in the length
+    of the text for any input: a thousand openings without an end cost no thousand searches to the end.
     """
     last = {close: text.rfind(close) for close in ("$$", "\\)", "\\]")}
     last |= {match.group(): match.start() for match in _ENDS.finditer(text)}
-    plain, done, at = [], 0, 0
+    plain, formulas, done, at = [], [], 0, 0
     while match := _OPENS.search(text, at):
         end = _end_of_formula(text, match, last)
         if end is None:
             at = match.start() + 1
         else:
             plain.append(text[done : match.start()])
-            if formulas is not None:
-                formulas.append(text[match.start() : end])
+            formulas.append(text[match.start() : end])
             done = at = end
-    return " ".join([*plain, text[done:]])
+    return " ".join([*plain, text[done:]]), formulas
 
 
 def _end_of_formula(text: str, opening: re.Match[str], last: Mapping[str, int]) -> int | None:

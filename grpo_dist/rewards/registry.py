@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from grpo_dist.config import GatedConfig, RewardsConfig
 from grpo_dist.rewards import builtin
-from grpo_dist.rewards.answers import Answers, Verdicts
 from grpo_dist.rewards.builtin import Builtin
 from grpo_dist.rewards.combine import Term, as_part, combine
-from grpo_dist.rewards.judge import Judge
+from grpo_dist.rewards.group import CompletionGroup, Verdicts
+from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.secrets import masked_text, shown_value
 
@@ -35,7 +35,7 @@ REWARDS: dict[str, type[Builtin]] = {
     "overlong": builtin.Overlong,
     "cosine_length": builtin.CosineLength,
     "relative_length": builtin.RelativeLength,
-    "judge": Judge,
+    "judge": LLMJudge,
     "parity": builtin.Parity,
 }
 
@@ -156,19 +156,19 @@ class Scorer:
         for name, reward in self._builtin.items():
             reward.start(workers=workers, note=partial(self._note, name))
 
-    def score(self, answers: Answers, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
+    def score(self, group: CompletionGroup, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Every reward, and what they come to; ``modelled``: float [G] of each reward model.
 
         A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the
         names it takes; an exception, a timeout, None, NaN and what is not finite as a float32 all mean "could
         not be scored".
         """
-        verdicts = Verdicts(answers, self._pool)
+        verdicts = Verdicts(group, self._pool)
         values: dict[str, Any] = dict(modelled or {})
         for name, reward in self._builtin.items():
-            values[name] = reward.score(answers, verdicts)
+            values[name] = reward.score(group, verdicts)
         for spec in self._custom:
-            values[spec.name] = self._call(spec, answers)
+            values[spec.name] = self._call(spec, group)
         parts = {term.name: as_part(values[term.name]) for term in self._terms}
         for name, part in parts.items():
             self._note_overflow(name, values[name], part)
@@ -184,9 +184,9 @@ class Scorer:
         for reward in self._builtin.values():
             reward.close()
 
-    def _call(self, spec: RewardSpec, answers: Answers) -> list[float]:
-        known = {"answer": answers.gold, **answers.columns, **spec.kwargs}
-        results = self._pool.call(spec.function, [{**known, "completion": c} for c in answers.completions])
+    def _call(self, spec: RewardSpec, group: CompletionGroup) -> list[float]:
+        known = {"answer": group.gold, **group.columns, **spec.kwargs}
+        results = self._pool.call(spec.function, [{**known, "completion": c} for c in group.completions])
         for result in results:
             if isinstance(result, Failure):
                 self._note(spec.name, result.detail)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.data.readers import Row, read_all, source_name
+from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.evaluation.sampling import EvalSet
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
@@ -69,8 +69,8 @@ def refuse(problems: Iterable[str]) -> None:
 def prepared(
     config: Config,
     model_dir: Path,
-    train_rows: list[tuple[DataSourceConfig, list[Row]]],
-    eval_rows: list[tuple[DataSourceConfig, list[Row]]],
+    train_rows: list[tuple[DataSourceConfig, list[DataRow]]],
+    eval_rows: list[tuple[DataSourceConfig, list[DataRow]]],
     say: Say,
 ) -> Prepared:
     """Rows as prompts of the model. Raises ValueError as `prepare` does."""
@@ -97,7 +97,7 @@ def prepared(
 
 def train_prompts(
     config: Config,
-    sources: list[tuple[DataSourceConfig, list[Row]]],
+    sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     say: Say,
     dropped: list[Dropped] | None = None,
@@ -115,7 +115,7 @@ def train_prompts(
 
 def prepare_eval(
     config: Config,
-    sources: list[tuple[DataSourceConfig, list[Row]]],
+    sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
     say: Say,
@@ -228,7 +228,7 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 def load_prompts(
     config: Config,
     source: DataSourceConfig,
-    rows: list[Row],
+    rows: list[DataRow],
     tokenizer: Any,
     say: Say,
     seen: dict[str, int] | None = None,
@@ -237,21 +237,21 @@ def load_prompts(
     """Prompts of the ``rows`` of ``source``. ``seen``: uids given out so far, so that two sources never share
     one; ``all_dropped``: gets the rows that became no prompts.
     """
-    from grpo_dist.data.prompts import build_prompts
+    from grpo_dist.data.prompts import PromptFormat, build_prompts
     from grpo_dist.rewards.gold import count_unreadable
 
     data = config.data
-    prompts, dropped = build_prompts(
+    built = build_prompts(
         rows,
         tokenizer,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        use_chat_template=data.chat_template == "model",
-        template_kwargs=data.template_kwargs,
+        PromptFormat.of(data),
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
-        seen=seen,
+        uid_counts=seen,
     )
+    prompts, dropped = built.prompts, built.dropped
+    if seen is not None:
+        seen.update(built.uid_counts)
     if all_dropped is not None:
         all_dropped += dropped
     if dropped:

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.data.order import step_prompts
-from grpo_dist.data.prompts import build_prompts, check_overlap
-from grpo_dist.data.readers import Row, read, source_name
+from grpo_dist.data.prompts import PromptFormat, build_prompts, check_overlap
+from grpo_dist.data.readers import DataRow, read, source_name
 from grpo_dist.runtime.seeds import derived_seed, request_seed
 
 GOOD = {"problem": "1+1=", "answer": "2"}
@@ -26,7 +26,13 @@ def jsonl(path, *lines):
 
 
 def rows(*problems, source="set"):
-    return [Row(p, "1", source, f"set.jsonl:{i}", {}) for i, p in enumerate(problems, 1)]
+    return [DataRow(p, "1", source, f"set.jsonl:{i}", {}) for i, p in enumerate(problems, 1)]
+
+
+def prompts_of(rows, tokenizer, *, max_prompt_tokens=99, **prompt_format):
+    return build_prompts(
+        rows, tokenizer, PromptFormat(**prompt_format), max_prompt_tokens=max_prompt_tokens
+    ).prompts
 
 
 @pytest.fixture(scope="module")
@@ -234,27 +240,25 @@ def test_real_problem_sets_read_without_loss(shared_data):
 
 
 def test_prompt_is_the_tokenised_chat_template(tokenizer):
-    (prompt,), _ = build_prompts(
-        rows("1+1="), tokenizer, system_prompt="Add.", instruction="Now.", max_prompt_tokens=99
-    )
+    (prompt,) = prompts_of(rows("1+1="), tokenizer, system_prompt="Add.", instruction="Now.")
     assert tokenizer.decode(prompt.token_ids) == "<|system|>Add.<|user|>1+1=\nNow.<|assistant|>"
     assert prompt.token_ids.dtype == np.int32
-    (plain,), _ = build_prompts(rows("1+1="), tokenizer, use_chat_template=False, max_prompt_tokens=99)
+    (plain,) = prompts_of(rows("1+1="), tokenizer, use_chat_template=False)
     assert tokenizer.decode(plain.token_ids) == "1+1="
     assert (plain.text, plain.answer, plain.source) == ("1+1=", "1", "set")
 
 
 def test_uids_are_stable_distinct_and_not_the_text(tokenizer):
-    def uids(*problems, **settings):
-        return [p.uid for p in build_prompts(rows(*problems), tokenizer, max_prompt_tokens=99, **settings)[0]]
+    def uids(*problems):
+        return [p.uid for p in prompts_of(rows(*problems), tokenizer)]
 
     first = uids("1+1=", "2+2=", "1+1=")
     assert len(set(first)) == 3
     assert uids("2+2=", "1+1=", "1+1=") == [first[1], first[0], first[2]]
     assert not any("1+1" in uid for uid in first)
-    seen: dict[str, int] = {}
-    both = uids("1+1=", seen=seen) + uids("1+1=", seen=seen)
-    assert len(set(both)) == 2
+    one = build_prompts(rows("1+1="), tokenizer, max_prompt_tokens=99)
+    other = build_prompts(rows("1+1="), tokenizer, max_prompt_tokens=99, uid_counts=one.uid_counts)
+    assert one.prompts[0].uid != other.prompts[0].uid
 
 
 def test_overlong_prompts_are_refused_by_line_or_listed_as_dropped(tokenizer):
@@ -263,10 +267,10 @@ def test_overlong_prompts_are_refused_by_line_or_listed_as_dropped(tokenizer):
         build_prompts(three, tokenizer, max_prompt_tokens=20)
     for word in ("set.jsonl:2", "42 tokens", "data.max_prompt_tokens = 20", "data.overlong=drop"):
         assert word in str(refusal.value)
-    prompts, dropped = build_prompts(three, tokenizer, max_prompt_tokens=20, overlong="drop")
-    assert [p.text for p in prompts] == ["1+1=", "2+2="]
-    assert [d.location for d in dropped] == ["set.jsonl:2"]
-    assert "42 tokens" in dropped[0].reason
+    built = build_prompts(three, tokenizer, max_prompt_tokens=20, overlong="drop")
+    assert [p.text for p in built.prompts] == ["1+1=", "2+2="]
+    assert [d.location for d in built.dropped] == ["set.jsonl:2"]
+    assert "42 tokens" in built.dropped[0].reason
     with pytest.raises(ValueError, match="every one of the 3 prompts"):
         build_prompts(three, tokenizer, max_prompt_tokens=2, overlong="drop")
 
@@ -284,9 +288,9 @@ def test_a_tokenizer_without_a_usable_chat_template_is_refused_with_the_remedy(t
     own = AutoTokenizer.from_pretrained(tiny_model)
     own.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(
-        ValueError, match=r"refuses the system and user .*System role not supported.*system_prompt"
+        ValueError, match=r"rejects the system and user .*System role not supported.*system_prompt"
     ):
-        build_prompts(rows("1+1="), own, system_prompt="Add.", max_prompt_tokens=99)
+        prompts_of(rows("1+1="), own, system_prompt="Add.")
     own.chat_template = None
     with pytest.raises(ValueError, match=r"no chat template.*data\.chat_template=none"):
         build_prompts(rows("1+1="), own, max_prompt_tokens=99)
@@ -295,13 +299,13 @@ def test_a_tokenizer_without_a_usable_chat_template_is_refused_with_the_remedy(t
 def test_template_arguments_reach_the_template(tiny_model):
     own = AutoTokenizer.from_pretrained(tiny_model)
     own.chat_template = "{{ messages[0].content }}{% if thinking %}<think>{% endif %}"
-    (prompt,), _ = build_prompts(rows("1+1="), own, template_kwargs={"thinking": True}, max_prompt_tokens=99)
+    (prompt,) = prompts_of(rows("1+1="), own, template_kwargs={"thinking": True})
     assert own.decode(prompt.token_ids) == "1+1=<think>"
 
 
 def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers(tokenizer):
     def made(*problems):
-        return build_prompts(rows(*problems), tokenizer, max_prompt_tokens=99)[0]
+        return prompts_of(rows(*problems), tokenizer)
 
     train = made("Tom has 3 apples.", "What is $2-1$?")
     assert check_overlap(train, made("tom  has 3 apples", "Tom has 4 apples.", "What is 2 - 1")).startswith(
@@ -312,12 +316,12 @@ def test_overlap_sees_through_case_space_and_punctuation_but_not_through_numbers
 
 def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
     train, test = (
-        build_prompts(
+        prompts_of(
             read(DataSourceConfig(path=str(shared_data / f"gsm8k_{split}.jsonl"))),
             tokenizer,
             use_chat_template=False,
             max_prompt_tokens=5000,
-        )[0]
+        )
         for split in ("train", "test")
     )
     assert check_overlap(train, test) == ""

@@ -3,16 +3,16 @@
 import pytest
 
 from grpo_dist.config import RewardsConfig
-from grpo_dist.data.prompts import build_prompts
-from grpo_dist.data.readers import Row
+from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.readers import DataRow
 from grpo_dist.data.thoughts import is_kept, thought_of
 from grpo_dist.demo.tokenizer import character_tokenizer
-from grpo_dist.rewards.answers import Answers
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer
 from grpo_dist.rewards.thought import outside_thought, shown_by, thought_for
 from grpo_dist.types import Prompt, Thought
-from tests.support.made_answers import answers, spec
+from tests.support.made_completions import completion_group, spec
 
 OPENS = Thought(prompt="opens")
 # The ends of the generation prompts of chat templates as published.
@@ -45,11 +45,9 @@ def built(ending: str, *, use_chat_template: bool = True, **settings) -> Prompt:
     tokenizer = character_tokenizer()
     head, mark, tail = tokenizer.chat_template.partition("<|assistant|>")
     tokenizer.chat_template = head + mark + ending + tail
-    rows = [Row("2+2?", "4", "made", "made:1", {})]
-    prompts, _ = build_prompts(
-        rows, tokenizer, use_chat_template=use_chat_template, max_prompt_tokens=200, **settings
-    )
-    return prompts[0]
+    rows = [DataRow("2+2?", "4", "made", "made:1", {})]
+    prompt_format = PromptFormat(use_chat_template=use_chat_template, **settings)
+    return build_prompts(rows, tokenizer, prompt_format, max_prompt_tokens=200).prompts[0]
 
 
 def test_a_prompt_knows_the_thought_that_its_chat_template_opens():
@@ -110,10 +108,10 @@ def test_every_reward_heeds_the_thought_that_a_prompt_opens():
     specs = [spec(name, name) for name in ("math", "exact", "numeric", "format")]
     with GraderPool(1, timeout_s=60.0) as pool:
         scorer = Scorer(specs, pool)
-        group = answers(GROUP, "4")
+        group = completion_group(GROUP, "4")
         closed = scorer.score(group)
         opened = scorer.score(
-            Answers(*[getattr(group, name) for name in group.__slots__[:-1]], thought=OPENS)
+            CompletionGroup(*[getattr(group, name) for name in group.__slots__[:-1]], thought=OPENS)
         )
     assert {name: part.tolist() for name, part in opened.parts.items()} == {
         "math": [1.0, 0.0, 1.0],

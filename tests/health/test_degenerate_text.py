@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from grpo_dist.rewards.garbage import is_garbage
+from grpo_dist.rewards.degenerate_text import is_degenerate
 from tests.support.patience import cpu_s
 
 PROSE = (
@@ -28,7 +28,7 @@ PROSE = (
     ],
 )
 def test_loops_and_what_nobody_can_read(text):
-    assert is_garbage(text)
+    assert is_degenerate(text)
 
 
 @pytest.mark.parametrize(
@@ -46,25 +46,25 @@ def test_loops_and_what_nobody_can_read(text):
     ],
 )
 def test_what_only_looks_like_it(text):
-    assert not is_garbage(text)
+    assert not is_degenerate(text)
 
 
 def test_the_time_it_takes_does_not_grow_with_the_kinds_of_characters():
     kinds = [chr(0xF0000 + i) for i in range(60_000)]  # private use
     with cpu_s(20.0):  # a minute where each kind is counted by itself
-        assert is_garbage("".join(kinds) * 10)
-        assert not is_garbage("".join(kinds) + "".join(random.Random(0).choices("0123456789", k=600_000)))
+        assert is_degenerate("".join(kinds) * 10)
+        assert not is_degenerate("".join(kinds) + "".join(random.Random(0).choices("0123456789", k=600_000)))
 
 
 def test_one_character_in_ten_may_be_unreadable():
     readable = "".join(random.Random(0).choices("abcdefghij ", k=90))
-    assert not is_garbage(readable + "\ufffd" * 4 + "\x00" * 6)
-    assert is_garbage(readable + "\ufffd" * 5 + "\x00" * 6)
+    assert not is_degenerate(readable + "\ufffd" * 4 + "\x00" * 6)
+    assert is_degenerate(readable + "\ufffd" * 5 + "\x00" * 6)
 
 
 def test_of_real_solutions_few_are(shared_data):
     """The one of them ends in two thousand threes."""
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text().splitlines()
     texts = [v for line in lines for v in json.loads(line).values() if isinstance(v, str)]
-    found = [text for text in texts if is_garbage(text)]
+    found = [text for text in texts if is_degenerate(text)]
     assert len(texts) > 1000 and len(found) == 1 and found[0].rstrip().endswith("3" * 200)

@@ -6,7 +6,7 @@ import pytest
 
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.types import Thought
-from tests.support.made_answers import HOSTILE
+from tests.support.made_completions import HOSTILE
 from tests.support.patience import cpu_s
 
 WORDS = "x" * 60_000

@@ -14,7 +14,7 @@ import pytest
 
 import grpo_dist
 from grpo_dist.rewards.pool import Failure, GraderPool
-from tests.support.made_answers import boxed
+from tests.support.made_completions import boxed
 from tests.support.patience import in_time
 from tests.support.processes import children_of, wait_until_gone
 

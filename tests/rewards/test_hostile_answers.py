@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores
-from tests.support.made_answers import HOSTILE, answers, spec
+from tests.support.made_completions import HOSTILE, completion_group, spec
 from tests.support.patience import in_time
 
 
@@ -61,7 +61,7 @@ GROUP = ("the sum is \\boxed{7}", "", "the sum is \\boxed{8}")
 
 def scored(pool: GraderPool, text: str) -> Scores:
     group = (GROUP[0], text, GROUP[2])
-    batch = answers(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"})
+    batch = completion_group(group, "7", lengths=[9, 50, 9], columns={"problem": "What is 3+4?"})
     scorer = Scorer([spec(kind, kind, kwargs=SETTINGS.get(kind)) for kind in KINDS], pool)
     return in_time(pool, lambda: scorer.score(batch), lambda found: [found.outcomes[0], found.outcomes[2]])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.rewards.pool import Failure, GraderPool
-from tests.support.made_answers import boxed
+from tests.support.made_completions import boxed
 from tests.support.processes import alive, children_of, wait_until_gone
 
 HOSTILE = """

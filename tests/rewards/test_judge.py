@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.chat_server import ChatServer, NoReply
-from grpo_dist.rewards.judge import Judge, candidate, yes_or_no
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings, NoReply, RateLimit
+from grpo_dist.rewards.judge import LLMJudge, candidate, yes_or_no
 from grpo_dist.rewards.pool import GraderPool
-from grpo_dist.rewards.rate_limit import RateLimit
 from grpo_dist.rewards.registry import Scorer, check_rewards, placed
 from grpo_dist.rewards.verdict_cache import VerdictCache
 from tests.support.fake_openai import StandIn, after, chat, failing
-from tests.support.made_answers import answers, spec
+from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 
 
@@ -28,7 +27,8 @@ def pool():
 
 
 def server(stand_in, **settings):
-    return ChatServer(stand_in.base_url, "m", sleep=settings.pop("sleep", lambda s: None), **settings)
+    sleep = settings.pop("sleep", lambda s: None)
+    return ChatServer(stand_in.base_url, "m", ChatSettings(**settings), sleep=sleep)
 
 
 def scores(pool, stand_in, completions, gold, **kwargs):
@@ -36,7 +36,7 @@ def scores(pool, stand_in, completions, gold, **kwargs):
         [spec("judge", "judge", kwargs={"base_url": stand_in.base_url, "model": "m"} | kwargs)], pool
     )
     try:
-        return scorer.score(answers(completions, gold)), scorer.failures
+        return scorer.score(completion_group(completions, gold)), scorer.failures
     finally:
         scorer.close()
 
@@ -214,7 +214,7 @@ def test_the_rate_limit_spaces_requests_evenly():
 
 
 def test_workers_share_the_rate_limit(pool):
-    judge = Judge(base_url="http://127.0.0.1:9/v1", model="m", requests_per_minute=60)
+    judge = LLMJudge(base_url="http://127.0.0.1:9/v1", model="m", requests_per_minute=60)
     intervals = [judge._connect(workers)._limit._interval for workers in (1, 4)]
     assert intervals == pytest.approx([1.0, 4.0])
 
@@ -280,7 +280,7 @@ def test_a_cache_that_fails_costs_no_verdict_and_is_noted_once(pool, tmp_path):
         scorer = Scorer([spec("judge", "judge", kwargs=kwargs)], pool)
         with sqlite3.connect(path) as other:
             other.execute("DROP TABLE verdicts")
-        results = [scorer.score(answers(["\\boxed{7}", "\\boxed{6}"], "8")) for _ in range(2)]
+        results = [scorer.score(completion_group(["\\boxed{7}", "\\boxed{6}"], "8")) for _ in range(2)]
         scorer.close()
     assert [r.rewards.tolist() for r in results] == [[1.0, 0.0]] * 2
     assert len(stand_in.requests) == 2  # kept in memory

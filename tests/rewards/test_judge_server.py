@@ -12,10 +12,10 @@ import urllib.request
 import pytest
 
 from grpo_dist.config import RewardConfig, RewardsConfig
-from grpo_dist.rewards.chat_server import ChatServer
+from grpo_dist.rewards.chat_server import ChatServer, ChatSettings
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards
-from tests.support.made_answers import answers, spec
+from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -78,7 +78,7 @@ def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
         for _ in range(2):
             scorer = Scorer([spec("judge", "judge", kwargs=settings(base_url))], pool)
             texts = ["\\boxed{4}", "\\boxed{5}", "four", "\\boxed{2+2}"]
-            rewards.append(scorer.score(answers(texts, "4")).rewards.tolist())
+            rewards.append(scorer.score(completion_group(texts, "4")).rewards.tolist())
             assert scorer.failures == {}
             scorer.close()
     assert rewards[0] == rewards[1]
@@ -99,7 +99,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
 
 @pytest.mark.evidence
 def test_a_reply_without_a_choice_is_text_of_the_length_asked_for(base_url):
-    server = ChatServer(base_url, "judge", timeout_s=120.0, max_tokens=3)
+    server = ChatServer(base_url, "judge", ChatSettings(timeout_s=120.0, max_tokens=3))
     replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}
     assert len(replies) == 1 and len(replies.pop()) <= 3 * len("\\boxed{")
     server.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_dist.rewards.language import _without_formulas, script_share
+from grpo_dist.rewards.language import _prose_and_formulas, script_share
 from tests.support.patience import cpu_s
 
 
@@ -70,7 +70,7 @@ def test_the_time_a_text_takes_is_linear_in_its_length(piece):
     ],
 )
 def test_what_is_opened_and_not_closed_is_text(text, plain):
-    assert _without_formulas(text) == plain
+    assert _prose_and_formulas(text)[0] == plain
 
 
 def test_a_lone_dollar_does_not_swallow_the_text():

@@ -10,9 +10,9 @@ import sympy.parsing.sympy_parser
 from grpo_dist.rewards import reading
 from grpo_dist.rewards.format import think_answer_format
 from grpo_dist.rewards.math import Grade, answer_found, gold_is_parsable, grade
-from grpo_dist.rewards.measure import graded_solutions, judge_with_ours, read_cases, summary
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
+from tests.evidence.grading import graded_solutions, judge_with_ours, read_cases, summary
 from tests.support.patience import HANG_S
 
 RIGHT = [  # (gold, what is in the box)
@@ -530,7 +530,7 @@ def test_grading_works_outside_the_main_thread() -> None:
 
 def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     every = read_cases(shared_data / "equivalence_cases.jsonl")
-    # Half of the hard ones, for time; grpo_dist.rewards.measure takes all.
+    # Half of the hard ones, for time; tests.evidence.grading takes all.
     cases = [c for c in every if c.subset == "plain"] + [c for c in every if c.subset == "hard"][::2]
     with GraderPool(2, timeout_s=HANG_S) as pool:
         judged = judge_with_ours(cases, pool, threads=2)

@@ -9,7 +9,7 @@ from grpo_dist.config import RewardConfig, RewardsConfig
 from grpo_dist.rewards.combine import Term
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
-from tests.support.made_answers import answers, spec
+from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, in_time
 
 CODE = """
@@ -65,7 +65,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
         spec("shape", "format", 0.25),
         spec("idle", "format", 0.0),
     ]
-    scores = Scorer(specs, pool).score(answers(COMPLETIONS, "4"))
+    scores = Scorer(specs, pool).score(completion_group(COMPLETIONS, "4"))
     assert scores.rewards.dtype == np.float32
     assert scores.rewards.tolist() == [1.25, 1.0, 0.25, 0.0]
     assert {name: part.tolist() for name, part in scores.parts.items()} == {
@@ -79,7 +79,9 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
 
 def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
     specs = [spec("math", "math"), spec("picky", "my_rewards:picky", 0.5)]
-    scores = Scorer(specs, pool).score(answers(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4"))
+    scores = Scorer(specs, pool).score(
+        completion_group(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4")
+    )
     assert np.isnan(scores.rewards).tolist() == [False, True, True]
     assert scores.rewards[0] == 1.5
     assert scores.parts["math"].tolist() == [1.0, 0.0, 1.0]
@@ -87,8 +89,8 @@ def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
 
 
 def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
-    hostile = answers(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
-    endless = answers(["a", "loop", "b"], "4")
+    hostile = completion_group(["\\boxed{4}", "\\boxed{9^{9^{9^9}}}", "\\boxed{4}"], "4")
+    endless = completion_group(["a", "loop", "b"], "4")
     with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
         scorer = Scorer([spec("math", "math")], pool)
         scores = in_time(pool, lambda: scorer.score(hostile), lambda found: found.outcomes[::2])
@@ -102,7 +104,7 @@ def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
 
 def test_a_part_without_weight_cannot_spoil_the_reward(pool: GraderPool) -> None:
     specs = [spec("format", "format"), spec("picky", "my_rewards:picky", 0.0)]
-    scores = Scorer(specs, pool).score(answers(["<think>2+3</think>\\boxed{5}"], "5"))
+    scores = Scorer(specs, pool).score(completion_group(["<think>2+3</think>\\boxed{5}"], "5"))
     assert scores.rewards.tolist() == [1.0]
     assert np.isnan(scores.parts["picky"]).tolist() == [True]
 
@@ -112,7 +114,9 @@ def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
         spec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
         spec("level", "my_rewards:by_level", 10.0),
     ]
-    scores = Scorer(specs, pool).score(answers(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"}))
+    scores = Scorer(specs, pool).score(
+        completion_group(["abcd", "ab"], "4", columns={"level": 3, "problem": "2+2"})
+    )
     assert scores.parts["length"].tolist() == [2.0, 1.0]
     assert scores.parts["level"].tolist() == [4.0, 4.0]
     assert scores.rewards.tolist() == [42.0, 41.0]
@@ -122,7 +126,7 @@ def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
     scorer = Scorer([spec("picky", "my_rewards:picky")], pool)
     news = []
     for _ in range(3):
-        scorer.score(answers(["5", "5", "6"], "6"))
+        scorer.score(completion_group(["5", "5", "6"], "6"))
         news.append(scorer.news())
     assert scorer.failures == {"picky": {"RuntimeError: no fives please": 6}}
     assert news == [("reward picky: RuntimeError: no fives please",), (), ()]
@@ -130,14 +134,14 @@ def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
 
 def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
     scorer = Scorer([spec("noisy", "my_rewards:noisy")], pool)
-    scorer.score(answers([str(i) for i in range(50)], "6"))
+    scorer.score(completion_group([str(i) for i in range(50)], "6"))
     assert len(scorer.failures["noisy"]) == 21
     assert sum(scorer.failures["noisy"].values()) == 50
     assert len(scorer.news()) == 20
 
 
 def test_no_completions_give_no_scores(pool: GraderPool) -> None:
-    scores = Scorer([spec("math", "math")], pool).score(answers([], "4"))
+    scores = Scorer([spec("math", "math")], pool).score(completion_group([], "4"))
     assert scores.rewards.shape == (0,) and scores.parts["math"].shape == (0,) and scores.outcomes == []
 
 
@@ -211,7 +215,7 @@ def test_built_in_rewards_see_tokens_and_the_group(pool: GraderPool) -> None:
         spec("relative", "relative_length"),
         spec("repetition", "repetition", kwargs={"n": 2}),
     ]
-    group = answers(
+    group = completion_group(
         ["\\boxed{4}"] * 2 + ["\\boxed{5}"] * 2,
         "4",
         lengths=[50, 90, 70, 100],
@@ -232,7 +236,9 @@ def test_text_rewards(pool: GraderPool) -> None:
         spec("numeric", "numeric", kwargs={"relative": 0.01}),
         spec("language", "language", kwargs={"scripts": "cyrillic"}),
     ]
-    scores = Scorer(specs, pool).score(answers(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40"))
+    scores = Scorer(specs, pool).score(
+        completion_group(["ответ is \\boxed{40.1}", "ответ \\boxed{40}"], "40")
+    )
     assert scores.parts["exact"].tolist() == [0.0, 1.0]
     assert scores.parts["numeric"].tolist() == [1.0, 1.0]
     assert scores.parts["language"].tolist() == [0.5, 1.0]
@@ -244,7 +250,7 @@ def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
         spec("math", "math", 1.0),
         spec("overlong", "overlong", 2.0, {"buffer_tokens": 100}, gate="math", gate_above=0.5),
     ]
-    group = answers(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
+    group = completion_group(["\\boxed{4}", "\\boxed{5}", "\\boxed{9^{9^{9^9}}}"], "4", lengths=[25, 50, 75])
     with GraderPool(2, timeout_s=1.0, code_paths=[code]) as pool:
         scorer = Scorer(specs, pool)
         scores = in_time(pool, lambda: scorer.score(group), lambda found: found.outcomes[:2])
@@ -255,7 +261,7 @@ def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
 
 def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: GraderPool) -> None:
     scorer = Scorer([spec("huge", "my_rewards:huge")], pool)
-    scores = scorer.score(answers(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
+    scores = scorer.score(completion_group(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
     np.testing.assert_array_equal(scores.rewards, np.array([np.nan] * 4 + [3e38], np.float32))
     assert [line.partition(",")[0] for line in scorer.news()[-2:]] == [
         "reward huge: gave 1e+39",
@@ -265,5 +271,5 @@ def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: Grader
 
 def test_a_reward_models_score_that_is_not_finite_could_not_be_scored(pool: GraderPool) -> None:
     scorer = Scorer([], pool, models=[Term("quality")])
-    scores = scorer.score(answers(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
+    scores = scorer.score(completion_group(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
     np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])

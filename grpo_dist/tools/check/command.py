@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 
 from grpo_dist.config import Config, DataSourceConfig
-from grpo_dist.data.readers import Row, read, source_name
+from grpo_dist.data.readers import DataRow, read, source_name
 from grpo_dist.errors import UserError
 from grpo_dist.observe.settings import check_trackers
 from grpo_dist.runs.checkpoint import CHECKPOINTS, check_data, list_checkpoints, load_state, other_layout
@@ -122,7 +122,7 @@ class Context:
             raise Skipped(why) from error
 
 
-Source = tuple[DataSourceConfig, list[Row]]
+Source = tuple[DataSourceConfig, list[DataRow]]
 
 
 def preflight(config: Config, *, cluster: str | None) -> Iterator[Finding]:

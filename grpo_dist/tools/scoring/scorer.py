@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from grpo_dist.config import Config
-from grpo_dist.rewards.answers import Answers
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
 from grpo_dist.rewards.thought import shown_by
@@ -74,11 +74,11 @@ def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *,
             lanes.put(scorer)
 
         def one(row: CompletionRow) -> Scored:
-            answers = _answers(row, config, tokenizer)
+            group = _group(row, config, tokenizer)
             scorer = lanes.get()  # bounded: there is a lane for every thread
             try:
                 begin = time.perf_counter()
-                return Scored(row, scorer.score(answers), time.perf_counter() - begin)
+                return Scored(row, scorer.score(group), time.perf_counter() - begin)
             finally:
                 lanes.put(scorer)
 
@@ -93,9 +93,9 @@ def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *,
         return Outcome(scored, seconds, processes, failures)
 
 
-def _answers(row: CompletionRow, config: Config, tokenizer: Any) -> Answers:
+def _group(row: CompletionRow, config: Config, tokenizer: Any) -> CompletionGroup:
     ids = [tokenizer(c, add_special_tokens=False)["input_ids"] if tokenizer else [] for c in row.completions]
-    return Answers(
+    return CompletionGroup(
         completions=row.completions,
         token_ids=tuple(np.asarray(own, np.int32) for own in ids),
         finish_reasons=row.finish_reasons,

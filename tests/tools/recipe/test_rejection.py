@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import load_pairs
-from grpo_dist.data.prompts import build_prompts
-from grpo_dist.data.readers import Row
+from grpo_dist.data.prompts import PromptFormat, build_prompts
+from grpo_dist.data.readers import DataRow
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Rollout
 
@@ -33,17 +33,8 @@ def config(rejection=(), **data) -> Config:
 
 
 def prompts(tokenizer, data, *problems) -> list[Prompt]:
-    rows = [Row(problem, "1", "made", f"made:{i}", {}) for i, problem in enumerate(problems)]
-    built, _ = build_prompts(
-        rows,
-        tokenizer,
-        system_prompt=data.system_prompt,
-        instruction=data.instruction,
-        use_chat_template=data.chat_template == "model",
-        template_kwargs=data.template_kwargs,
-        max_prompt_tokens=200,
-    )
-    return built
+    rows = [DataRow(problem, "1", "made", f"made:{i}", {}) for i, problem in enumerate(problems)]
+    return build_prompts(rows, tokenizer, PromptFormat.of(data), max_prompt_tokens=200).prompts
 
 
 def group(tokenizer, prompt, *samples) -> Group:

@@ -1,16 +1,18 @@
-"""Answers of one group, for tests of rewards that look at more than one text."""
+"""Groups of completions, hostile texts and reward specs for tests of rewards."""
 
 import numpy as np
 
-from grpo_dist.rewards.answers import Answers
 from grpo_dist.rewards.combine import Term
+from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.registry import RewardSpec
 
 
-def answers(completions, gold, *, columns=None, lengths=None, reasons=None, max_new_tokens=100) -> Answers:
-    """``lengths``: tokens of each completion, all distinct; None: one per character."""
+def completion_group(
+    completions, gold, *, columns=None, lengths=None, reasons=None, max_new_tokens=100
+) -> CompletionGroup:
+    """Build a group; ``lengths`` are tokens of each completion, all distinct (None: one per character)."""
     lengths = [len(c) for c in completions] if lengths is None else lengths
-    return Answers(
+    return CompletionGroup(
         completions=tuple(completions),
         token_ids=tuple(np.arange(n, dtype=np.int32) for n in lengths),
         finish_reasons=tuple(reasons or ["stop"] * len(completions)),

@@ -1,6 +1,6 @@
 """Real word problems for a small model taught from scratch: SVAMP and MAWPS, for cold start and GRPO.
 
-    python -m grpo_dist.demo.wordproblems SOURCE_DIR OUT_DIR
+    python configs/word_problems.py SOURCE_DIR OUT_DIR
 
 reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Equation`` too) and writes
 
@@ -37,6 +37,10 @@ from fractions import Fraction
 from itertools import permutations
 from pathlib import Path
 from typing import TypeAlias
+
+from grpo_dist.config import DataSourceConfig
+from grpo_dist.data.readers import read
+from grpo_dist.demo.model import write_word_model
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
 DEMONSTRATED = 0.7  # share of the training problems
@@ -87,9 +91,6 @@ class WordProblem:
 
 def load(source_dir: Path) -> list[WordProblem]:
     """All problems with an exact answer, each once. Raises ValueError for a missing or malformed file."""
-    from grpo_dist.config import DataSourceConfig
-    from grpo_dist.data.readers import read
-
     found: dict[str, WordProblem] = {}
     for name in FILES:
         columns = ("Equation",) if name == "svamp.jsonl" else ()
@@ -224,8 +225,6 @@ def demonstrations(problems: Iterable[WordProblem], seed: int = 0) -> list[dict[
 
 def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
     """Writes what the module says into ``out_dir``; returns the rows of each file."""
-    from grpo_dist.demo.model import write_word_model
-
     problems = load(source_dir)
     train = [p for p in problems if not p.is_test]
     files: dict[str, list[dict[str, str]]] = {

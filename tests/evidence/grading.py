@@ -1,6 +1,6 @@
 """How well and how fast the grader judges known cases, beside math-verify as it comes.
 
-    python -m grpo_dist.rewards.measure equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show]
+    python -m tests.evidence.grading equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show]
     [--workers N]
 
 The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``); the
@@ -21,9 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from math_verify import parse, verify
+
 from grpo_dist.rewards.pool import Failure, GraderPool
 
-_PEER = "grpo_dist.rewards.measure:plain_math_verify"
+_ROOT = Path(__file__).resolve().parents[2]  # where a grader process finds this module
+_PEER = "tests.evidence.grading:plain_math_verify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class GradedCase:
     """What one grader said of one case: 1, 0 or NaN, and how long it took, seconds."""
 
     case: Case
@@ -76,17 +79,15 @@ def _as_a_model_writes(pred: str, form: str) -> str:
 
 def plain_math_verify(gold: str, gold_form: str, completion: str) -> float:
     """math-verify 0.9 with its defaults: a bare gold is boxed, all boxes of the response are read."""
-    from math_verify import parse, verify
-
     boxed = f"\\boxed{{{gold}}}" if gold_form == "expr" else gold
     return float(verify(parse(boxed), parse(completion)))
 
 
-def judge_with_ours(cases: Sequence[Case], pool: GraderPool, threads: int) -> list[Judged]:
+def judge_with_ours(cases: Sequence[Case], pool: GraderPool, threads: int) -> list[GradedCase]:
     return _timed(cases, lambda case: pool.grade([(case.completion, case.gold)])[0].reward, threads)
 
 
-def judge_with_peer(cases: Sequence[Case], pool: GraderPool, threads: int) -> list[Judged]:
+def judge_with_peer(cases: Sequence[Case], pool: GraderPool, threads: int) -> list[GradedCase]:
     def judge(case: Case) -> float:
         keywords = {"gold": case.gold, "gold_form": case.gold_form, "completion": case.completion}
         value = pool.call(_PEER, [keywords])[0]
@@ -95,17 +96,17 @@ def judge_with_peer(cases: Sequence[Case], pool: GraderPool, threads: int) -> li
     return _timed(cases, judge, threads)
 
 
-def _timed(cases: Sequence[Case], judge: Callable[[Case], float], threads: int) -> list[Judged]:
-    def one(case: Case) -> Judged:
+def _timed(cases: Sequence[Case], judge: Callable[[Case], float], threads: int) -> list[GradedCase]:
+    def one(case: Case) -> GradedCase:
         begin = time.perf_counter()
         reward = judge(case)
-        return Judged(case, reward, time.perf_counter() - begin)
+        return GradedCase(case, reward, time.perf_counter() - begin)
 
     with ThreadPoolExecutor(threads) as executor:
         return list(executor.map(one, cases))
 
 
-def summary(judged: Sequence[Judged]) -> dict[str, Any]:
+def summary(judged: Sequence[GradedCase]) -> dict[str, Any]:
     """accuracy, false positives and negatives, cases without a verdict, and latency quantiles in seconds."""
     seconds = sorted(j.seconds for j in judged)
     return {
@@ -120,7 +121,7 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     }
 
 
-def table(results: dict[str, Sequence[Judged]]) -> str:
+def table(results: dict[str, Sequence[GradedCase]]) -> str:
     """One Markdown row for each grader and subset."""
     rows = [
         "| grader | subset | cases | accuracy | FP | FN | no verdict | p50 | p99 | max |",
@@ -139,7 +140,7 @@ def table(results: dict[str, Sequence[Judged]]) -> str:
     return "\n".join(rows)
 
 
-def new_false_positives(ours: Sequence[Judged], peer: Sequence[Judged]) -> list[Case]:
+def new_false_positives(ours: Sequence[GradedCase], peer: Sequence[GradedCase]) -> list[Case]:
     """Wrong answers that we accept and the peer does not."""
     return [
         o.case
@@ -170,7 +171,7 @@ def _boxed_at_the_end(solution: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m grpo_dist.rewards.measure", description=__doc__.split("\n")[0]
+        prog="python -m tests.evidence.grading", description=__doc__.split("\n")[0]
     )
     parser.add_argument("cases", help="equivalence_cases.jsonl")
     parser.add_argument("solutions", nargs="?", help="gsm8k_graded_solutions.jsonl")
@@ -181,7 +182,7 @@ def main() -> None:
     workers = arguments.workers
     with GraderPool(workers, timeout_s=5.0) as pool:
         ours = judge_with_ours(cases, pool, workers)
-    with GraderPool(workers, timeout_s=20.0, memory_mb=4096) as pool:
+    with GraderPool(workers, timeout_s=20.0, memory_mb=4096, code_paths=[str(_ROOT)]) as pool:
         peer = judge_with_peer(cases, pool, workers)
     print(table({"grpo-dist": ours, "math-verify, gold boxed, all boxes": peer}))
     print(f"\nwrong answers accepted here and not by math-verify: {len(new_false_positives(ours, peer))}")

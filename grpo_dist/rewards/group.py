@@ -17,7 +17,7 @@ from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class CompletionGroup:
     """The G completions of one problem, and what was asked."""
 
     completions: tuple[str, ...]  # [G]
@@ -36,7 +36,7 @@ class Answers:
         *,
         max_new_tokens: int,
         settings: RewardsConfig | None = None,
-    ) -> Answers:
+    ) -> CompletionGroup:
         """``settings`` of rewards, which may say more of thoughts than the prompt does."""
         return cls(
             completions=tuple(r.text for r in rollouts),
@@ -62,13 +62,13 @@ class Answers:
 class Verdicts:
     """The math grader's grades of one group, made once, when the first reward asks for them."""
 
-    def __init__(self, answers: Answers, pool: GraderPool) -> None:
-        self._answers, self._pool = answers, pool
+    def __init__(self, group: CompletionGroup, pool: GraderPool) -> None:
+        self._group, self._pool = group, pool
 
     @cached_property
     def grades(self) -> list[Grade]:
         return self._pool.grade(
-            [(completion, self._answers.gold) for completion in self._answers.outside_thoughts]
+            [(completion, self._group.gold) for completion in self._group.outside_thoughts]
         )
 
     @property
@@ -80,5 +80,5 @@ class Verdicts:
     def outcomes(self) -> list[str]:
         """[G] outcomes, "" each where no reward has asked."""
         if "grades" not in vars(self):
-            return [""] * len(self._answers.completions)
+            return [""] * len(self._group.completions)
         return [grade.outcome for grade in self.grades]

@@ -16,7 +16,7 @@ _NOT_TEXT = {"Cc", "Cs", "Co", "Cn"}
 _WHITESPACE = frozenset("\n\r\t")
 
 
-def is_garbage(text: str) -> bool:
+def is_degenerate(text: str) -> bool:
     """Whether ``text`` ends in a loop, or a tenth of it cannot be read (bytes that are no UTF-8 among it).
 
     A loop is told by what zlib makes of it.
