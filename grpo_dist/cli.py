@@ -154,9 +154,9 @@ def _plan(path: str, overrides: list[str], **options: Any) -> None:
     from grpo_dist.config.files import load_config
 
     config = load_config(path, overrides)
-    from grpo_dist.tools.plan.command import plan
+    from grpo_dist.tools.plan.command import PlanArguments, plan
 
-    plan(config, **options)
+    plan(config, PlanArguments(**options))
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:

@@ -51,7 +51,7 @@ def calibration(tmp_path_factory):
 def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
     settings = load_config(MEASURED, [*SHORT, *OTHERS[case], "bench.limits=false", f"output_dir={tmp_path}"])
     measured = Result.read(bench(settings) / "bench.json").figures
-    run = make_plan(settings, "1x0xCPU", bench=calibration, split=False).simulated.simulated
+    run = make_plan(settings, "1x0xCPU", bench=calibration, splits="none").simulated.simulated
     stages = {"sample": "generation/step_s", "update": "training/step_s", "sync": "sync/step_s"}
     for stage, figure in stages.items():
         print(f"{case}: {stage} planned {run.stage_s[stage]:.2f} s, measured {measured[figure]:.2f} s")

@@ -93,14 +93,14 @@ def calibrate(result: Result, cluster: ClusterShape) -> Calibration:
 
 
 def generation_s(
-    rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, seats: int
+    rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, capacity: int
 ) -> tuple[float, float]:
     """Seconds in which engines are busy with these groups of (prompt, completions), asked all at once, mean
     over engines; and steps they make.
     """
 
     async def session() -> tuple[float, float]:
-        own = [Engine(rates, seats) for _ in range(engines)]
+        own = [Engine(rates, capacity) for _ in range(engines)]
         await asyncio.gather(
             *(own[i % engines].generate(p, n, on_sample=lambda: None) for i, (p, n) in enumerate(groups))
         )
@@ -151,9 +151,11 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
 
     curve = _curve(rates, result)
     reached = replace(rates.reached, decode_curve=curve, step_s=0.0)
-    seats = EngineSpec.of(rates.config, Path()).max_num_seqs
+    capacity = EngineSpec.of(rates.config, Path()).max_num_seqs
     engines = rates.config.rollout.num_workers
-    alone = [generation_s(replace(rates, reached=reached), s, engines=engines, seats=seats) for s in steps]
+    alone = [
+        generation_s(replace(rates, reached=reached), s, engines=engines, capacity=capacity) for s in steps
+    ]
     predicted, made = (sum(column) / len(steps) for column in zip(*alone, strict=True))
     measured = result.figures["generation/step_s"]
     if curve and measured > predicted:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
@@ -17,12 +19,14 @@ from grpo_dist.tools.plan.options import Planned, Setting, option_of, planned
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_models_of
-from grpo_dist.tools.plan.stragglers import EVEN, Slow
+from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.sweep import Tried, cells, own_cell, search
 from grpo_dist.tools.plan.whole_run import whole_run
 from grpo_dist.tools.plan.workload import workload_of
 
 _HOUR_S = 3600.0
+
+Splits = Literal["none", "own", "sweep"]
 
 
 def make_plan(
@@ -33,16 +37,16 @@ def make_plan(
     price: float | None = None,
     prompt_tokens: int | None = None,
     failure_hours: float = 0.0,
-    slow: Slow = EVEN,
-    split: bool = True,
-    sweep: bool = False,
+    stragglers: Stragglers = NO_STRAGGLERS,
+    splits: Splits = "own",
 ) -> Plan:
-    """``failure_hours``: mean time between failures of a GPU, 0: none; ``slow``: who is slower than the
-    others; ``split``: look for the best split of GPUs; ``sweep``: with other batches and staleness, too.
-    Raises UserError.
+    """Plan ``config`` on ``cluster``.
+
+    ``failure_hours``: mean time between failures of a GPU, 0: none. ``splits``: which splits of the GPUs to
+    try; "own": at the configured batch and staleness, "sweep": at others, too. Raises UserError.
     """
     shape = parse_cluster(cluster, price=price)
-    setting = _setting(config, shape, bench, prompt_tokens, failure_hours, slow)
+    setting = _setting(config, shape, bench, prompt_tokens, failure_hours, stragglers)
     option, refused = None, ""
     try:
         option = option_of(config, setting)
@@ -52,8 +56,8 @@ def make_plan(
     simulated = planned(option) if option and not refused else None
     found: list[Planned] = []
     tried: list[Tried] = []
-    if split and setting.cluster.gpus > 1:
-        for cell in cells(config, wide=sweep):
+    if splits != "none" and setting.cluster.gpus > 1:
+        for cell in cells(config, wide=splits == "sweep"):
             result = search(config, setting, cell)
             found += [result.best] if result.best else []
             tried = result.tried if cell == own_cell(config) else tried
@@ -64,35 +68,39 @@ def make_plan(
     return Plan(setting, option, simulated, refused, found, whole, tried)
 
 
-def plan(
-    config: Config,
-    *,
-    cluster: str,
-    bench: str | None,
-    price: float | None,
-    prompt_tokens: int | None,
-    failure_hours: float,
-    slow_engines: str | None,
-    slow_rank: float,
-    sweep: bool,
-    timeline: str | None,
-) -> None:
-    """Make a plan and print it; write its timeline."""
+@dataclass(frozen=True)
+class PlanArguments:
+    """The options of the command line."""
+
+    cluster: str
+    bench: str | None
+    price: float | None
+    prompt_tokens: int | None
+    failure_hours: float
+    slow_engines: str | None
+    slow_rank: float
+    sweep: bool
+    timeline: str | None
+
+
+def plan(config: Config, arguments: PlanArguments) -> None:
+    """Make a plan, print it, and write its timeline."""
+    shape = parse_cluster(arguments.cluster, price=arguments.price)
     made = make_plan(
         config,
-        cluster,
-        bench=Path(bench) if bench else None,
-        price=price,
-        prompt_tokens=prompt_tokens,
-        failure_hours=failure_hours,
-        slow=_slow(config, parse_cluster(cluster, price=price), slow_engines, slow_rank),
-        sweep=sweep,
+        arguments.cluster,
+        bench=Path(arguments.bench) if arguments.bench else None,
+        price=arguments.price,
+        prompt_tokens=arguments.prompt_tokens,
+        failure_hours=arguments.failure_hours,
+        stragglers=_stragglers(config, shape, arguments.slow_engines, arguments.slow_rank),
+        splits="sweep" if arguments.sweep else "own",
     )
     print_plan(made)
-    if timeline:
+    if arguments.timeline:
         shown = made.simulated or made.found[0]
-        timeline_file.write(shown.simulated, Path(timeline))
-        print(f"written: {timeline} (open it in https://ui.perfetto.dev)")
+        timeline_file.write(shown.simulated, Path(arguments.timeline))
+        print(f"written: {arguments.timeline} (open it in https://ui.perfetto.dev)")
 
 
 def _setting(
@@ -101,7 +109,7 @@ def _setting(
     bench: Path | None,
     prompt_tokens: int | None,
     failure_hours: float,
-    slow: Slow,
+    stragglers: Stragglers,
 ) -> Setting:
     for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
         least = 1 if option == "--prompt-tokens" else 0
@@ -119,20 +127,27 @@ def _setting(
     workload = workload_of(config, prompt_tokens=prompt_tokens, measured=lengths)
     known, unplanned = reward_models_of(config)
     return Setting(
-        cluster, model_of(config), workload, calibration, failure_hours * _HOUR_S, slow, known, unplanned
+        cluster,
+        model_of(config),
+        workload,
+        calibration,
+        failure_hours * _HOUR_S,
+        stragglers,
+        known,
+        unplanned,
     )
 
 
-def _slow(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Slow:
-    """``engines``: COUNTxFACTOR, of however many the option that is looked at has."""
+def _stragglers(config: Config, cluster: ClusterShape, engines: str | None, rank: float) -> Stragglers:
+    """Parse ``engines`` (COUNTxFACTOR) and ``rank``. Raises UserError."""
     most = cluster.gpus or config.rollout.num_workers
     of = f"of {cluster}" if cluster.gpus else "of `rollout.num_workers`"
     count, sign, factor = (engines or "0x1").partition("x")
     try:
-        slow = Slow(int(count), float(factor), rank)
+        slow = Stragglers(int(count), float(factor), rank)
     except ValueError:
         sign = ""
-    if not sign or not 0 <= slow.engines <= most or not 1 <= slow.engine < math.inf:
+    if not sign or not 0 <= slow.engines <= most or not 1 <= slow.engine_factor < math.inf:
         raise UserError(
             f"--slow-engines {engines}: expected COUNTxFACTOR, a number of engines up to {most} ({of}) and a "
             "factor of 1 or more, e.g. 1x1.5"

@@ -33,18 +33,18 @@ class EngineLost(Exception):
 
 
 class Engine:
-    """``seats``: sequences that run at once; the others wait in it. Its clock is that of the running loop."""
+    """``capacity``: sequences that run at once; the others wait. The clock is that of the running loop."""
 
     def __init__(
         self,
         times: EngineTimes,
-        seats: int,
+        capacity: int,
         *,
         meter: Callable[[], AbstractContextManager[None]] = nullcontext,
         spans: list[Span] | None = None,
     ) -> None:
         """``meter``: within it the engine's own code runs; ``spans``: gets the times when it has requests."""
-        self._times, self._seats, self._meter = times, max(1, seats), meter
+        self._times, self._capacity, self._meter = times, max(1, capacity), meter
         self.spans = [] if spans is None else spans
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
@@ -135,7 +135,7 @@ class Engine:
             if self._timer:
                 self._timer.cancel()
                 self._timer = None
-            while self._waiting and len(self._running) < self._seats:
+            while self._waiting and len(self._running) < self._capacity:
                 length, share, group = self._waiting.popleft()
                 place = (self.steps + length, next(self._numbers), length, share, group)
                 heapq.heappush(self._running, place)

@@ -12,10 +12,12 @@ from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.driver import is_last_of_all
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.tools.plan import made_records
-from grpo_dist.tools.plan.failures import NO_LOSSES
+from grpo_dist.tools.plan import fake_records
+from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.options import Option
-from grpo_dist.tools.plan.simulation import Scenario, as_planned, world_of
+from grpo_dist.tools.plan.scenario import Scenario, as_planned
+from grpo_dist.tools.plan.simulated_cluster import SimulatedCluster
+from grpo_dist.tools.plan.step_recorder import StepRecorder
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
 
@@ -75,11 +77,11 @@ def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
     nothing else to do.
     """
     config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
-    sets = [EvalSet(str(i), made_records.prompts(size, tokens)) for i, size in enumerate(sizes)]
+    sets = [EvalSet(str(i), fake_records.prompts(size, tokens)) for i, size in enumerate(sizes)]
 
     async def session() -> float:
-        world = world_of(scenario, config)
-        await evaluate(config, world.workers(), sets, world, step=0)
+        cluster = SimulatedCluster(scenario, config)
+        await evaluate(config, cluster.workers, sets, StepRecorder(cluster.trace), step=0)
         return asyncio.get_running_loop().time()
 
     return run_virtually(session)
@@ -94,7 +96,7 @@ def _scenario(option: Option) -> Scenario:
     workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
     held = workload.prompt_tokens / settings.samples_per_prompt + workload.mean
     return replace(
-        scenario, workload=workload, seats=max(1, option.engine.sequences_of(held)), losses=NO_LOSSES
+        scenario, workload=workload, capacity=max(1, option.engine.sequences_of(held)), failures=NO_FAILURES
     )
 
 

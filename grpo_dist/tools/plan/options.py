@@ -14,7 +14,7 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
-from grpo_dist.tools.plan.failures import LossRates
+from grpo_dist.tools.plan.failures import FailureRates
 from grpo_dist.tools.plan.memory import (
     USABLE,
     EngineFootprint,
@@ -28,8 +28,9 @@ from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
-from grpo_dist.tools.plan.simulation import Scenario, Simulated, simulate
-from grpo_dist.tools.plan.stragglers import EVEN, Slow
+from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulation import Simulated, simulate
+from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
 
 _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the prompts of a fitting difficulty
@@ -37,7 +38,7 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 
 @dataclass(frozen=True)
 class Setting:
-    """What all options of a plan share. ``lost_every_s``: mean time between failures of one GPU; 0: none
+    """What all options of a plan share. ``failure_every_s``: mean time between failures of one GPU; 0: none
     fails. ``reward_models``: whose sizes are known; ``unplanned``: why those of the others, by name, are not.
     """
 
@@ -45,8 +46,8 @@ class Setting:
     model: ModelShape
     workload: Workload
     calibration: Calibration | None
-    lost_every_s: float = 0.0
-    slow: Slow = EVEN
+    failure_every_s: float = 0.0
+    stragglers: Stragglers = NO_STRAGGLERS
     reward_models: tuple[KnownRewardModel, ...] = ()
     unplanned: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,12 +98,14 @@ def option_of(config: Config, setting: Setting) -> Option:
         config,
         Rates(config, model, sizes, peaks, reached),
         setting.workload,
-        seats=max(1, engine.mean),
+        capacity=max(1, engine.mean),
         colocated=shares,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
-        # Whoever shares its GPUs with policy ranks is lost with them: `rank_losses` counts those.
-        losses=LossRates(0.0 if shares else setting.lost_every_s / config.rollout.tensor_parallel_size),
-        slow=setting.slow,
+        # Whoever shares its GPUs with policy ranks is lost with them: `rank_failures` counts those.
+        failures=FailureRates(
+            0.0 if shares else setting.failure_every_s / config.rollout.tensor_parallel_size
+        ),
+        stragglers=setting.stragglers,
         reward_models=setting.reward_models,
     )
     problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from statistics import fmean
-
 from rich.console import Console
 from rich.table import Table
 
@@ -13,14 +10,14 @@ from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.tables import make_table, print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import USABLE
 from grpo_dist.tools.plan.options import Option, Planned, Setting
+from grpo_dist.tools.plan.rank_failures import RankFailures, rank_failures
 from grpo_dist.tools.plan.result import Plan
 from grpo_dist.tools.plan.reward_models import reward_model_workers
-from grpo_dist.tools.plan.simulation import Simulated, simulate
-from grpo_dist.tools.plan.stragglers import RankLosses, rank_losses
-from grpo_dist.tools.plan.sweep import longest_s, waits_for_longest
+from grpo_dist.tools.plan.simulation import Simulated
 from grpo_dist.tools.plan.timeline import LEGEND, as_text
 
 _STAGES = {
@@ -32,18 +29,8 @@ _STAGES = {
     "sync": "weight sync",
     "turn": "changes of turns",
 }
-# Stages between sampling and training, and what sets their workers.
-_HELPERS = {
-    "logprobs": "reference.num_workers",
-    "score": "rewards.num_workers",
-    "reward_model": "rewards.models.N.num_workers",
-}
-_NAMES = {"logprobs": "the reference", "score": "scoring", "reward_model": "scoring by models"}
-_HELPS = 0.25  # of a step: who is busy for less is not looked at
-_TAIL = 0.7  # of a step: a longest completion that takes more bounds it
 _NOWHERE = 0.9  # of the time of a run: where losses take more, hours say nothing
 _LIKELY = 0.01  # a chance that is worth a warning
-_FULL = 0.05  # idle share below which who is idle is said to bound the step
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -62,9 +49,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     title = "as configured" if plan.simulated else "best split"
     print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
-    losses = losses_of(shown, plan.setting) is not None
+    losses = rank_failures_of(shown, plan.setting) is not None
     print_lines(console, [*_slow(shown), *_summary(shown, plan.setting)])
-    print_lines(console, plan.whole.lines(price=cluster.price, losses=losses))
+    print_lines(console, plan.whole.lines(price=cluster.price, failures=losses))
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(_found(plan))
@@ -75,89 +62,6 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
     """Dollars for a million tokens of prompts and completions, all GPUs of the cluster paid for."""
     return cluster.price / 3600 / run.tokens_per_s * 1e6
-
-
-def reason(planned: Planned) -> str:
-    """What bounds the step."""
-    run, scenario = planned.simulated, planned.option.scenario
-    idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
-    longest = max(stages, key=stages.__getitem__)
-    if longest in ("reward_model", "score", "logprobs") and stages[longest] > 0.9 * run.step_s:
-        name = _NAMES[longest]
-        return f"{name} bounds the step: busy all the time; raise `{_HELPERS[longest]}`"
-    if held := _held_by_helper(planned):
-        return held
-    if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
-        return slow
-    if waits_for_longest(scenario.config) and alone > _TAIL * run.step_s:
-        return (
-            f"the longest completions bound the step: one alone takes {written(alone, 's')}; a larger "
-            "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
-            "does not wait for it"
-        )
-    if idle["rollout"] < _FULL < idle["policy"]:
-        return "generation bounds the step: engines are always busy, the policy waits for them"
-    if idle["policy"] < _FULL < idle["rollout"]:
-        rank = scenario.slow.rank
-        why = f"; {written(1 - 1 / rank, '%')} of it wait for the slow rank" if rank > 1 else ""
-        return f"training bounds the step: the policy is always busy, engines wait for it{why}"
-    if max(idle.values()) < 2 * _FULL:
-        return "generation and training take about as long"
-    return "generation and training take turns, or wait for long completions: both are idle at times"
-
-
-def _held_by_helper(planned: Planned) -> str:
-    """The reference, reward models or graders, where twice as many would make a step shorter: they are then
-    behind what samples and before what trains, even if neither is busy all the time.
-    """
-    run, scenario = planned.simulated, planned.option.scenario
-    gains: dict[str, float] = {}
-    for stage, section in _HELPERS.items():
-        if run.stage_s.get(stage, 0.0) > _HELPS * run.step_s:
-            more = simulate(replace(scenario, config=_doubled(scenario.config, stage, section)))
-            gains[stage] = more.step_s
-    if not gains:
-        return ""
-    stage = min(gains, key=gains.__getitem__)
-    if gains[stage] > (1 - _FULL) * run.step_s:
-        return ""
-    seconds, share = written(run.stage_s[stage], "s"), written(run.stage_s[stage] / run.step_s, "%")
-    return (
-        f"{_NAMES[stage]} bounds the step: busy for {seconds} of it ({share}), between sampling and "
-        f"training; with twice as many workers (`{_HELPERS[stage]}`) a step takes "
-        f"{written(gains[stage], 's')}"
-    )
-
-
-def _doubled(config: Config, stage: str, key: str) -> Config:
-    """``config`` with twice the workers of ``stage``, whatever GPUs there are."""
-    if stage == "reward_model":
-        models = tuple(m.model_copy(update={"num_workers": 2 * m.num_workers}) for m in config.rewards.models)
-        return config.model_copy(update={"rewards": config.rewards.model_copy(update={"models": models})})
-    name = key.partition(".")[0]
-    section = getattr(config, name)
-    more = section.model_copy(update={"num_workers": 2 * section.num_workers})
-    return config.model_copy(update={name: more})
-
-
-def _waits_for_slow(planned: Planned) -> str:
-    """Nothing where engines are alike, or the slow ones are idle about as long as the others."""
-    scenario, each = planned.option.scenario, planned.simulated.engines_idle
-    count = scenario.slow.engines
-    if not 0 < count < len(each):
-        return ""
-    slow, others = fmean(each[:count]), fmean(each[count:])
-    if others - slow < 2 * _FULL:
-        return ""
-    remedy = (
-        "; `weight_sync.mode`=keep with more staleness does not wait for them"
-        if waits_for_longest(scenario.config)
-        else ""
-    )
-    return (
-        f"slow engines bound the step: they are idle for {written(slow, '%')} of the time, the others, which "
-        f"wait for them, for {written(others, '%')}{remedy}"
-    )
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:
@@ -211,15 +115,17 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _slow(planned: Planned) -> list[str]:
-    config, slow, lines = planned.option.config, planned.option.scenario.slow, []
-    if slow.engines and slow.engine > 1:
+    config, slow, lines = planned.option.config, planned.option.scenario.stragglers, []
+    if slow.engines and slow.engine_factor > 1:
         count = min(slow.engines, config.rollout.num_workers)
         lines.append(
-            f"slow: {count} of {config.rollout.num_workers} engine(s): sampling takes {slow.engine:g} times "
-            "as long there"
+            f"slow: {count} of {config.rollout.num_workers} engine(s): sampling takes "
+            f"{slow.engine_factor:g} times as long there"
         )
-    if slow.rank > 1:
-        lines.append(f"slow: a policy rank: updates take {slow.rank:g} times as long, as all wait for it")
+    if slow.rank_factor > 1:
+        lines.append(
+            f"slow: a policy rank: updates take {slow.rank_factor:g} times as long, as all wait for it"
+        )
     return lines
 
 
@@ -236,7 +142,7 @@ def _memory(option: Option, cluster: ClusterShape, title: str = "as configured")
     engine = option.engine
     table.caption = (
         f"an engine's cache holds {engine.longest:,} sequences of {option.config.max_length:,} tokens; "
-        f"{option.scenario.seats:,} of mean length are decoded at once"
+        f"{option.scenario.capacity:,} of mean length are decoded at once"
     )
     return table
 
@@ -261,16 +167,16 @@ def _times(planned: Planned) -> Table:
 def _summary(planned: Planned, setting: Setting) -> list[str]:
     run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
     hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
-    losses = losses_of(planned, setting)
+    losses = rank_failures_of(planned, setting)
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
         f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
         f"idle: engines {engines}, policy {policy}: {reason(planned)}",
         f"engines decode {run.sequences:,.0f} sequences at once on average, each could decode "
-        f"{planned.option.scenario.seats:,}",
+        f"{planned.option.scenario.capacity:,}",
         f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
         f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
-        + (f"; {run.lost} engines lost and replaced" if run.lost else ""),
+        + (f"; {run.failed_engines} engines lost and replaced" if run.failed_engines else ""),
     ]
     if losses:
         lines += _losses(planned.option.config, losses)
@@ -286,21 +192,21 @@ def _summary(planned: Planned, setting: Setting) -> list[str]:
     return lines
 
 
-def losses_of(planned: Planned, setting: Setting) -> RankLosses | None:
+def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
     """Of policy ranks, where a GPU is said to fail now and then. While an engine on the same GPU samples,
     that is met at once.
     """
     run, scenario = planned.simulated, planned.option.scenario
-    return rank_losses(
+    return rank_failures(
         planned.option.config,
         step_s=run.step_s,
         unseen_s=0.0 if scenario.colocated else run.idle["policy"] * run.step_s,
-        lost_every_s=setting.lost_every_s,
-        restart_s=scenario.losses.restart_s,
+        failure_every_s=setting.failure_every_s,
+        restart_s=scenario.failures.restart_s,
     )
 
 
-def _losses(config: Config, found: RankLosses) -> list[str]:
+def _losses(config: Config, found: RankFailures) -> list[str]:
     every = config.checkpoint.every
     since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
     line = (
@@ -326,7 +232,7 @@ def _losses(config: Config, found: RankLosses) -> list[str]:
     return lines
 
 
-def _with_losses(found: RankLosses, price: float) -> str:
+def _with_losses(found: RankFailures, price: float) -> str:
     return "" if found.share > _NOWHERE else f" and ${price * found.expected_s / 3600:,.0f} with them"
 
 

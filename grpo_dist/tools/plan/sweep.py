@@ -17,7 +17,7 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
-from grpo_dist.tools.plan.simulation import Scenario
+from grpo_dist.tools.plan.scenario import Scenario
 
 _SPLITS = 16  # numbers of policy ranks that are tried, at most
 _TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -195,9 +195,9 @@ def longest_s(scenario: Scenario) -> float:
     """Seconds of the longest completion of a step, were it alone: no engine takes less. Where only some are
     slow it may be with another.
     """
-    batch, workload, slow = scenario.config.batch, scenario.workload, scenario.slow
+    batch, workload, slow = scenario.config.batch, scenario.workload, scenario.stragglers
     tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
-    factor = slow.engine if slow.engines >= scenario.config.rollout.num_workers else 1.0
+    factor = slow.engine_factor if slow.engines >= scenario.config.rollout.num_workers else 1.0
     return factor * tokens * scenario.rates.decode_step_s(1, workload.prompt_tokens + tokens / 2)
 
 
@@ -212,7 +212,7 @@ def bound(option: Option) -> float:
     )
     in_hand = samples * (1 + config.max_staleness) / config.rollout.num_workers
     held = prompt / batch.samples_per_prompt + mean / 2  # by a sequence, half way
-    counts = np.unique(np.geomspace(1, max(1.0, min(scenario.seats, in_hand)), 16))
+    counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_hand)), 16))
     rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
     sampling = samples * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt

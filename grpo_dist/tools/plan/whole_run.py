@@ -29,11 +29,11 @@ class WholeRun:
     def seconds(self) -> float:
         return self.steps_s + self.beside_s
 
-    def lines(self, *, price: float, losses: bool) -> list[str]:
+    def lines(self, *, price: float, failures: bool) -> list[str]:
         """Of evaluations, of checkpoints, and of all together. ``price``: dollars an hour, 0: nobody knows;
-        ``losses``: there are some, which are not in it.
+        ``failures``: the run meets some, which are left out.
         """
-        return [*self._evaluations(), self._checkpoints(), self._all(price, losses)]
+        return [*self._evaluations(), self._checkpoints(), self._all(price, failures)]
 
     def _evaluations(self) -> list[str]:
         found, lines = self.evaluation, []
@@ -66,10 +66,10 @@ class WholeRun:
             f"{self._share(found.total_s)}; assumed: {disk}"
         )
 
-    def _all(self, price: float, losses: bool) -> str:
+    def _all(self, price: float, failures: bool) -> str:
         """What it does not count is little for long runs, or was warned of."""
         left_out, found = ["its start"], self.evaluation
-        if losses:
+        if failures:
             left_out.append("losses")
         if found and found.left_out:
             left_out.append("evaluations (see the warning)")

@@ -42,7 +42,7 @@ def test_what_does_not_fit_names_the_keys_to_lower():
 
 def test_a_plan_counts_it():
     assert is_trained_first(config()) and not is_trained_first(fakes.config())
-    made = make_plan(config(), "1x8xH100", prompt_tokens=50, split=False)
+    made = make_plan(config(), "1x8xH100", prompt_tokens=50, splits="none")
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115
     print_plan(made, console)
     said = console.export_text()

@@ -14,14 +14,15 @@ from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.bench.result import DecodeStep, Result
 from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
+from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.command import _slow, make_plan
+from grpo_dist.tools.plan.command import _stragglers, make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.options import Setting, option_of, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
-from grpo_dist.tools.plan.report import cost_per_million, losses_of, print_plan, reason
-from grpo_dist.tools.plan.stragglers import Slow
+from grpo_dist.tools.plan.report import cost_per_million, print_plan, rank_failures_of
+from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.sweep import Cell, _options, best, bound, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
@@ -274,11 +275,11 @@ def test_what_cannot_be_tried_says_why():
 
 def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
     c = load_config(GPU, [])
-    made = make_plan(c, "1x8xA100", split=False).simulated
+    made = make_plan(c, "1x8xA100", splits="none").simulated
     said = reason(made)
     assert said.startswith("the reference bounds the step: busy for ")
     assert "with twice as many workers (`reference.num_workers`) a step takes " in said
-    more = make_plan(load_config(GPU, ["reference.num_workers=4"]), "2x8xA100", split=False).simulated
+    more = make_plan(load_config(GPU, ["reference.num_workers=4"]), "2x8xA100", splits="none").simulated
     assert more.simulated.step_s < 0.9 * made.simulated.step_s
     assert "reference" not in reason(more)
 
@@ -294,7 +295,7 @@ def test_options_that_train_alike_keep_batch_and_staleness():
 
 def test_cost_is_the_price_of_all_cards_for_the_time_of_the_tokens():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", price=2.0, prompt_tokens=100, split=False)
+    made = make_plan(c, "1x4xH100", price=2.0, prompt_tokens=100, splits="none")
     run = made.simulated.simulated
     hours = run.step_s / 3600
     assert cost_per_million(run, made.setting.cluster) == pytest.approx(
@@ -443,7 +444,7 @@ def test_a_recipe_says_what_is_planned_for_it_and_fits(file):
     """Whoever changes a recipe, or a rate of the plan, writes down what is expected then."""
     cluster, source, memory, step_s, tokens_per_s = EXPECTED.search(file.read_text()).groups()
     bench = None if source == "data sheets" else ROOT / source
-    made = make_plan(load_config(file, []), cluster, bench=bench, split=False)
+    made = make_plan(load_config(file, []), cluster, bench=bench, splits="none")
     assert not made.refused and made.configured.roles.gpus == made.setting.cluster.gpus
     for text in memory.split(", "):
         role, gib, _ = text.split(" ")
@@ -466,7 +467,7 @@ def test_every_algorithm_can_be_planned(preset):
     own = [f"+algorithm={preset}", *small]
     if preset == "process":
         own.append("rewards.models=[{name: steps, path: some/model, kind: process}]")
-    made = make_plan(load_config(GPU, own), "1x9xH100", split=False)
+    made = make_plan(load_config(GPU, own), "1x9xH100", splits="none")
     samples = made.simulated.simulated.samples
     put_aside = made.configured.config.dynamic_sampling.enabled
     assert not made.refused and (samples > 8 * 8 if put_aside else samples == 8 * 8)
@@ -490,17 +491,17 @@ def test_what_does_not_fit_is_planned_with_the_best_split():
 
 def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
     c = wide()
-    made = make_plan(c, "1x2xH100", prompt_tokens=100, sweep=True)
+    made = make_plan(c, "1x2xH100", prompt_tokens=100, splits="sweep")
     seen = [(p.option.config.batch.prompts_per_step, p.option.config.max_staleness) for p in made.found]
     assert seen[0] == (16, 0) and set(seen) == {(b, n) for b in (8, 16, 32) for n in (0, 1)}
     assert "best splits on 1x2xH100" in printed(made)
 
 
 def test_what_goes_wrong_is_planned_too():
-    slow = Slow(engines=1, engine=2.0, rank=1.5)
+    slow = Stragglers(engines=1, engine_factor=2.0, rank_factor=1.5)
     c = wide(checkpoint={"every": 10}, policy={"num_workers": 2}, steps=100)
-    calm = make_plan(c, "1x4xH100", prompt_tokens=100, split=False)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=slow, failure_hours=20)
+    calm = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none")
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", stragglers=slow, failure_hours=20)
     assert made.simulated.simulated.step_s > 1.2 * calm.simulated.simulated.step_s
     text = printed(made)
     assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
@@ -512,8 +513,8 @@ def test_what_goes_wrong_is_planned_too():
 
 def test_losses_are_in_the_hours_and_in_the_price():
     c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5)
-    found = losses_of(made.simulated, made.setting)
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5)
+    found = rank_failures_of(made.simulated, made.setting)
     assert found.every_s == 900 and found.planned_s == pytest.approx(3000 * made.simulated.simulated.step_s)
     text = printed(made).replace("\n", " ")
     planned_s, expected_s = found.planned_s / 3600, found.expected_s / 3600
@@ -531,7 +532,9 @@ def test_losses_are_in_the_hours_and_in_the_price():
 )
 def test_a_run_that_gets_nowhere_is_said_to(every, remedy):
     c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=0.5 if every != 1 else 0.01)
+    made = make_plan(
+        c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5 if every != 1 else 0.01
+    )
     line = next(x for x in printed(made).splitlines() if x.startswith("losses of policy ranks"))
     assert line.endswith(f"the run gets nowhere{remedy}") and "with them" not in printed(made)
 
@@ -541,18 +544,20 @@ def test_engines_that_share_gpus_with_ranks_are_lost_with_them(placement, engine
     """Not replaced alone, and not counted twice."""
     rollout = {"num_workers": 1, "tensor_parallel_size": 2}
     c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})
-    option = option_of(c, setting(c, "1x4xH100", lost_every_s=100 * 3600.0))
+    option = option_of(c, setting(c, "1x4xH100", failure_every_s=100 * 3600.0))
     assert option.roles.colocated == (placement == "colocated")
-    assert option.scenario.losses.engine_s == engines_s
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, failure_hours=100)
-    assert losses_of(made.simulated, made.setting).every_s == 50 * 3600
+    assert option.scenario.failures.engine_s == engines_s
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=100)
+    assert rank_failures_of(made.simulated, made.setting).every_s == 50 * 3600
 
 
 def test_slow_engines_are_said_to_be_waited_for():
     """One of four takes three times as long; the longest completion may well be with another."""
     c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
-    even = make_plan(c, "1x6xH100", prompt_tokens=100, split=False)
-    one = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=1, engine=3.0))
+    even = make_plan(c, "1x6xH100", prompt_tokens=100, splits="none")
+    one = make_plan(
+        c, "1x6xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(engines=1, engine_factor=3.0)
+    )
     said = reason(one.simulated)
     assert said.startswith("slow engines bound the step: they are idle for ") and "keep" in said
     assert "slow" not in reason(even.simulated)
@@ -562,7 +567,9 @@ def test_slow_engines_are_said_to_be_waited_for():
     busy = replace(one.simulated.simulated, idle={"rollout": 0.5, "policy": 0.01})
     assert not reason(replace(one.simulated, simulated=busy)).startswith("slow engines")
     alone = longest_s(even.simulated.option.scenario)
-    every = make_plan(c, "1x6xH100", prompt_tokens=100, split=False, slow=Slow(engines=6, engine=3.0))
+    every = make_plan(
+        c, "1x6xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(engines=6, engine_factor=3.0)
+    )
     assert longest_s(one.simulated.option.scenario) == alone
     assert longest_s(every.simulated.option.scenario) == pytest.approx(3 * alone)
     assert "slow: 4 of 4 engine(s)" in printed(every)  # of six that the best split may have
@@ -570,20 +577,22 @@ def test_slow_engines_are_said_to_be_waited_for():
 
 def test_a_slow_rank_is_said_to_be_waited_for():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False, slow=Slow(rank=2.0)).simulated
+    made = make_plan(
+        c, "1x4xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(rank_factor=2.0)
+    ).simulated
     run = replace(made.simulated, step_s=100.0, idle={"rollout": 0.5, "policy": 0.01})
     assert reason(replace(made, simulated=run)).endswith("50.0 % of it wait for the slow rank")
 
 
 def test_slow_engines_are_as_many_as_the_cluster_may_have():
     c, eight = config(rollout={"num_workers": 2}), parse_cluster("1x8xH100")
-    assert _slow(c, eight, "8x2", 1.0) == Slow(8, 2.0, 1.0)
+    assert _stragglers(c, eight, "8x2", 1.0) == Stragglers(8, 2.0, 1.0)
     for cluster, count, words in (
         (eight, 9, "up to 8 .of 1x8xH100"),
         (parse_cluster("1x0xCPU"), 3, "up to 2"),
     ):
         with pytest.raises(UserError, match=words):
-            _slow(c, cluster, f"{count}x2", 1.0)
+            _stragglers(c, cluster, f"{count}x2", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -628,7 +637,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
 
 def test_reasons_name_who_is_waited_for():
     c = wide(max_staleness=1)
-    made = make_plan(c, "1x4xH100", prompt_tokens=100, split=False).simulated
+    made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none").simulated
     run = replace(made.simulated, step_s=100.0)
     bounds = {"rollout": (0.01, 0.5, "generation bounds"), "policy": (0.5, 0.01, "training bounds")}
     for rollout, policy, words in bounds.values():

@@ -9,12 +9,13 @@ from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassifica
 
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.memory import GIB, Sizes
 from grpo_dist.tools.plan.models import classifier_of, from_config_json, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
-from grpo_dist.tools.plan.report import print_plan, reason, warnings
+from grpo_dist.tools.plan.report import print_plan, warnings
 from grpo_dist.tools.plan.reward_models import reward_model_worker, reward_models_of
 from grpo_dist.tools.plan.sweep import bound
 from grpo_dist.tools.plan.workload import workload_of
@@ -166,7 +167,7 @@ def test_a_reward_model_that_is_the_bottleneck_takes_all_groups_one_after_the_ot
 
 
 def test_memory_and_times_are_shown():
-    text = printed(make_plan(judged({"num_workers": 2}), "1x4xH100", prompt_tokens=100, split=False))
+    text = printed(make_plan(judged({"num_workers": 2}), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "reward model judge x 2" in text and "weights 13.2" in text
     assert "scoring by models" in text and "reward-model-judge-1 |" in text
     assert "assumed: reward models read as many tokens as the policy writes" in text
@@ -175,7 +176,7 @@ def test_memory_and_times_are_shown():
 
 def test_what_is_not_planned_is_named_and_nothing_is_refused():
     models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
-    text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, split=False))
+    text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
     assert "it is given 1 worker(s), but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
@@ -183,7 +184,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
 
 
 def test_a_deadline_that_scoring_passes_is_warned_of():
-    made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, split=False)
+    made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, splits="none")
     run = made.simulated.simulated
     assert not warnings(made.simulated, made.setting)
     slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
@@ -192,7 +193,7 @@ def test_a_deadline_that_scoring_passes_is_warned_of():
 
 
 def test_without_reward_models_nothing_is_said_of_them():
-    text = printed(make_plan(judged(), "1x4xH100", prompt_tokens=100, split=False))
+    text = printed(make_plan(judged(), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
 
 

@@ -13,10 +13,12 @@ from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime.restarts import Budget
 from grpo_dist.tools.plan import simulation, virtual_clock
 from grpo_dist.tools.plan.engines import Engine, EngineLost
-from grpo_dist.tools.plan.failures import LossRates
+from grpo_dist.tools.plan.failures import FailureRates
+from grpo_dist.tools.plan.rank_failures import at_least, rank_failures
 from grpo_dist.tools.plan.rates import Reached
-from grpo_dist.tools.plan.simulation import Scenario, simulate
-from grpo_dist.tools.plan.stragglers import Slow, at_least, rank_losses
+from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulation import simulate
+from grpo_dist.tools.plan.stragglers import Stragglers
 from grpo_dist.tools.plan.timeline import as_text
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.plan.workload import Workload
@@ -24,11 +26,13 @@ from tests.support.fakes import config
 from tests.support.made_times import Times, judges
 
 
-def run(times, *, length=10, seats=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
+def run(times, *, length=10, capacity=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
     changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
     workload = Workload(20, config().bench.lengths, 1000, measured=tuple(measured) or (length,))
     goes_wrong = goes_wrong or {}
-    return simulate(Scenario(config(**changes), times, workload, seats, colocated, steps=steps, **goes_wrong))
+    return simulate(
+        Scenario(config(**changes), times, workload, capacity, colocated, steps=steps, **goes_wrong)
+    )
 
 
 # It doubles with every restart within the window, so that has to be short, too.
@@ -85,11 +89,11 @@ def test_a_simulation_in_which_all_wait_for_each_other_is_an_error():
 # The engine
 
 
-def ends(times, groups, *, seats=100, then=None):
+def ends(times, groups, *, capacity=100, then=None):
     """When the samples of each group (begin, prompt, lengths) were finished, and the engine."""
 
     async def main():
-        engine, loop = Engine(times, seats), asyncio.get_running_loop()
+        engine, loop = Engine(times, capacity), asyncio.get_running_loop()
         found = [[] for _ in groups]
 
         async def ask(i, begin, prompt, lengths):
@@ -122,7 +126,7 @@ def test_a_group_that_comes_later_joins_the_batch_and_its_prefill_delays_all():
 
 
 def test_sequences_beyond_its_seats_wait_in_the_engine():
-    found, _ = ends(Times(), [(0, 0, [10, 4, 6, 2])], seats=2)
+    found, _ = ends(Times(), [(0, 0, [10, 4, 6, 2])], capacity=2)
     assert sorted(found[0]) == pytest.approx([0.4, 1.0, 1.0, 1.2])
 
 
@@ -210,14 +214,14 @@ def test_who_shares_gpus_changes_turns_twice_a_step():
 
 
 def test_groups_go_to_the_engine_that_has_least():
-    found = run(Times(), rollout={"num_workers": 4}, seats=2)
+    found = run(Times(), rollout={"num_workers": 4}, capacity=2)
     assert {len(found.bars[f"rollout-{i}"]) for i in range(4)} == {6 - 1}  # of every step, one at once
     assert found.queue == 0 and found.step_s == pytest.approx(3.8)
 
 
 def test_groups_wait_for_an_engine_with_room():
     # 4 groups of 2 on one engine that decodes one sequence at a time: two of them wait in the driver's queue.
-    found = run(Times(), seats=1)
+    found = run(Times(), capacity=1)
     assert found.queue == 3 and found.stage_s["sample"] == pytest.approx(8 * 1.0)
 
 
@@ -240,13 +244,13 @@ def test_lost_engines_are_replaced_and_no_sample_is_lost():
         config(rollout={"num_workers": 3}, rewards={"num_workers": 9}, sampling={"max_new_tokens": 1000}),
         Times(),
         Workload(20, config().bench.lengths, 1000, measured=(30, 300)),
-        seats=8,
+        capacity=8,
         colocated=False,
-        losses=LossRates(40.0, restart_s=25.0),
+        failures=FailureRates(40.0, restart_s=25.0),
         steps=8,
     )
     found = simulate(scenario)
-    assert found.lost > 2 and found.samples == 8
+    assert found.failed_engines > 2 and found.samples == 8
     assert any(span.stage == "restart" for spans in found.bars.values() for span in spans)
     calm = run(Times(), measured=[30, 300], rollout={"num_workers": 3}, steps=8)
     assert found.step_s > calm.step_s
@@ -257,9 +261,9 @@ def test_who_is_slow_is_waited_for():
     """A step takes 1.0 s to sample, 0.5 to score, 2.0 to update and 0.3 to sync."""
     two = {"rollout": {"num_workers": 2}}
     assert run(Times(), **two).step_s == pytest.approx(3.8)
-    slow_engine = run(Times(), goes_wrong={"slow": Slow(engines=1, engine=2.0)}, **two)
+    slow_engine = run(Times(), goes_wrong={"stragglers": Stragglers(engines=1, engine_factor=2.0)}, **two)
     assert slow_engine.step_s == pytest.approx(4.8)
-    slow_rank = run(Times(), goes_wrong={"slow": Slow(rank=1.5)}, **two)
+    slow_rank = run(Times(), goes_wrong={"stragglers": Stragglers(rank_factor=1.5)}, **two)
     assert slow_rank.step_s == pytest.approx(4.8)
 
 
@@ -271,15 +275,15 @@ def test_what_lost_ranks_cost_is_what_the_loop_spends_on_them(share):
     """
     stretches, every_s = {0.1: 80, 0.5: 60, 2.0: 50}[share], 5 * 3.8 / share
     settings = {"checkpoint": {"every": 5}, "policy": {"num_workers": 2}}
-    wrong = {"losses": LossRates(rank_s=every_s, restart_s=5.0), "warmup_steps": 0}
+    wrong = {"failures": FailureRates(rank_s=every_s, restart_s=5.0), "warmup_steps": 0}
     found = run(Times(), goes_wrong=wrong, steps=5 * stretches, cluster=NO_BACK_OFF, **settings)
     each = np.diff([0.0, *found.ends[4::5]])
     error = each.std(ddof=1) / stretches**0.5
-    formula = rank_losses(
+    formula = rank_failures(
         config(steps=5 * stretches, **settings),
         step_s=3.8,
         unseen_s=1.5,
-        lost_every_s=2 * every_s,
+        failure_every_s=2 * every_s,
         restart_s=5.0,
     )
     assert formula.every_s == every_s and formula.planned_s == pytest.approx(19.0 * stretches)
@@ -292,23 +296,23 @@ def test_what_lost_ranks_cost_is_what_the_loop_spends_on_them(share):
 
 def test_a_loss_costs_what_it_does_by_daly():
     settings = {"checkpoint": {"every": 10}, "policy": {"num_workers": 2}, "steps": 100}
-    at = {"step_s": 2.0, "lost_every_s": 80.0, "restart_s": 20.0}
-    found = rank_losses(config(**settings), unseen_s=0.0, **at)
+    at = {"step_s": 2.0, "failure_every_s": 80.0, "restart_s": 20.0}
+    found = rank_failures(config(**settings), unseen_s=0.0, **at)
     assert found.expected_s == pytest.approx(10 * 40 * math.exp(20 / 40) * (math.exp(20 / 40) - 1))
     assert found.share == pytest.approx(1 - 200 / found.expected_s)
-    later = rank_losses(config(**settings), unseen_s=1.0, **at)
+    later = rank_failures(config(**settings), unseen_s=1.0, **at)
     assert found.expected_s < later.expected_s < found.expected_s * 1.02  # half of a second more, at most
-    rare = rank_losses(config(**settings), unseen_s=0.0, **at | {"lost_every_s": 8e7})
+    rare = rank_failures(config(**settings), unseen_s=0.0, **at | {"failure_every_s": 8e7})
     assert rare.expected_s - 200 == pytest.approx(200 / 4e7 * (20 + 10), rel=1e-3)  # J. W. Young's, 1974
     # Of 25 steps the last stretch has five; without checkpoints all is one, and a thousand are never done.
-    uneven = rank_losses(config(**settings | {"steps": 25}), unseen_s=0.0, **at)
+    uneven = rank_failures(config(**settings | {"steps": 25}), unseen_s=0.0, **at)
     last = 40 * math.exp(20 / 40) * (math.exp(10 / 40) - 1)
     assert uneven.expected_s == pytest.approx(found.expected_s / 10 * 2 + last)
-    none = rank_losses(config(**settings | {"checkpoint": {"every": 0}}), unseen_s=0.0, **at)
+    none = rank_failures(config(**settings | {"checkpoint": {"every": 0}}), unseen_s=0.0, **at)
     assert none.expected_s == pytest.approx(40 * math.exp(20 / 40) * (math.exp(200 / 40) - 1))
-    never = rank_losses(config(steps=10**6, checkpoint={"every": 0}), unseen_s=0.0, **at)
+    never = rank_failures(config(steps=10**6, checkpoint={"every": 0}), unseen_s=0.0, **at)
     assert never.expected_s == math.inf and never.share == 1.0 == never.ends
-    assert rank_losses(config(), unseen_s=0.0, **at | {"lost_every_s": 0.0}) is None
+    assert rank_failures(config(), unseen_s=0.0, **at | {"failure_every_s": 0.0}) is None
 
 
 def test_the_budget_of_restarts_ends_a_run_by_chance():
@@ -318,7 +322,7 @@ def test_the_budget_of_restarts_ends_a_run_by_chance():
 
     def ends(**restarts):
         c = config(steps=100, checkpoint={"every": 10}, cluster={"restarts": restarts})
-        return rank_losses(c, step_s=2.0, unseen_s=0.0, lost_every_s=1e5, restart_s=20.0).ends
+        return rank_failures(c, step_s=2.0, unseen_s=0.0, failure_every_s=1e5, restart_s=20.0).ends
 
     assert ends(max_per_worker=0) == pytest.approx(1 - math.exp(-200 / 1e5), rel=0.01)  # any loss
     two = 200 / 1e5 * (1 - math.exp(-0.01))  # a loss, and another within a thousand seconds
@@ -330,11 +334,11 @@ def test_the_budget_of_restarts_ends_a_run_by_chance():
 def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(graders):
     """A rank that is lost ends the batch that is sampled ahead, with its groups while they are graded."""
     found = run(
-        Times(), goes_wrong={"losses": LossRates(rank_s=15.0, restart_s=5.0)}, steps=60, max_staleness=1,
+        Times(), goes_wrong={"failures": FailureRates(rank_s=15.0, restart_s=5.0)}, steps=60, max_staleness=1,
         rewards={"num_workers": graders}, cluster=NO_BACK_OFF, checkpoint={"every": 5},
     )  # fmt: skip
     graded = [span for i in range(graders) for span in found.bars[f"reward-{i}"]]
-    assert found.gone_back > 3 and len(found.ends) == 63
+    assert found.rank_restarts > 3 and len(found.ends) == 63
     assert any(0 < span.end - span.begin < 0.499 for span in graded)  # of the half second that it takes
     for own in (found.bars[f"reward-{i}"] for i in range(graders)):
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
@@ -342,19 +346,19 @@ def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(gr
 
 def test_groups_that_wait_when_a_rank_is_lost_wait_no_more():
     """Two batches of 16 groups are on their way at most, on an engine that has room for one."""
-    queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "seats": 2}
+    queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "capacity": 2}
     calm = run(Times(), steps=10, **queue)
     found = run(
-        Times(), goes_wrong={"losses": LossRates(rank_s=50.0, restart_s=5.0)}, steps=10, cluster=NO_BACK_OFF,
-        checkpoint={"every": 2}, **queue,
+        Times(), goes_wrong={"failures": FailureRates(rank_s=50.0, restart_s=5.0)}, steps=10,
+        cluster=NO_BACK_OFF, checkpoint={"every": 2}, **queue,
     )  # fmt: skip
-    assert found.gone_back > 5 and calm.queue == found.queue == 31
+    assert found.rank_restarts > 5 and calm.queue == found.queue == 31
 
 
 def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_restart_ends():
-    wrong = {"losses": LossRates(rank_s=40.0, engine_s=60.0, restart_s=30.0)}
+    wrong = {"failures": FailureRates(rank_s=40.0, engine_s=60.0, restart_s=30.0)}
     found = run(
-        Times(), seats=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
+        Times(), capacity=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
     )  # fmt: skip
     own, ranks = found.bars["rollout-0"], found.bars["policy"]
     restarts = [span for span in own if span.stage == "restart"]
@@ -366,12 +370,12 @@ def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_rest
 
 
 def test_a_rank_that_is_lost_while_the_ranks_restart_makes_them_restart_once_more():
-    wrong = {"losses": LossRates(rank_s=20.0, restart_s=20.0)}
+    wrong = {"failures": FailureRates(rank_s=20.0, restart_s=20.0)}
     found = run(Times(), steps=20, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1})
     restarts = [span for span in found.bars["policy"] if span.stage == "restart"]
     lengths = [span.end - span.begin for span in restarts]
     whole = [n for n in lengths if n == pytest.approx(20.0)]
-    assert len(restarts) == found.gone_back > len(whole) > 2 and max(lengths) < 20.0 + 1e-6
+    assert len(restarts) == found.rank_restarts > len(whole) > 2 and max(lengths) < 20.0 + 1e-6
     for one, then in pairwise(restarts):
         if one.end - one.begin < 20.0 - 1e-6:
             assert then.begin == pytest.approx(one.end, abs=1e-3)  # nothing else comes between them
@@ -381,10 +385,10 @@ def test_figures_of_a_run_that_goes_back_are_of_all_that_was_done(monkeypatch):
     """Also what was done in vain: eight sequences at once, and the driver's time for each step made."""
     spent = iter([0.0, 1000.0])
     monkeypatch.setattr(simulation, "time", SimpleNamespace(process_time=lambda: next(spent)))
-    wrong = {"losses": LossRates(rank_s=20.0, restart_s=5.0)}
+    wrong = {"failures": FailureRates(rank_s=20.0, restart_s=5.0)}
     found = run(Times(), steps=30, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 5})
     made = sum(s.stage == "sync" and s.end - s.begin > 0.3 - 1e-9 for s in found.bars["policy"])
-    assert found.gone_back > 3 and made > len(found.ends) + 3
+    assert found.rank_restarts > 3 and made > len(found.ends) + 3
     assert found.sequences == pytest.approx(8, rel=1e-3)
     assert found.driver_cpu_s == pytest.approx(1000 / made, rel=0.01)
 
@@ -397,18 +401,18 @@ def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
 
 
 def test_a_thousand_gpus_lose_ranks_and_get_there():
-    lost = {"losses": LossRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
+    lost = {"failures": FailureRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
     shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}
     assert 256 * 2 + 512 == 1024
     batch = {"prompts_per_step": 512, "samples_per_prompt": 2}
     found = run(
-        Times(step=0.02, score=0.1, update=8.0), measured=(50, 200), steps=4, seats=1, goes_wrong=lost,
+        Times(step=0.02, score=0.1, update=8.0), measured=(50, 200), steps=4, capacity=1, goes_wrong=lost,
         max_staleness=1, batch=batch, cluster=NO_BACK_OFF, checkpoint={"every": 2}, **shape,
     )  # fmt: skip
-    assert found.gone_back > 0 and found.lost > 0 and found.samples == 512 * 2
+    assert found.rank_restarts > 0 and found.failed_engines > 0 and found.samples == 512 * 2
     assert any(span.stage == "restart" for span in found.bars["policy"])
     # Groups of two batches, of which each engine has room for one, and those that lost engines had.
-    assert 512 < found.queue <= 2 * 512 - 256 + found.lost
+    assert 512 < found.queue <= 2 * 512 - 256 + found.failed_engines
 
 
 def test_dynamic_sampling_draws_further_groups():

@@ -15,7 +15,7 @@ from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import ModelShape, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
 from grpo_dist.tools.plan.report import print_plan
-from grpo_dist.tools.plan.simulation import Scenario
+from grpo_dist.tools.plan.scenario import Scenario
 from grpo_dist.tools.plan.workload import Workload
 from tests.support.fakes import config
 from tests.support.made_times import Times, judges
@@ -68,20 +68,20 @@ def test_without_sets_there_is_none():
     assert evaluations(c) == 0 and planned_evaluation(option(c)) is None
 
 
-def timed(sizes, *, seats=100, cap=1000, goes_with=None, **changes):
+def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
     """Prompts of 20 tokens, completions of 10."""
     settings = config(rewards={"num_workers": 64}, sampling={"max_new_tokens": 1000}, **changes)
     times = Times(models={"judge": 1.5})
     workload = Workload(20, settings.bench.lengths, cap, measured=(10,))
-    return evaluation_s(Scenario(settings, times, workload, seats, False, **(goes_with or {})), sizes)
+    return evaluation_s(Scenario(settings, times, workload, capacity, False, **(goes_with or {})), sizes)
 
 
 def test_an_evaluation_is_sampling_and_scoring_with_nothing_else_to_do():
     assert timed([7]) == pytest.approx(1.0 + 0.5)  # ten tokens of 0.1 s, and a grader
     assert timed([7, 5]) == pytest.approx(2 * 1.5)  # one set after the other
-    assert timed([6], seats=2) == pytest.approx(3 * 1.0 + 0.5)  # three at a time
+    assert timed([6], capacity=2) == pytest.approx(3 * 1.0 + 0.5)  # three at a time
     each = {"evaluation": {"before": False, "after": False, "samples_per_prompt": 4}}
-    assert timed([6], seats=8, **each) == pytest.approx(3 * 1.0 + 0.5)  # 24 samples, 8 at a time
+    assert timed([6], capacity=8, **each) == pytest.approx(3 * 1.0 + 0.5)  # 24 samples, 8 at a time
     assert timed([7], cap=6) == pytest.approx(0.6 + 0.5)  # the longest that is allowed
     assert timed([2], goes_with=judges(judge=1)) == pytest.approx(1.0 + 2 * 1.5 + 0.5)
 
@@ -194,7 +194,7 @@ def test_who_shares_gpus_changes_turns_to_save():
 
 def test_the_whole_run_is_in_hours_and_price():
     data = {"evaluation": {"every": 50, "max_prompts": 64}, "checkpoint": {"every": 50}, "steps": 100} | EVAL
-    made = make_plan(wide(**data), "1x4xH100", prompt_tokens=100, split=False)
+    made = make_plan(wide(**data), "1x4xH100", prompt_tokens=100, splits="none")
     whole, run = made.whole, made.simulated.simulated
     assert whole.evaluation.count == 3 and whole.evaluation.prompts == 64
     beside_s = 3 * whole.evaluation.seconds + whole.checkpoints.total_s
@@ -211,8 +211,8 @@ def test_the_whole_run_is_in_hours_and_price():
 
 
 def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
-    plain = make_plan(wide(), "1x4xH100", prompt_tokens=100, split=False)
-    judged = make_plan(wide(evaluation={"every": 1}, **EVAL), "1x4xH100", prompt_tokens=100, split=False)
+    plain = make_plan(wide(), "1x4xH100", prompt_tokens=100, splits="none")
+    judged = make_plan(wide(evaluation={"every": 1}, **EVAL), "1x4xH100", prompt_tokens=100, splits="none")
     assert plain.simulated.simulated.step_s == pytest.approx(judged.simulated.simulated.step_s)
     assert plain.whole.evaluation is None and "evaluation" not in printed(plain)
     price = next(line for line in printed(plain).splitlines() if line.startswith("cost:"))
@@ -221,7 +221,7 @@ def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
 
 def test_sets_of_unknown_size_are_left_out_and_said_so():
     data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
-    made = make_plan(wide(data=data, evaluation={"every": 1}), "1x4xH100", prompt_tokens=100, split=False)
+    made = make_plan(wide(data=data, evaluation={"every": 1}), "1x4xH100", prompt_tokens=100, splits="none")
     text = printed(made).replace("\n", " ")
     assert "warning: evaluation of hard, 7 time(s), is left out" in text
     assert "plan with evaluation.max_prompts" in text and "evaluations (see the warning)" in text

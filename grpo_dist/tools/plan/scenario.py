@@ -1,0 +1,69 @@
+"""What `grpo-dist plan` simulates: a configuration, the speed of its workers, and what goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config import Config, HealthConfig
+from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
+from grpo_dist.tools.plan.rates import Rates
+from grpo_dist.tools.plan.reward_models import KnownRewardModel
+from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
+from grpo_dist.tools.plan.workload import Workload
+
+# Rewards of fake records have one part and no steps. Which estimator reads them takes no time.
+_ESTIMATOR = {"advantage": "grpo", "std": None}
+_UNLIMITED = 10**9  # restarts
+_FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times with the configured ones
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One simulated run.
+
+    ``capacity``: sequences an engine decodes at once. ``colocated``: engines and policy share their GPUs.
+    ``signal_share``: share of the groups whose rewards differ. ``failures``: of engines, and of policy ranks,
+    which all return to the last checkpoint then. ``reward_models``: those whose sizes are known.
+    """
+
+    config: Config
+    rates: Rates
+    workload: Workload
+    capacity: int
+    colocated: bool
+    signal_share: float = 1.0
+    failures: FailureRates = NO_FAILURES
+    stragglers: Stragglers = NO_STRAGGLERS
+    reward_models: tuple[KnownRewardModel, ...] = ()
+    warmup_steps: int = 1
+    steps: int = 4
+
+
+def as_planned(scenario: Scenario) -> Config:
+    """Return the configuration of ``scenario`` with steps alone: no evaluation, export, deadline or health.
+
+    The last steps of a run that samples ahead have nothing more to sample, so further steps follow.
+    """
+    config = scenario.config
+    every = config.checkpoint.every if scenario.failures.rank_s else 0
+    greedy = config.algorithm.advantage == "remax"  # samples one more answer of each prompt
+    timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
+    cluster = config.cluster.model_copy(
+        update={
+            "timeouts": config.cluster.timeouts.model_copy(update=timeouts),
+            "restarts": config.cluster.restarts.model_copy(update={"max_per_worker": _UNLIMITED}),
+        }
+    )
+    parts: dict[str, Any] = {
+        "evaluation": config.evaluation.model_copy(update={"before": False, "after": False, "every": 0}),
+        "checkpoint": config.checkpoint.model_copy(update={"every": every, "export": False}),
+        "health": HealthConfig(min_signal_groups=0),
+        "reference": config.reference.model_copy(update={"refresh_every": 0}),
+        "rewards": config.rewards.model_copy(update={"models": (), "shuffle": False}),
+        "algorithm": config.algorithm.model_copy(update=_ESTIMATOR) if not greedy else config.algorithm,
+        "data": config.data.model_copy(update={"order": "epochs"}),
+        "tracking": config.tracking.model_copy(update={"samples": False}),
+    }
+    steps = scenario.warmup_steps + scenario.steps + 2 * config.max_staleness
+    return config.model_copy(update={"steps": steps, "cluster": cluster} | parts)

@@ -1,0 +1,75 @@
+"""All simulated workers of one run, and the restart of them after a failure."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.tools.plan.engines import Engine
+from grpo_dist.tools.plan.failures import SimulatedFailures
+from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulated_workers import (
+    TimedPolicy,
+    TimedReference,
+    TimedRewards,
+    TimedRollouts,
+    TimedWeightSync,
+)
+from grpo_dist.tools.plan.stragglers import SlowTimes
+from grpo_dist.tools.plan.trace import SimulationTrace
+from grpo_dist.workers import Workers
+
+
+class SimulatedCluster:
+    """Replaces `actors.cluster.Cluster`. ``config``: as `as_planned` returns it. Needs a running loop."""
+
+    def __init__(self, scenario: Scenario, config: Config) -> None:
+        rates, count = scenario.rates, config.rollout.num_workers
+        trace = self.trace = SimulationTrace([*(f"rollout-{i}" for i in range(count)), "policy"])
+        engines = [_engine(scenario, trace, i) for i in range(count)]
+        self.rollouts = TimedRollouts(engines, rates, scenario.workload, scenario.capacity, trace)
+        self.failures = SimulatedFailures(
+            scenario.failures, engines, self.rollouts.admission, trace, config.seed
+        )
+        rewards = TimedRewards(
+            rates,
+            self.rollouts,
+            trace,
+            graders=config.rewards.num_workers,
+            models=scenario.reward_models,
+            signal_share=scenario.signal_share,
+        )
+        reference = TimedReference(rates, trace, config.reference.num_workers)
+        slowdown = scenario.stragglers.rank_factor
+        policy = TimedPolicy(rates, self.failures, trace, colocated=scenario.colocated, slowdown=slowdown)
+        sync = TimedWeightSync(rates, self.rollouts, policy)
+        # Simulated workers have only the methods that a planned run calls.
+        roles: tuple[Any, ...] = (
+            self.rollouts, rewards, reference if config.needs_reference else None, policy, sync,
+        )  # fmt: skip
+        self.workers = Workers(*roles)
+
+    async def begin(self) -> Workers:
+        return self.workers
+
+    @asynccontextmanager
+    async def losses_told(self) -> AsyncIterator[None]:
+        yield
+
+    async def start_again(self, model_dir: Path) -> Workers:
+        """Restart all policy ranks. Raises StateLost where a rank fails meanwhile."""
+        await self.failures.restart_ranks()
+        return self.workers
+
+    async def where_stuck(self) -> str:
+        return ""
+
+
+def _engine(scenario: Scenario, trace: SimulationTrace, index: int) -> Engine:
+    rates, slow = scenario.rates, scenario.stragglers
+    times = rates if index >= slow.engines else SlowTimes(rates, slow.engine_factor)
+    spans = trace.bars[f"rollout-{index}"]
+    return Engine(times, scenario.capacity, meter=trace.excluded, spans=spans)
