@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from actors.workers.policy import PolicyGroup
-from actors.workers.rollout import RolloutPool
+from actors.workers.policy_group import PolicyGroup
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.types import TrainBatch

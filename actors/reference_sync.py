@@ -6,8 +6,8 @@ from ray.exceptions import RayError
 
 from actors.lifecycle.calls import result
 from actors.lifecycle.watchdog import deadline_of
-from actors.transfer_group import TransferGroup
-from actors.workers.policy import PolicyGroup
+from actors.transfer_group import TransferGroup, TransferSpec
+from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.runtime.concurrency import gather
@@ -36,7 +36,11 @@ class ReferenceSync:
         stage = "reference: policy and reference workers join the transfer group"
         async with deadline_of(both, timeout_s, stage):
             group = await TransferGroup.open(
-                "reference", policy, reference.workers, settings, as_held=True, timeout_s=timeout_s
+                "reference",
+                policy,
+                reference.workers,
+                TransferSpec(settings, as_held=True),
+                timeout_s=timeout_s,
             )
         return cls(group, reference, mix, timeout_s)
 
@@ -47,7 +51,7 @@ class ReferenceSync:
         both = self._group.policy.team.named() | self._reference.team.named()
         try:
             async with deadline_of(both, self._timeout_s, "reference: the policy's weights travel"):
-                arguments = self._group.specs, self._group.bucket_bytes, self._mix
+                arguments = self._group.parameters, self._group.bucket_bytes, self._mix
                 await self._group.send(result(w.mix_in.remote(*arguments)) for w in self._reference.workers)
         except RayError:
             await gather([self._group.policy.team.ask_all(), self._reference.team.ask_all()])

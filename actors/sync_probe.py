@@ -9,7 +9,7 @@ import numpy as np
 from ray.exceptions import RayError
 
 from actors.lifecycle.calls import results
-from actors.workers.rollout import RolloutPool
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.types import Prompt, Rollout, Sampling, TrainBatch
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from actors.lifecycle.calls import on_one_host, results
 from actors.transfer.connections import Seat
 from actors.transfer.handshake import new_secret
-from actors.workers.policy import PolicyGroup
+from actors.workers.policy_group import PolicyGroup
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
@@ -48,39 +48,42 @@ async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> _Seats:
 
 
 @dataclass(frozen=True)
-class TransferGroup:
-    """Driver-side handle. Made by `open`; what is sent is ``specs`` in buckets of ``bucket_bytes``.
-    ``adapters_only``, ``as_held``: see `Trainer.iter_weights`.
+class TransferSpec:
+    """What a transfer group sends, and to how many processes.
+
+    Attributes:
+        settings: backend and bucket size.
+        processes_each: receiving processes of each worker.
+        adapters_only, as_held: see `Trainer.iter_weights`.
     """
+
+    settings: WeightSyncConfig
+    processes_each: int = 1
+    adapters_only: bool = False
+    as_held: bool = False
+
+
+@dataclass(frozen=True)
+class TransferGroup:
+    """Driver-side handle, made by `open`: sends ``parameters`` in buckets of ``bucket_bytes``."""
 
     policy: PolicyGroup
     name: str
-    specs: list[ParameterSpec]
-    bucket_bytes: int
-    adapters_only: bool
     workers: tuple[Any, ...]
-    settings: WeightSyncConfig
-    processes_each: int
-    as_held: bool = False
+    spec: TransferSpec
+    parameters: list[ParameterSpec]
+    bucket_bytes: int
 
-    async def again(
+    async def reopen(
         self, workers: Sequence[Any], *, name: str, timeout_s: float, ranks_busy_s: float = 0.0
     ) -> TransferGroup:
-        """One of the same policy with other ``workers``, which do not share its devices."""
+        """Open a group of the same policy with other ``workers``, which do not share its devices."""
         return await TransferGroup.open(
-            name,
-            self.policy,
-            workers,
-            self.settings,
-            processes_each=self.processes_each,
-            adapters_only=self.adapters_only,
-            as_held=self.as_held,
-            timeout_s=timeout_s,
-            ranks_busy_s=ranks_busy_s,
+            name, self.policy, workers, self.spec, timeout_s=timeout_s, ranks_busy_s=ranks_busy_s
         )
 
     async def close(self) -> None:
-        """The policy's side; the caller holds the deadline."""
+        """Close the policy's side; the caller holds the deadline."""
         await results(rank.close_transfer.remote(self.name) for rank in self.policy.ranks)
 
     @classmethod
@@ -89,28 +92,27 @@ class TransferGroup:
         name: str,
         policy: PolicyGroup,
         workers: Sequence[Any],
-        settings: WeightSyncConfig,
+        spec: TransferSpec,
         *,
-        processes_each: int = 1,
-        adapters_only: bool = False,
-        as_held: bool = False,
         beside: Sequence[int] | None = None,
         timeout_s: float,
         ranks_busy_s: float = 0.0,
     ) -> TransferGroup:
-        """All join. ``processes_each``: of a worker, that receive. ``beside``: for each of these processes
-        the policy rank on its GPU; None: they have devices of their own. ``ranks_busy_s``: ranks may come so
-        much later than the workers, which wait for them; nobody else waits longer than ``timeout_s``, so that
-        a worker that is lost meanwhile does not keep the ranks from their work. The caller holds the
-        deadline.
+        """Join the policy's ranks and all processes of ``workers``; the caller holds the deadline.
+
+        Args:
+            beside: for each receiving process the policy rank on its GPU; None: they have their own GPUs.
+            ranks_busy_s: the ranks may join this much later than the workers, which wait for them. No other
+                wait exceeds ``timeout_s``, so that a lost worker does not keep the ranks from their work.
         """
+        settings, each = spec.settings, spec.processes_each
         backend = transfer_backend(
             settings.backend,
             policy.device,
             one_host=await on_one_host([policy.ranks[0], *workers]),
             colocated=beside is not None,
         )
-        senders = [0] * (processes_each * len(workers))
+        senders = [0] * (each * len(workers))
         if beside is not None and backend in _MAPPED:
             senders = list(beside)
         seats = await _seats(policy, senders)
@@ -119,21 +121,19 @@ class TransferGroup:
             for rank, seat in seats.of_senders.items()
         ]
         for i, worker in enumerate(workers):
-            taken = seats.of_receivers[i * processes_each : (i + 1) * processes_each]
+            taken = seats.of_receivers[i * each : (i + 1) * each]
             joining.append(worker.open_transfer.remote(backend, taken, timeout_s + ranks_busy_s))
         await results(joining)
         bucket_bytes = (settings.bucket_mb or _BUCKET_MB[policy.device]) * 2**20
-        specs = await policy.ranks[0].parameter_specs.remote(adapters_only, as_held)
-        members = tuple(workers)
-        return cls(
-            policy, name, specs, bucket_bytes, adapters_only, members, settings, processes_each, as_held
-        )
+        parameters = await policy.ranks[0].parameter_specs.remote(spec.adapters_only, spec.as_held)
+        return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
         """The weights, while the workers are ``receiving``; returns metrics of the sender. The caller holds
         the deadline.
         """
+        spec = self.spec
         sending = self.policy.send_weights(
-            self.bucket_bytes, group=self.name, adapters_only=self.adapters_only, as_held=self.as_held
+            self.bucket_bytes, group=self.name, adapters_only=spec.adapters_only, as_held=spec.as_held
         )
         return (await gather([sending, *receiving]))[0]

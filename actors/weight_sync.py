@@ -21,9 +21,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors.lifecycle.calls import result, results
 from actors.lifecycle.watchdog import deadline_of
-from actors.transfer_group import TransferGroup
-from actors.workers.policy import PolicyGroup
-from actors.workers.rollout import RolloutPool
+from actors.transfer_group import TransferGroup, TransferSpec
+from actors.workers.policy_group import PolicyGroup
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import WeightSyncConfig
 from grpo_dist.errors import TransferLost, cause_of
 from grpo_dist.runtime.metering import Stopwatch
@@ -55,14 +55,14 @@ class WeightSync:
         """
         all_of_them = policy.team.named() | rollouts.team.named()
         stage = "weight sync: policy and engines join the transfer group"
+        adapters_only = policy.adapter_scale is not None
+        spec = TransferSpec(settings, rollouts.tensor_parallel_size, adapters_only)
         async with deadline_of(all_of_them, timeout_s, stage):
             group = await TransferGroup.open(
                 "rollout",
                 policy,
                 rollouts.workers,
-                settings,
-                processes_each=rollouts.tensor_parallel_size,
-                adapters_only=policy.adapter_scale is not None,
+                spec,
                 beside=beside,
                 timeout_s=timeout_s,
             )
@@ -109,7 +109,7 @@ class WeightSync:
                 seconds = self._timeout_s + policy.update_s
                 stage = "weight sync: a restarted engine"
                 async with deadline_of(both, seconds, f"{stage} joins"):
-                    group = await self._group.again(
+                    group = await self._group.reopen(
                         [worker], name=own, timeout_s=self._timeout_s, ranks_busy_s=policy.update_s
                     )
                 async with deadline_of(both, seconds, f"{stage} receives"):
@@ -152,11 +152,11 @@ class WeightSync:
     async def _open(self, receivers: list[Any]) -> None:
         if self._is_open and list(self._group.workers) == receivers:
             return
-        self._group = await self._group.again(receivers, name=self._group.name, timeout_s=self._timeout_s)
+        self._group = await self._group.reopen(receivers, name=self._group.name, timeout_s=self._timeout_s)
         self._is_open = True
 
     async def _send(self, group: TransferGroup, receivers: list[Any]) -> dict[str, float]:
-        arguments = group.specs, group.bucket_bytes, group.policy.adapter_scale
+        arguments = group.parameters, group.bucket_bytes, group.policy.adapter_scale
         return await group.send([result(worker.receive_weights.remote(*arguments)) for worker in receivers])
 
 

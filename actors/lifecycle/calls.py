@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
@@ -16,12 +15,12 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
+from grpo_dist.errors import cause_of
 from grpo_dist.runtime.concurrency import gather
 
 # How Ray says that an actor is gone. Memory: of its node, whose monitor has killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
 BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
-Places = Sequence[dict[str, Any]] | None  # Ray options of each worker of a role on top of those of all
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
 
 
@@ -40,13 +39,6 @@ def one_at_a_time(worker: type) -> Any:
     `max_concurrency` in its options so many run at once.
     """
     return ray.remote(concurrency_groups={BESIDE: 1})(worker)
-
-
-def makers(make: Callable[[dict[str, Any], str], Any], places: Places, workers: int) -> list[Any]:
-    """Of so many ``workers``, what makes each, given its name: ``make`` with the options of its place."""
-    own = [{}] * workers if places is None else list(places)
-    assert len(own) == workers, f"{len(own)} places for {workers} workers"
-    return [partial(make, place) for place in own]
 
 
 async def on_one_host(workers: Iterable[Any]) -> bool:
@@ -74,3 +66,15 @@ def kill(workers: Sequence[Any]) -> None:
     """End each worker as it is: one that holds nothing which has to be given back."""
     for worker in workers:
         ray.kill(worker)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what ``error`` says; Ray adds a page."""
+    error = cause_of(error)
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def where_stuck_in(error: BaseException) -> str:
+    """The lines after that one, of an error that says where an actor hangs."""
+    _, newline, where = str(error).partition("\n")
+    return newline + where if type(error) is TimeoutError else ""

@@ -16,51 +16,22 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.lifecycle.calls import BESIDE, LOST, kill, result
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import LOST, kill, reason, result, where_stuck_in
+from actors.lifecycle.probe import ask_beside, ready
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
-from grpo_dist.config import RestartsConfig
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.load_balancer import Admission
 from grpo_dist.runtime.restarts import Budget
-from grpo_dist.runtime.stacks import listen
 
 logger = logging.getLogger("grpo_dist")
 
 _LATE_S = 1.0  # a deadline noticed so much later says that the driver itself was held up
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """``work``: a number that changes as long as the work in hand goes on; None: nothing is in hand."""
-
-    work: float | None = None
-
-
-class Watched:
-    """A worker that can be asked how it is, and looked at where it does not answer."""
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        listen()  # before anything that a constructor does: it may hang, too
-        return super().__new__(cls)
-
-    def health(self) -> Health:
-        """Raises where it cannot go on."""
-        return Health()
-
-
-def ask_beside(worker: Any) -> Any:
-    """`Watched.health` of an actor class made by `one_at_a_time`."""
-    return worker.health.options(concurrency_group=BESIDE).remote()
-
-
-def ready(worker: Any) -> Any:
-    return worker.ready.remote()
 
 
 class Team:
@@ -69,38 +40,32 @@ class Team:
 
     Args:
         makers: of each actor, given its name.
-        restarts: None: nobody watches, and a loss ends the run.
-        start_s: deadline of one restart.
         start: begins the start of an actor, which can serve when what it returns is done.
         health: asks an actor how it is.
         room: sequences that one may have in hand, see `Admission`.
-        irreplaceable: why a lost one cannot be replaced alone; None: it can.
-        told: minus the restarts that `restarted` is to tell of first, of those before these.
     """
 
     def __init__(
         self,
         role: str,
         makers: Sequence[Callable[[str], Any]],
+        spec: ActorSpec,
         *,
-        restarts: RestartsConfig | None,
-        start_s: float,
         start: Callable[[Any], Any] = ready,
         health: Callable[[Any], Any] = ask_beside,
         room: int = sys.maxsize,
         on_wait: Callable[[], None] = lambda: None,
-        irreplaceable: str | None = None,
-        told: int = 0,
     ) -> None:
-        self._role, self._makers, self._start_s, self._start = role, makers, start_s, start
-        self._restarts, self._health, self._irreplaceable = restarts, health, irreplaceable
+        self._role, self._makers, self._start, self._health = role, makers, start, health
+        self._restarts, self._start_s = spec.restarts, spec.start_s
+        self._irreplaceable = spec.irreplaceable
         self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
         self.admission = Admission(len(self.workers), room, on_wait=on_wait)
         # What an actor that was started anew has to be given before it serves.
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
-        self._budgets = [Budget(restarts) for _ in self.workers]
-        self._told = told
+        self._budgets = [Budget(spec.restarts) for _ in self.workers]
+        self._told = -min(spec.generation, 1)
         self.failed = asyncio.Event()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -289,7 +254,7 @@ class Team:
         StateLost when it cannot be replaced alone.
         """
         lost = f"{self._name(index)} is lost ({reason(error)})"
-        where = _where(error)
+        where = where_stuck_in(error)
         if self._irreplaceable is not None:
             raise StateLost(f"{lost}: {self._irreplaceable}{where}") from error
         budget = self._budgets[index]
@@ -340,15 +305,3 @@ class Team:
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"
-
-
-def reason(error: BaseException) -> str:
-    """The first line of what ``error`` says; Ray adds a page."""
-    error = cause_of(error)
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-def _where(error: BaseException) -> str:
-    """The lines after that one, of an error that says where an actor hangs."""
-    _, newline, where = str(error).partition("\n")
-    return newline + where if type(error) is TimeoutError else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from actors.lifecycle.calls import Places, kill, makers, one_at_a_time, results
-from actors.lifecycle.supervisor import Team, Watched
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import kill, one_at_a_time, results
+from actors.lifecycle.probe import Probeable
+from actors.lifecycle.supervisor import Team
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
 from actors.transfer.transport import Transport, open_transport
 from grpo_dist.batch.rows import pad_rows
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
-from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, TransferBackend
+from grpo_dist.config import ModelConfig, ReferenceConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
 from grpo_dist.policy.packing import Layout, packed, padded
@@ -33,7 +36,7 @@ _RENEWED = (
 )
 
 
-class ReferenceWorker(Metered, Watched):
+class ReferenceWorker(Metered, Probeable):
     """One frozen copy of the model."""
 
     def __init__(
@@ -133,30 +136,24 @@ class ReferencePool:
     def __init__(
         self,
         settings: ReferenceConfig,
+        actors: ActorSpec,
         *,
         model: ModelConfig,
         model_dir: str,
         temperature: float,
         chunk_mib: int | None,
-        options: dict[str, Any],
-        places: Places = None,
-        restarts: RestartsConfig | None = None,
-        start_s: float = 600.0,
     ) -> None:
-        actor = one_at_a_time(ReferenceWorker)
-
-        def make(place: dict[str, Any], name: str) -> Any:
-            return actor.options(name=name, **options | place).remote(
-                settings, model=model, model_dir=model_dir, temperature=temperature, chunk_mib=chunk_mib
-            )
-
-        self.team = Team(
-            "reference",
-            makers(make, places, settings.num_workers),
-            restarts=restarts,
-            start_s=start_s,
-            irreplaceable=_RENEWED if settings.refresh_every else None,
+        made = actors.makers(
+            one_at_a_time(ReferenceWorker),
+            settings.num_workers,
+            settings,
+            model=model,
+            model_dir=model_dir,
+            temperature=temperature,
+            chunk_mib=chunk_mib,
         )
+        irreplaceable = _RENEWED if settings.refresh_every else None
+        self.team = Team("reference", made, replace(actors, irreplaceable=irreplaceable))
         self.workers = self.team.workers
 
     async def ready(self) -> None:

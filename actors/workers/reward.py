@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.lifecycle.calls import LOST, Places, end, makers, one_at_a_time
-from actors.lifecycle.supervisor import Team, Watched, reason
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import LOST, end, one_at_a_time, reason
+from actors.lifecycle.probe import Probeable
+from actors.lifecycle.supervisor import Team
 from actors.workers.reward_model import RewardModelPool
-from grpo_dist.config import RestartsConfig, RewardsConfig
+from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.degenerate_text import is_degenerate
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.models import ModelScores
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 2
 
 
-class RewardWorker(Metered, Watched):
+class RewardWorker(Metered, Probeable):
     """Scores one group a call; several calls may be in it at once and share its grader processes."""
 
     def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
@@ -87,24 +89,17 @@ class RewardPool:
     def __init__(
         self,
         settings: RewardsConfig,
+        actors: ActorSpec,
         *,
         max_new_tokens: int,
         models: Sequence[RewardModelPool] = (),
-        options: dict[str, Any],
-        places: Places = None,
         worker: type = RewardWorker,
-        restarts: RestartsConfig | None = None,
-        start_s: float = 600.0,
     ) -> None:
-        actor, settings = one_at_a_time(worker), placed(settings)
-        in_hand = 2 * settings.processes_per_worker
-
-        def make(place: dict[str, Any], name: str) -> Any:
-            own = actor.options(name=name, max_concurrency=in_hand, **options | place)
-            return own.remote(settings, max_new_tokens=max_new_tokens)
-
-        made = makers(make, places, settings.num_workers)
-        self.team = Team("reward", made, restarts=restarts, start_s=start_s)
+        settings, in_hand = placed(settings), 2 * settings.processes_per_worker
+        actors = replace(actors, options={"max_concurrency": in_hand} | actors.options)
+        actor = one_at_a_time(worker)
+        made = actors.makers(actor, settings.num_workers, settings, max_new_tokens=max_new_tokens)
+        self.team = Team("reward", made, actors)
         self.workers = self.team.workers
         self._settings = settings
         self.models = list(models)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.lifecycle.calls import Places, kill, makers, one_at_a_time
-from actors.lifecycle.supervisor import Team, Watched
-from grpo_dist.config import ModelConfig, RestartsConfig, RewardModelConfig
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import kill, one_at_a_time
+from actors.lifecycle.probe import Probeable
+from actors.lifecycle.supervisor import Team
+from grpo_dist.config import ModelConfig, RewardModelConfig
 from grpo_dist.rewards.models import Classifier, ModelScores
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
 
 
-class RewardModelWorker(Metered, Watched):
+class RewardModelWorker(Metered, Probeable):
     """One copy of a reward model, and the policy's tokenizer, to say at which token a step ends."""
 
     def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
@@ -41,23 +43,14 @@ class RewardModelPool:
     def __init__(
         self,
         settings: RewardModelConfig,
+        actors: ActorSpec,
         *,
         policy: ModelConfig,
         policy_dir: str,
-        options: dict[str, Any],
-        places: Places = None,
-        restarts: RestartsConfig | None = None,
-        start_s: float = 600.0,
     ) -> None:
-        actor = one_at_a_time(RewardModelWorker)
-
-        def make(place: dict[str, Any], name: str) -> Any:
-            own = actor.options(name=name, **options | place)
-            return own.remote(settings, policy=policy, policy_dir=policy_dir)
-
-        self.name = settings.name
-        made = makers(make, places, settings.num_workers)
-        self.team = Team(f"reward-model-{settings.name}", made, restarts=restarts, start_s=start_s)
+        self.name, actor = settings.name, one_at_a_time(RewardModelWorker)
+        made = actors.makers(actor, settings.num_workers, settings, policy=policy, policy_dir=policy_dir)
+        self.team = Team(f"reward-model-{settings.name}", made, actors)
         self.workers = self.team.workers
 
     async def ready(self) -> None:

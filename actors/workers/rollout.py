@@ -1,13 +1,4 @@
-"""Rollout workers: a vLLM engine in an actor each, and the pool that spreads prompts over them.
-
-driver        pool: waits for room, picks the engine with the fewest outstanding tokens
-  |  sample()   |
-  +-----------> | --- sample.remote ---> RolloutWorker: G requests, own seed each -> tuple[Rollout, ...]
-  | <--- reference to the group's rollouts, as soon as the group is finished
-
-What an engine that is lost had in hand is sampled by another, or by the one in its place: with the same
-seeds, so it comes out the same under the same weights.
-"""
+"""Rollout workers: a vLLM engine in an actor each. `rollout_pool` has the driver's handle of all of them."""
 
 from __future__ import annotations
 
@@ -17,18 +8,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
-from ray.exceptions import RayError, RayTaskError
 
-from actors.lifecycle.calls import LOST, Places, end, makers, results
-from actors.lifecycle.supervisor import Health, Team, Watched
+from actors.lifecycle.probe import Health, Probeable
 from actors.transfer.connections import Seat
 from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_environment
 from actors.workers.engine_thread import EngineThread
-from grpo_dist.config import RestartsConfig, TransferBackend
+from grpo_dist.config import TransferBackend
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.concurrency import gather
-from grpo_dist.runtime.load_balancer import IN_HAND, Load
+from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.stacks import calls_in_hand
 from grpo_dist.types import Prompt, Rollout, Sampling
@@ -37,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
-class RolloutWorker(Metered, Watched):
+class RolloutWorker(Metered, Probeable):
     """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -225,153 +212,6 @@ class RolloutWorker(Metered, Watched):
     async def close(self) -> None:
         if self._engine is not None:
             await self._engine.shutdown()
-
-
-class RolloutPool:
-    """Driver-side handle. A group goes whole to the engine with the fewest outstanding tokens, and waits
-    while all are full.
-
-    Not split over engines: each would prefill the prompt again and cost the driver a call of its own, and
-    where samples are many the engines are level at the tail without it. Outstanding is what was sent less
-    what an engine says it has finished, sample by sample: the last long sample of a group holds one place,
-    not those of its whole group.
-    """
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        *,
-        options: dict[str, Any],
-        places: Places = None,
-        worker: type = RolloutWorker,
-        restarts: RestartsConfig | None = None,
-        start_s: float = 600.0,
-        irreplaceable: str | None = None,
-    ) -> None:
-        """``options`` of every actor; ``places``: those of each one, on top. ``restarts``, ``start_s``,
-        ``irreplaceable``: see `Team`.
-        """
-        actor, settings = ray.remote(worker), spec.rollout
-        self.tensor_parallel_size = settings.tensor_parallel_size
-
-        def make(place: dict[str, Any], name: str) -> Any:
-            return actor.options(name=name, max_concurrency=10_000, **options | place).remote(spec)
-
-        self.team = Team(
-            "rollout",
-            makers(make, places, settings.num_workers),
-            restarts=restarts,
-            start_s=start_s,
-            start=lambda worker: worker.start.remote(),
-            health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
-            room=IN_HAND * spec.max_num_seqs,
-            on_wait=self._follow_all,
-            irreplaceable=irreplaceable,
-        )
-        self.team.on_lost = self._forget
-        self.workers, self._admission = self.team.workers, self.team.admission
-        self._samplers = [self._two_returns(worker) for worker in self.workers]
-        self._news_every = max(1, spec.max_num_seqs // 8)  # sequences, of an engine that groups wait for
-        self._sent = [Load(0, 0)] * settings.num_workers
-        self._finished = [Load(0, 0)] * settings.num_workers
-        self._not_followed = set(range(settings.num_workers))
-        self._following: set[asyncio.Task[None]] = set()
-
-    async def ready(self) -> None:
-        await self.team.ready()
-
-    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
-        """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not
-        fetched here.
-        """
-        load = outstanding(prompt, len(seeds), sampling)
-        while True:
-            index = await self._admission.admit(load.sequences, load.tokens)
-            self._sent[index] = self._sent[index].plus(load)
-            if self._admission.waiting:
-                self._follow_all()
-            worker = self.workers[index]
-            finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
-            try:
-                self._note(index, worker, await finished)
-            except LOST as error:
-                self.team.lost(index, worker, error)
-            except RayTaskError:  # refused, or the engine cannot go on
-                if not await self.team.weed_out([worker]):
-                    raise
-            else:
-                return rollouts
-
-    async def abandon(self) -> None:
-        """Nobody waits for what is in hand."""
-        await gather(self._abandoned(worker) for worker in self.team.alive())
-
-    async def _abandoned(self, worker: Any) -> None:
-        try:
-            await worker.abandon.remote()
-        except RayError:
-            if not await self.team.weed_out([worker]):
-                raise
-
-    async def sleep(self, *, keep_weights: bool) -> None:
-        await results(worker.sleep.remote(keep_weights) for worker in self.workers)
-
-    async def wake_up(self, *tags: str) -> None:
-        await results(worker.wake_up.remote(list(tags) or None) for worker in self.workers)
-
-    async def shutdown(self) -> None:
-        for task in self._following:
-            task.cancel()
-        await self.team.shutdown()
-        await end(self.workers)
-
-    def _follow_all(self) -> None:
-        """Engines are asked how far they are only while a group waits for room."""
-        while self._not_followed:
-            index = self._not_followed.pop()
-            task = asyncio.create_task(self._follow(index), name=f"news of rollout-{index}")
-            self._following.add(task)
-            task.add_done_callback(self._following.discard)
-
-    async def _follow(self, index: int) -> None:
-        """Room is free as samples are finished, not only when their whole group is."""
-        worker = self.workers[index]
-        try:
-            while (
-                self._admission.waiting
-                and self.team.is_current(index, worker)
-                and self._sent[index] != self._finished[index]
-            ):
-                more = self._finished[index].sequences + self._news_every
-                at_least = min(more, self._sent[index].sequences)
-                self._note(index, worker, await worker.finished.remote(at_least))
-        except LOST as error:
-            self.team.lost(index, worker, error)
-        finally:
-            self._not_followed.add(index)
-
-    def _sampler(self, index: int, worker: Any) -> Any:
-        """The method, made once for each engine: it is called for every group."""
-        if self._samplers[index][0] is not worker:
-            self._samplers[index] = self._two_returns(worker)
-        return self._samplers[index][1]
-
-    @staticmethod
-    def _two_returns(worker: Any) -> tuple[Any, Any]:
-        return worker, worker.sample.options(num_returns=2)
-
-    def _forget(self, index: int) -> None:
-        """The engine in the place of a lost one begins to count anew."""
-        self._sent[index] = self._finished[index] = Load(0, 0)
-
-    def _note(self, index: int, worker: Any, finished: Load) -> None:
-        if not self.team.is_current(index, worker):
-            return
-        known = self._finished[index]
-        if finished > known:  # replies may overtake each other
-            self._finished[index] = finished
-            news = finished.minus(known)
-            self._admission.release(index, news.sequences, news.tokens)
 
 
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:

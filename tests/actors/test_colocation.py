@@ -145,7 +145,7 @@ def test_a_change_of_turns_has_a_deadline():
 
 _ON_TWO_GPUS = """
 import json, os, ray
-from actors.cluster import _place
+from actors.factory import on_devices
 from actors.placement.demands import share_out
 from actors.workers.policy import PolicyWorker
 
@@ -160,7 +160,8 @@ held = ray.get([rank.devices.remote() for rank in ranks])
 seen = []
 for size in (1, 2):
     for devices in share_out(held, size):
-        engine = ray.remote(Engine).options(**options | {"num_gpus": 0} | _place(options, devices)).remote()
+        own = options | {"num_gpus": 0} | on_devices(options, devices)
+        engine = ray.remote(Engine).options(**own).remote()
         seen.append(ray.get(engine.sees.remote()))
 print(json.dumps(seen))
 """

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import actors.cluster
-from actors.workers.rollout import RolloutPool, RolloutWorker
+import actors.factory
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.cli import main
 
 pytestmark = pytest.mark.machine
@@ -62,12 +63,12 @@ def train(directory, worker):
     """With engines of this class: exit code, lines of metrics, events."""
 
     class Pool(RolloutPool):
-        def __init__(self, spec, **options):
-            super().__init__(spec, worker=worker, **options)
+        def __init__(self, spec, actors):
+            super().__init__(spec, actors, worker=worker)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
-        patch.setattr(actors.cluster, "RolloutPool", Pool)
+        patch.setattr(actors.factory, "RolloutPool", Pool)
         code = main(["train", "config.yaml"])
     run = directory / "runs/run"
     return code, lines(run / "metrics.jsonl"), lines(run / "events.jsonl")

@@ -247,12 +247,12 @@ def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
 WHILE_RAY_IS_THERE = """
 import os, signal, sys, time
 from tests.support import fakes
-from actors import cluster
+from actors import connection
 from grpo_dist.errors import RunEnded
 from grpo_dist.runs.preemption import ended_by_sigterm
 try:
     with ended_by_sigterm():
-        cluster._connect(fakes.config(cluster={"num_cpus": 1}))
+        connection.connect(fakes.config(cluster={"num_cpus": 1}))
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)

@@ -241,8 +241,9 @@ def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
 
 
 def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
-    from actors.cluster import _STARTS, _up
+    from actors.lifecycle.actor_spec import ActorSpec
     from actors.lifecycle.supervisor import Team
+    from actors.startup import STAGES, wait_until_ready
 
     class Actor:
         def __init__(self, up):
@@ -255,10 +256,10 @@ def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
         ups = [asyncio.Event(), asyncio.Event()]
         makers = [lambda name, up=up: Actor(up) for up in ups]
         handle = object.__new__(kind)
-        handle.team = Team("rollout", makers, restarts=None, start_s=60, start=start)
+        handle.team = Team("rollout", makers, ActorSpec(start_s=60), start=start)
         handle.models = []
         handle.ready = handle.team.ready
-        coming = asyncio.create_task(_up(handle))
+        coming = asyncio.create_task(wait_until_ready(handle))
         for up in ups:
             for _ in range(10):  # turns of the event loop, in which the actors before it are seen to be up
                 await asyncio.sleep(0)
@@ -267,10 +268,10 @@ def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
             up.set()
         await coming
 
-    for kind in _STARTS:
+    for kind in STAGES:
         said.clear()
         asyncio.run(started(kind))
-        name, what = _STARTS[kind]
+        name, what = STAGES[kind]
         assert said.texts() == [
             f"{name}: {what}",
             f"waiting: {name} 15.0 s (rollout-0, rollout-1)",

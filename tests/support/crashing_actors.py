@@ -5,7 +5,7 @@ import os
 import signal
 import time
 
-from actors.lifecycle.supervisor import Health, Watched
+from actors.lifecycle.probe import Health, Probeable
 from tests.support.simulated_actors import SimulatedReward, SimulatedRollout
 
 
@@ -42,7 +42,7 @@ class Engine(SimulatedRollout):
         return os.getpid()
 
 
-class Busy(Watched):
+class Busy(Probeable):
     def work(self, seconds):
         time.sleep(seconds)
         return os.getpid()
@@ -51,7 +51,7 @@ class Busy(Watched):
         """Up."""
 
 
-class Grader(SimulatedReward, Watched):
+class Grader(SimulatedReward, Probeable):
     """Some prompts kill whoever scores them, or only the first who does."""
 
     def score(self, prompt, rollouts, modelled):
@@ -63,7 +63,7 @@ class Grader(SimulatedReward, Watched):
         return super().score(prompt, rollouts, modelled)
 
 
-class Frozen(Watched):
+class Frozen(Probeable):
     """In the place of a reference worker."""
 
     def __init__(self, settings, **others):

@@ -29,7 +29,7 @@ _PRELOADED = """
 import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
 import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
-import actors.workers.policy, grpo_dist.policy.trainer
+import actors.workers.policy_group, grpo_dist.policy.trainer
 """
 
 
@@ -38,7 +38,11 @@ class Parent:
 
     def __init__(self, directory, environment):
         self.address = str(directory / "ranks")
-        command = [sys.executable, "-c", f"import forked_ranks; forked_ranks.serve_forks({self.address!r})"]
+        command = [
+            sys.executable,
+            "-c",
+            f"from tests.support import forked_ranks; forked_ranks.serve_forks({self.address!r})",
+        ]
         self._process = subprocess.Popen(
             command, env=os.environ | environment | {"DS_ACCELERATOR": "cpu"}, stdout=subprocess.PIPE
         )
@@ -51,11 +55,11 @@ class Parent:
     @contextmanager
     def in_the_place_of_ray(self):
         """Within, the ranks of every `PolicyGroup` that is made are forked."""
-        import actors.workers.policy
+        from actors.workers import policy_group
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(actors.workers.policy, "one_at_a_time", lambda worker: _Class(self.address, worker))
-            patch.setattr(actors.workers.policy, "kill", lambda ranks: [rank.end() for rank in ranks])
+            patch.setattr(policy_group, "one_at_a_time", lambda worker: _Class(self.address, worker))
+            patch.setattr(policy_group, "kill", lambda ranks: [rank.end() for rank in ranks])
             yield
 
 

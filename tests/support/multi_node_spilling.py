@@ -10,7 +10,9 @@ import torch
 from ray._private.internal_api import memory_summary
 from ray.cluster_utils import Cluster
 
-from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.workers.policy import PolicyWorker
+from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig
 from tests.support import made_groups
 
@@ -40,7 +42,7 @@ def batches():
 
 
 async def session(home):
-    group = PolicyGroup(
+    spec = PolicySpec(
         PolicyConfig(num_workers=1),
         model=ModelConfig(path="none"),
         model_dir="none",
@@ -49,11 +51,10 @@ async def session(home):
         token_budget=None,
         epochs=1,
         total_updates=1,
-        timeouts=TimeoutsConfig(),
         seed=0,
-        options={"num_cpus": 1, "resources": {"elsewhere": 1}},
-        worker=Adding,
     )
+    actors = ActorSpec({"num_cpus": 1, "resources": {"elsewhere": 1}})
+    group = PolicyGroup(spec, actors, timeouts=TimeoutsConfig(), worker=Adding)
     await group.ready()
     staged, expected = [], []
     for batch in batches():

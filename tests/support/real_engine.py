@@ -7,9 +7,13 @@ import numpy as np
 import ray
 import torch
 
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.weight_sync import WeightSync
-from actors.workers.policy import PolicyGroup, PolicyWorker
-from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.policy import PolicyWorker
+from actors.workers.policy_group import PolicyGroup, PolicySpec
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import (
     AlgorithmConfig,
     ModelConfig,
@@ -24,7 +28,7 @@ from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 from tests.support.patience import HANG_S
 
-OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "test") for i in range(4)]
 
 
@@ -92,11 +96,11 @@ class CountingWorker(RolloutWorker):
 
 
 def one_rank(model, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker):  # noqa: B008
-    return PolicyGroup(
+    spec = PolicySpec(
         settings, model=model, model_dir=str(model_dir), algorithm=AlgorithmConfig(),
-        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, timeouts=TimeoutsConfig(), seed=0,
-        options=OPTIONS, worker=worker,
+        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, seed=0,
     )  # fmt: skip
+    return PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=worker)
 
 
 class OnALoop:
@@ -127,7 +131,7 @@ class World(OnALoop):
         settings = RolloutConfig(max_num_seqs=16, **rollout)
         sync = WeightSyncConfig(bucket_mb=1, mode="keep")
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
-        rollouts = RolloutPool(spec, options=OPTIONS, worker=CountingWorker)
+        rollouts = RolloutPool(spec, ACTORS, worker=CountingWorker)
         policy = one_rank(model, model_dir, policy_settings, worker)
         await asyncio.gather(rollouts.ready(), policy.ready())
         return rollouts, policy, await WeightSync.connect(policy, rollouts, sync, timeout_s=HANG_S)

@@ -5,7 +5,9 @@ import asyncio
 import pytest
 import torch
 
-from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.workers.policy import PolicyWorker
+from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     AlgorithmConfig,
@@ -67,16 +69,17 @@ def start(
     restarts=None,
     **optimizer,
 ):
-    return PolicyGroup(
-        PolicyConfig(
-            num_workers=ranks,
-            zero_stage=stage,
-            sequence_parallel=shared,
-            optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
-            deepspeed=deepspeed or {},
-            lora=lora,
-            offload=offload or OffloadConfig(),
-        ),
+    settings = PolicyConfig(
+        num_workers=ranks,
+        zero_stage=stage,
+        sequence_parallel=shared,
+        optimizer=OptimizerConfig(**{"lr": 1e-3} | optimizer),
+        deepspeed=deepspeed or {},
+        lora=lora,
+        offload=offload or OffloadConfig(),
+    )
+    spec = PolicySpec(
+        settings,
         model=ModelConfig(path="tiny", packing=packing, dtype=dtype),
         model_dir=str(model_dir),
         algorithm=algorithm,
@@ -84,12 +87,11 @@ def start(
         token_budget=micro_batch_tokens,
         epochs=epochs,
         total_updates=10,
-        timeouts=TimeoutsConfig(),
         seed=0,
-        options={"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}},
-        worker=worker,
-        restarts=restarts,
     )
+    options = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+    actors = ActorSpec(options, restarts=restarts)
+    return PolicyGroup(spec, actors, timeouts=TimeoutsConfig(), worker=worker)
 
 
 async def on_all(group, method, *arguments):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,23 +102,20 @@ def private_ray() -> Iterator[None]:
 async def ray_workers(config: Config, prompts: list[Prompt]) -> AsyncIterator[Workers]:
     """Yield the real handles, with as many simulated actors as the ``config`` has workers of each role."""
     # Light: each simulated rollout process imports this module.
-    from actors.workers.policy import PolicyGroup
+    from actors.lifecycle.actor_spec import ActorSpec
+    from actors.workers.policy_group import PolicyGroup, PolicySpec
     from actors.workers.reward import RewardPool
-    from actors.workers.rollout import RolloutPool
+    from actors.workers.rollout_pool import RolloutPool
     from grpo_dist.workers import Workers
 
-    options: dict[str, Any] = {"num_cpus": 0}
+    actors = ActorSpec({"num_cpus": 0})
     spec: Any = SimulatedSpec(config.rollout, config.batch.samples_per_prompt)
-    rollouts = RolloutPool(spec, options=options, worker=SimulatedRollout)
+    rollouts = RolloutPool(spec, actors, worker=SimulatedRollout)
     rewards = RewardPool(
-        config.rewards, max_new_tokens=config.sampling.max_new_tokens, options=options, worker=SimulatedReward
+        config.rewards, actors, max_new_tokens=config.sampling.max_new_tokens, worker=SimulatedReward
     )
     rank: Any = SimulatedRank
-    policy = PolicyGroup(
-        config.policy, model=config.model, model_dir="", algorithm=config.algorithm, temperature=1.0,
-        token_budget=1, epochs=1, total_updates=1, timeouts=config.cluster.timeouts, seed=0,
-        options=options, worker=rank,
-    )  # fmt: skip
+    policy = PolicyGroup(PolicySpec.of(config, Path()), actors, timeouts=config.cluster.timeouts, worker=rank)
     try:
         await rollouts.ready()
         await rewards.ready()

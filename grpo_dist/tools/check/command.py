@@ -402,7 +402,7 @@ def _of_this_machine(what: str, needed: int, remedy: str) -> str:
 
 def _goes_elsewhere(config: Config) -> bool:
     """Whether a Ray cluster is named, of which this machine says nothing: a login node, say."""
-    from actors.cluster import address_of
+    from actors.connection import address_of
     from grpo_dist.runtime.hardware import device_type
 
     return address_of(config) != "local" and device_type() == "cpu"

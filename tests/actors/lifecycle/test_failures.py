@@ -14,7 +14,9 @@ from ray.exceptions import (
 
 from actors.cluster import Cluster
 from actors.lifecycle import supervisor
-from actors.lifecycle.supervisor import Health, Team
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.probe import Health
+from actors.lifecycle.supervisor import Team
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import SamplesLost, StateLost, TransferLost, WorkerLost
@@ -65,7 +67,9 @@ def nobody_is_killed(monkeypatch):
 async def asked(*errors):
     """The answer, and how many restarts it took."""
     left = list(errors)
-    team = Team("reward", [lambda name: Worker(left)], restarts=RestartsConfig(backoff_s=0.01), start_s=5)
+    team = Team(
+        "reward", [lambda name: Worker(left)], ActorSpec(restarts=RestartsConfig(backoff_s=0.01), start_s=5)
+    )
     await team.ready()
     try:
         return await team.call("score", 42), team.restarted()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from transformers import AutoModelForCausalLM
 
 import actors.transfer.vllm_receiver
 from actors.weight_sync import WeightSync
-from actors.workers.rollout import EngineSpec, RolloutPool, RolloutWorker
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.rollout import RolloutWorker
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, RestartsConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.errors import TransferLost
 from grpo_dist.types import Sampling
 from tests.support.patience import HANG_S
-from tests.support.real_engine import OPTIONS, PROMPTS, OnALoop, difference, one_rank, same
+from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
 
 pytestmark = pytest.mark.machine
 
@@ -51,9 +54,8 @@ class World(OnALoop):
         model, sync = ModelConfig(path="tiny"), WeightSyncConfig(bucket_mb=1)
         settings = RolloutConfig(num_workers=2, max_num_seqs=16, enforce_eager=True, kv_cache_gib=0.25)
         spec = EngineSpec(settings, sync, model, str(model_dir), max_length=256, seed=0)
-        self.rollouts = RolloutPool(
-            spec, options=OPTIONS, worker=MortalWorker, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S
-        )
+        actors = replace(ACTORS, restarts=RestartsConfig(backoff_s=0.1), start_s=HANG_S)
+        self.rollouts = RolloutPool(spec, actors, worker=MortalWorker)
         self.policy = one_rank(model, model_dir)
         await asyncio.gather(self.rollouts.ready(), self.policy.ready())
         self.sync = await WeightSync.connect(self.policy, self.rollouts, sync, timeout_s=HANG_S)

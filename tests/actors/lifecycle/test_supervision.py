@@ -12,11 +12,12 @@ import ray
 from ray.exceptions import RayActorError
 
 import actors.workers.reference
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time
 from actors.lifecycle.supervisor import Team, WorkerLost
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
-from actors.workers.rollout import RolloutPool
+from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.config import ModelConfig, ReferenceConfig, RestartsConfig, RewardsConfig, RolloutConfig
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
@@ -39,7 +40,7 @@ def prompt(uid):
 
 def pool(workers, restarts=QUICK):
     spec = SimulatedSpec(RolloutConfig(num_workers=workers), samples_per_prompt=2, max_num_seqs=2)
-    return RolloutPool(spec, options=OPTIONS, worker=Engine, restarts=restarts, start_s=HANG_S)
+    return RolloutPool(spec, ActorSpec(OPTIONS, restarts=restarts, start_s=HANG_S), worker=Engine)
 
 
 async def fetched(rollouts, uid):
@@ -212,9 +213,10 @@ def test_long_work_is_no_hang(ray_cluster):
     async def session():
         actor = one_at_a_time(Busy)
         team = Team(
-            "busy", [lambda name: actor.options(num_cpus=0).remote()], start_s=HANG_S,
-            restarts=RestartsConfig(health_s=0.5, hang_s=10),
-        )  # fmt: skip
+            "busy",
+            [lambda name: actor.options(num_cpus=0).remote()],
+            ActorSpec(restarts=RestartsConfig(health_s=0.5, hang_s=10), start_s=HANG_S),
+        )
         await team.ready()
         first = await asyncio.gather(*(team.call("work", 3.5) for _ in range(3)))
         assert len(set(first)) == 1 and team.restarted() == 0
@@ -235,7 +237,10 @@ def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_on
 
     async def session():
         rewards = RewardPool(
-            settings, max_new_tokens=64, options=OPTIONS, worker=Grader, restarts=QUICK, start_s=HANG_S
+            settings,
+            ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S),
+            max_new_tokens=64,
+            worker=Grader,
         )
         await rewards.ready()
         async with asyncio.timeout(HANG_S):
@@ -261,13 +266,11 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
     async def session():
         reference = ReferencePool(
             ReferenceConfig(refresh_every=refresh_every),
+            ActorSpec(OPTIONS, restarts=QUICK, start_s=HANG_S),
             model=ModelConfig(path="tiny"),
             model_dir="",
             temperature=1.0,
             chunk_mib=8,
-            options=OPTIONS,
-            restarts=QUICK,
-            start_s=HANG_S,
         )
         await reference.ready()
         before = await reference.logprobs(prompt("p"), ["abc", "d"])

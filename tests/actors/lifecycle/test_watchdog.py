@@ -15,8 +15,10 @@ import ray
 from ray.exceptions import RayActorError
 
 import actors.lifecycle.watchdog
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time
-from actors.lifecycle.supervisor import Team, Watched
+from actors.lifecycle.probe import Probeable
+from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks
@@ -30,7 +32,7 @@ LONG_S = int(HANG_S)  # beyond all tests of this file; sleep of the C library ta
 LIMITS_S = {name: getattr(actors.lifecycle.watchdog, name) for name in ("_FIND_S", "_LOOK_S", "_CALLS_S")}
 
 
-class Stuck(Watched):
+class Stuck(Probeable):
     def __init__(self, mark=None):
         if mark is not None:
             mark.touch()
@@ -48,7 +50,7 @@ class Stuck(Watched):
         ctypes.PyDLL(None).sleep(LONG_S)  # a PyDLL keeps the GIL: no other thread of it gets on
 
 
-class StuckLoop(Watched):
+class StuckLoop(Probeable):
     async def ready(self):
         return os.getpid()
 
@@ -333,7 +335,7 @@ def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_clus
 
     async def session():
         make = one_at_a_time(Stuck).options(num_cpus=0).remote
-        team = Team("reference", [lambda _: make()], restarts=restarts, start_s=LONG_S)
+        team = Team("reference", [lambda _: make()], ActorSpec(restarts=restarts, start_s=LONG_S))
         await team.ready()
         team.workers[0].hold_the_interpreter.remote()
         try:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from actors import cluster
+from actors import cluster, connection
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
 from actors.placement.reservation import Room
@@ -182,7 +182,7 @@ def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
     asked = _growing(config(), AutoscalingConfig(nodes=2, gpus=8, cpus=64))
-    for starts in (cluster.check_fits, cluster._connect):
+    for starts in (cluster.check_fits, connection.connect):
         with pytest.raises(UserError, match=r"`cluster\.grows_to` is set, and the run has a cluster"):
             starts(asked)
 

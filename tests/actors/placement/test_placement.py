@@ -152,7 +152,7 @@ def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_o
     monkeypatch, connects, address, shared
 ):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster, "_connect", lambda config: connects)
+    monkeypatch.setattr(cluster, "connect", lambda config: connects)
     monkeypatch.setattr(cluster, "expected", lambda config: [Node("a", 4, 0, 4, 0)])
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
 

@@ -9,7 +9,7 @@ import torch
 
 from actors.transfer.stream import receive
 from actors.transfer.transport import open_transport
-from actors.transfer_group import TransferGroup
+from actors.transfer_group import TransferGroup, TransferSpec
 from grpo_dist.config import WeightSyncConfig
 from tests.support.patience import HANG_S
 from tests.support.real_ranks import on_all, start
@@ -42,11 +42,11 @@ async def exchange(model_dir, *, beside):
         "rollout",
         policy,
         receivers,
-        WeightSyncConfig(bucket_mb=1, backend="shared_memory"),
+        TransferSpec(WeightSyncConfig(bucket_mb=1, backend="shared_memory")),
         beside=beside,
         timeout_s=HANG_S,
     )
-    receiving = [receiver.receive.remote(group.specs, group.bucket_bytes) for receiver in receivers]
+    receiving = [receiver.receive.remote(group.parameters, group.bucket_bytes) for receiver in receivers]
 
     async def arrived(reference):
         return await reference
@@ -93,8 +93,10 @@ def test_ranks_do_not_wait_for_an_engine_as_long_as_it_waits_for_them():
     policy = SimpleNamespace(ranks=[rank], device="cpu")
 
     async def session():
-        group = await TransferGroup.open("rollout", policy, [engine], WeightSyncConfig(), timeout_s=300)
-        await group.again([engine], name="anew", timeout_s=300, ranks_busy_s=1800)
+        group = await TransferGroup.open(
+            "rollout", policy, [engine], TransferSpec(WeightSyncConfig()), timeout_s=300
+        )
+        await group.reopen([engine], name="anew", timeout_s=300, ranks_busy_s=1800)
 
     asyncio.run(session())
     assert rank.waits == [300, 300] and engine.waits == [300, 2100]

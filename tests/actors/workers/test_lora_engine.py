@@ -58,7 +58,8 @@ def merged_sync(world):
 def merged(world):
     world.policy._settings = world.policy._settings.model_copy(update={"lora": LoRAConfig(rank=4, alpha=8)})
     specs = ray.get(world.policy.ranks[0].parameter_specs.remote())
-    group = replace(world.sync._group, specs=specs, adapters_only=False)
+    group = world.sync._group
+    group = replace(group, parameters=specs, spec=replace(group.spec, adapters_only=False))
     return WeightSync(group, world.rollouts, 60)
 
 

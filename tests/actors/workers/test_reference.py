@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.reference_sync import ReferenceSync
-from actors.workers.policy import PolicyGroup, PolicyWorker
+from actors.workers.policy import PolicyWorker
+from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
 from grpo_dist.config import (
     AlgorithmConfig,
@@ -26,7 +28,7 @@ from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPT = Prompt("p", np.array([11, 12, 13], np.int32), "1", "made")
 ROLLOUTS = tuple(
     Rollout("p", i, np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", "", np.zeros(len(ids)))
@@ -65,8 +67,8 @@ def close(ours, theirs):
 def start(ray_cluster, tiny_model):
     def start():
         return ReferencePool(
-            ReferenceConfig(micro_batch_tokens=16), model=ModelConfig(path="tiny"), model_dir=str(tiny_model),
-            temperature=0.7, chunk_mib=8, options=OPTIONS,
+            ReferenceConfig(micro_batch_tokens=16), ACTORS, model=ModelConfig(path="tiny"),
+            model_dir=str(tiny_model), temperature=0.7, chunk_mib=8,
         )  # fmt: skip
 
     return start
@@ -75,7 +77,7 @@ def start(ray_cluster, tiny_model):
 @pytest.mark.evidence
 def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(start, tiny_model, tmp_path):
     async def session():
-        policy = PolicyGroup(
+        spec = PolicySpec(
             PolicyConfig(zero_stage=2),
             model=ModelConfig(path="tiny"),
             model_dir=str(tiny_model),
@@ -84,11 +86,9 @@ def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(star
             token_budget=1000,
             epochs=1,
             total_updates=1,
-            timeouts=TimeoutsConfig(),
             seed=0,
-            options=OPTIONS,
-            worker=MovedWorker,
         )
+        policy = PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=MovedWorker)
         pool = start()
         await asyncio.gather(policy.ready(), pool.ready())
         frozen = await pool.logprobs(PROMPT, ROLLOUTS)

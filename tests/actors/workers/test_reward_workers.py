@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from actors.cluster import Cluster
+from actors.lifecycle.actor_spec import ActorSpec
 from actors.placement.demands import Resources, placement
 from actors.workers.reward import RewardPool, RewardWorker
 from actors.workers.reward_model import RewardModelPool
@@ -22,7 +23,7 @@ from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
-OPTIONS = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
+ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPT = Prompt("p", np.array([1], np.int32), "2", "test", "1+1")
 TEXTS = ["1\n\n\\boxed{2}", "3\n\n\\boxed{2}", "1\n\n\\boxed{3}"]
 
@@ -71,10 +72,10 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
 
     async def run():
         models = [
-            RewardModelPool(m, policy=ModelConfig(path="x"), policy_dir=str(tiny_model), options=OPTIONS)
+            RewardModelPool(m, ACTORS, policy=ModelConfig(path="x"), policy_dir=str(tiny_model))
             for m in settings.models
         ]
-        pool = RewardPool(settings, max_new_tokens=24, models=models, options=OPTIONS)
+        pool = RewardPool(settings, ACTORS, max_new_tokens=24, models=models)
         await pool.ready()
         try:
             return await asyncio.gather(*(pool.score(PROMPT, rollouts(TEXTS[:n])) for n in (3, 1)))

@@ -1,0 +1,80 @@
+"""The Ray cluster of a run: which one it is, what it has, and the connection to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from actors.placement.demands import Resources
+from actors.placement.fitting import Node
+from actors.private_ray import close_session, prepare_token
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import available_cpus, device_type
+
+
+def address_of(config: Config) -> str:
+    """Of the Ray cluster that is joined; `local`: a private one on this machine."""
+    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+
+
+def local_resources(config: Config) -> Resources:
+    return Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
+
+
+def resources_of(has: Sequence[Node], *, shared: bool) -> Resources:
+    """Of all nodes of a cluster; ``shared``: see `Resources`."""
+    cpus, gpus = int(sum(node.cpus for node in has)), int(sum(node.gpus for node in has))
+    most = int(max(node.cpus for node in has))
+    return Resources(max(cpus, 1), gpus, max(most, 1), shared)
+
+
+def check_grows_no_more(config: Config) -> None:
+    """A cluster that is the run's own."""
+    if config.cluster.grows_to is not None:
+        raise UserError(
+            "`cluster.grows_to` is set, and the run has a cluster of its own, which is this machine; set "
+            "`cluster.address` (or RAY_ADDRESS) to the one that grows, or remove it"
+        )
+
+
+def is_this_machine() -> bool:
+    """Whether the cluster is this machine alone, so that what is missing here is missing there."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return alive == {ray.get_runtime_context().get_node_id()}
+
+
+def connect(config: Config) -> bool:
+    """Join the cluster, or start a private local one; whether the connection is ours to close."""
+    if ray.is_initialized():
+        return False
+    address = address_of(config)
+    # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
+    # They are the job. Read when a cluster starts, so one that is joined keeps its own.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # A group that failed has two results, and whoever waits for it is told by the first of them.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    local: dict[str, Any] = {}
+    if address == "local":
+        check_grows_no_more(config)
+        local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
+    if local and device_type() == "cpu":
+        local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
+    if local:
+        prepare_token()
+    try:
+        ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, ValueError) as error:  # the latter: an address of another kind, as Ray says
+        raise UserError(
+            f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
+            "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
+        ) from error
+    if local:
+        close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
+    return True

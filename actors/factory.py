@@ -1,0 +1,143 @@
+"""Create the actors of every role, with their options, placement and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.supervisor import Team
+from actors.placement.demands import Demand, Devices
+from actors.placement.reservation import Room
+from actors.workers.engine_settings import EngineSpec
+from actors.workers.policy_group import PolicyGroup, PolicySpec
+from actors.workers.reference import ReferencePool
+from actors.workers.reward import RewardPool
+from actors.workers.reward_model import RewardModelPool
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.config import Config
+from grpo_dist.runtime.hardware import thread_environment
+
+# An engine on the policy's GPUs has the memory for its start only while it samples, which may not come again
+# before its samples are there.
+_SHARES = "it shares GPUs with the policy, and all start anew together"
+
+
+@dataclass(frozen=True)
+class SamplingActors:
+    rollouts: RolloutPool
+    rewards: RewardPool
+
+
+@dataclass(frozen=True)
+class TrainingActors:
+    """Handles of all roles of a training run."""
+
+    policy: PolicyGroup
+    samplers: SamplingActors
+    reference: ReferencePool | None
+
+    def teams(self) -> dict[str, list[Team]]:
+        """Return the teams of each role by the role's name in metrics."""
+        rewards = self.samplers.rewards
+        return {
+            "rollout": [self.samplers.rollouts.team],
+            "reward": [rewards.team],
+            "reward_model": [model.team for model in rewards.models],
+            "reference": [self.reference.team] if self.reference else [],
+            "policy": [self.policy.team],
+        }
+
+
+@dataclass(frozen=True)
+class SharedDevices:
+    """GPUs of each engine, and for each process of the engines the policy rank on its GPU."""
+
+    engines: list[Devices]
+    beside: list[int]
+
+
+class Factory:
+    """Creates the actors of one run on what is reserved for them."""
+
+    def __init__(self, config: Config, demands: Mapping[str, Demand], room: Room) -> None:
+        self._config, self._demands, self._room = config, demands, room
+
+    def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
+        config = self._config
+        return PolicyGroup(
+            PolicySpec.of(config, model_dir),
+            replace(self._actors("policy"), generation=generation),
+            timeouts=config.cluster.timeouts,
+            profile=config.profile,
+        )
+
+    def rollouts(self, model_dir: Path, shared: SharedDevices | None) -> RolloutPool:
+        spec = EngineSpec.of(self._config, model_dir, colocated=shared is not None)
+        actors = self._actors("rollout")
+        if shared is not None:
+            own = [on_devices(actors.options, devices) for devices in shared.engines]
+            actors = replace(actors, actor_options=own, irreplaceable=_SHARES)
+        return RolloutPool(spec, actors)
+
+    def rewards(self, model_dir: Path) -> RewardPool:
+        config = self._config
+        return RewardPool(
+            config.rewards,
+            self._actors("rewards"),
+            max_new_tokens=config.sampling.max_new_tokens,
+            models=self._reward_models(model_dir),
+        )
+
+    def _reward_models(self, model_dir: Path) -> list[RewardModelPool]:
+        models = self._config.rewards.models
+        if not models:
+            return []
+        every, pools = self._actors("reward_models"), []
+        left = iter(every.actor_options or ())
+        for model in models:
+            own = None if every.actor_options is None else list(islice(left, model.num_workers))
+            actors = replace(every, actor_options=own)
+            pools.append(RewardModelPool(model, actors, policy=self._config.model, policy_dir=str(model_dir)))
+        return pools
+
+    def reference(self, model_dir: Path) -> ReferencePool | None:
+        """Create the reference workers; None where the loss needs none."""
+        config = self._config
+        if not config.needs_reference:
+            return None
+        return ReferencePool(
+            config.reference,
+            self._actors("reference"),
+            model=config.model,
+            model_dir=str(model_dir),
+            temperature=config.sampling.temperature,
+            chunk_mib=config.policy.logprob_chunk_mib,
+        )
+
+    def _actors(self, role: str) -> ActorSpec:
+        """Return options, placement and restarts of a role's actors.
+
+        CPUs are divided by thread counts, not by Ray: actors that never run at the same time share them.
+        """
+        demand, cluster = self._demands[role], self._config.cluster
+        options = {
+            "num_cpus": 0,
+            "num_gpus": 0 if demand.shared else demand.gpus,
+            "runtime_env": {"env_vars": thread_environment(demand.threads)},
+        }
+        return ActorSpec(options, self._room.of(role), cluster.restarts, cluster.timeouts.start_s)
+
+
+def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:
+    """Return options of an actor that sees ``devices``, which Ray has given to others and counts there."""
+    environment = options["runtime_env"]["env_vars"] | {"CUDA_VISIBLE_DEVICES": ",".join(devices.gpus)}
+    return {
+        "runtime_env": {"env_vars": environment},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(devices.node, soft=False),
+    }

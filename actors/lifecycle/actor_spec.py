@@ -1,0 +1,46 @@
+"""How the actors of one role are created and supervised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from grpo_dist.config import RestartsConfig
+
+
+@dataclass(frozen=True)
+class ActorSpec:
+    """Ray options, placement, restarts and deadlines of the actors of one role.
+
+    Attributes:
+        options: Ray options of every actor.
+        actor_options: Ray options of each actor, such as its bundle, which override ``options``; None: none.
+        restarts: None: no actor is watched or replaced, and a lost one ends the run.
+        start_s: deadline of one restart, seconds.
+        irreplaceable: why a lost actor cannot be replaced alone; None: it can.
+        generation: number of times that all actors of this role were created before.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    actor_options: Sequence[dict[str, Any]] | None = None
+    restarts: RestartsConfig | None = None
+    start_s: float = 600.0
+    irreplaceable: str | None = None
+    generation: int = 0
+
+    def makers(self, actor: Any, count: int, *arguments: Any, **keywords: Any) -> list[Callable[[str], Any]]:
+        """Return one function for each of ``count`` actors, which creates it under the name that it is given.
+
+        ``actor``: a Ray actor class; ``arguments``, ``keywords``: those of its constructor.
+        """
+        own = [{}] * count if self.actor_options is None else list(self.actor_options)
+        assert len(own) == count, f"{len(own)} placements for {count} workers"
+
+        def make(options: dict[str, Any], name: str) -> Any:
+            if self.generation:  # the name of the actor before may still be taken
+                name = f"{name}.{self.generation}"
+            return actor.options(name=name, **self.options | options).remote(*arguments, **keywords)
+
+        return [partial(make, options) for options in own]

@@ -1,0 +1,42 @@
+"""Wait for actors that start, and log which of them are not up yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.colocation import Turns
+from actors.workers.policy_group import PolicyGroup
+from actors.workers.reference import ReferencePool
+from actors.workers.reward import RewardPool
+from actors.workers.rollout_pool import RolloutPool
+from grpo_dist.runtime.stage_log import names_of, stage
+
+# By class of a role's handle: the name of its stage of the start, and what the actors do in it.
+STAGES: dict[type, tuple[str, str]] = {
+    RolloutPool: ("engines", "load the model, compile, and answer a first request"),
+    RewardPool: ("reward workers", "start grader processes and load reward models"),
+    ReferencePool: ("reference", "loads the model"),
+    PolicyGroup: ("policy ranks", "join, load the model and set up DeepSpeed"),
+}
+
+
+async def wait_until_ready(handle: Any) -> None:
+    """Wait for the actors of one role."""
+    found = (words for kind, words in STAGES.items() if isinstance(handle, kind))
+    name, what = next(found, ("actors", ""))
+    with stage(name, what, lambda: names_of(_starting([handle]))):
+        await handle.ready()
+
+
+async def wait_until_ready_in_turns(turns: Turns, handles: Sequence[Any]) -> None:
+    what = "they load one after the other, on the same GPUs"
+    with stage("engines and policy ranks", what, lambda: names_of(_starting(handles))):
+        await turns.start()
+
+
+def _starting(handles: Sequence[Any]) -> list[str]:
+    """Names of the actors that are not up yet."""
+    teams = [handle.team for handle in handles]
+    teams += [model.team for handle in handles for model in getattr(handle, "models", ())]
+    return sorted(name for team in teams for name in team.starting)

@@ -1,0 +1,285 @@
+"""Driver-side handle of all policy ranks.
+
+A rank that dies or hangs takes the others with it: together they hold one sharded state. Every caller of the
+group gets StateLost at once, and the run resumes with a new group from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayTaskError
+
+from actors.lifecycle.actor_spec import ActorSpec
+from actors.lifecycle.calls import BESIDE, LOST, kill, one_at_a_time, reason, results
+from actors.lifecycle.supervisor import Team
+from actors.lifecycle.watchdog import deadline_of
+from actors.placement.demands import Devices
+from actors.transfer.handshake import new_secret
+from actors.workers.policy import PolicyWorker, loss_settings
+from grpo_dist.batch.sharding import shard
+from grpo_dist.config import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    PolicyConfig,
+    ProfileConfig,
+    TimeoutsConfig,
+)
+from grpo_dist.errors import StateLost, TransferLost
+from grpo_dist.health.bounds import Bound
+from grpo_dist.policy.ranks import Rank
+from grpo_dist.runtime.concurrency import gather
+from grpo_dist.runtime.hardware import DeviceType
+from grpo_dist.types import TrainBatch
+
+_SAVED_POLL_S = 0.2
+_SHARDED = "all ranks go back to a checkpoint together"
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """What the ranks train, the same for all. ``token_budget``: see `BatchConfig.micro_batch_tokens`."""
+
+    settings: PolicyConfig
+    model: ModelConfig
+    model_dir: str
+    algorithm: AlgorithmConfig
+    temperature: float
+    token_budget: int | None
+    epochs: int
+    total_updates: int
+    seed: int
+
+    @classmethod
+    def of(cls, config: Config, model_dir: Path) -> PolicySpec:
+        return cls(
+            config.policy,
+            model=config.model,
+            model_dir=str(model_dir),
+            algorithm=config.algorithm,
+            temperature=config.sampling.temperature,
+            token_budget=config.batch.micro_batch_tokens,
+            epochs=config.batch.epochs_per_batch,
+            total_updates=config.total_updates,
+            seed=config.seed,
+        )
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Trainer` that are not the rank and the policy's settings."""
+        return {
+            "model": self.model,
+            "model_dir": self.model_dir,
+            "loss": loss_settings(self.algorithm),
+            "temperature": self.temperature,
+            "token_budget": self.token_budget,
+            "epochs": self.epochs,
+            "total_updates": self.total_updates,
+            "seed": self.seed,
+        }
+
+
+class PolicyGroup:
+    """Driver-side handle of all ranks."""
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        actors: ActorSpec,
+        *,
+        timeouts: TimeoutsConfig,
+        worker: type[PolicyWorker] = PolicyWorker,
+        profile: ProfileConfig | None = None,
+    ) -> None:
+        self._settings, self._trainer_arguments = spec.settings, spec.trainer_arguments()
+        self._timeouts, self._profile = timeouts, profile or ProfileConfig()
+        actors = replace(actors, start_s=timeouts.start_s, irreplaceable=_SHARDED)
+        self.team = Team("policy", actors.makers(one_at_a_time(worker), spec.settings.num_workers), actors)
+        self.ranks = self.team.workers
+        self.update_s = timeouts.update_s  # deadline of one step
+        # Updates requested so far; the ranks run calls in the order of the requests.
+        self.updates = 0
+        self.sent_after = 0  # `updates` when `send_weights` was last called
+        self.device: DeviceType = "cpu"  # set by `ready`, as is the next
+        self._attention_cost = 0.0
+
+    async def ready(self) -> None:
+        """All ranks joined, model loaded. Raises StateLost where one is lost meanwhile."""
+        (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
+        self.team.watch()  # from now on they can be asked, also while they load
+        size = len(self.ranks)
+        secret = new_secret()
+        places = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
+        arguments = [(place, self._settings, self._trainer_arguments) for place in places]
+        started = await self._each("start", arguments)
+        self.device, self._attention_cost = started[0]
+        self.team.starting.clear()
+
+    def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
+        """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that
+        share sequences. The denominators are the whole batch's.
+        """
+        replicas, square = self._settings.replicas, self._attention_cost
+        shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
+        staged = [ray.put(list(own)) for own in shards]
+        return [own for own in staged for _ in range(self._settings.sequence_parallel)]
+
+    async def update(
+        self, staged: Sequence[Any], *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
+    ) -> dict[str, float]:
+        """One optimiser update per batch that `stage` was given. ``kl_coef``, ``bounds``: see
+        `PolicyWorker.update`.
+        """
+        arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
+        self.updates += 1
+        async with self._deadline(self.update_s, "optimiser updates"):
+            return (await self._each("update", arguments))[0]
+
+    async def trace_next(self, run_dir: Path, step: int) -> None:
+        """The next update leaves a trace of each rank in ``run_dir``, which all ranks can write to."""
+        async with self._deadline(self.update_s, "the profiler is told"):
+            await self._all("trace_next", str(run_dir.absolute()), step, self._profile)
+
+    async def token_logprobs(self) -> dict[int, np.ndarray]:
+        """By row id, float32 [C]: nats of the tokens that the last `update` trained, as `Trainer` noted them.
+        Empty where its batches had no row ids.
+        """
+        async with self._deadline(self.update_s, "log-probs of tokens"):
+            answers = await self._all("token_logprobs")
+        return {row: values for answer in answers for row, values in answer.items()}
+
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
+        """Of the rows of ``batch``, which have ids: see `PolicyWorker.logprobs`."""
+        arguments = [(own,) for own in self.stage([batch])]
+        async with self._deadline(self.update_s, "log-probs of the sync probe"):
+            answers = await self._each("logprobs", arguments)
+        rows = {row: values for _, own in answers for row, values in own.items()}
+        return answers[0][0], rows
+
+    @property
+    def adapter_scale(self) -> float | None:
+        """What engines multiply the adapters they are sent by; None where whole weights are sent."""
+        lora = self._settings.lora
+        return lora.scale if lora is not None and lora.sync == "adapter" else None
+
+    async def send_weights(
+        self, bucket_bytes: int, *, group: str, adapters_only: bool, as_held: bool = False
+    ) -> dict[str, float]:
+        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
+        of rank 0. Those sent are the weights after as many `updates` as ``sent_after`` says then.
+        """
+        self.sent_after = self.updates
+        try:
+            return (await self._all("send_weights", bucket_bytes, group, adapters_only, as_held))[0]
+        except RayTaskError as error:
+            if isinstance(error.cause, TransferLost):  # the engines' affair, too
+                raise
+            raise await self._cause(error, "weights gathered and sent") from error
+
+    async def devices(self) -> list[Devices]:
+        """Of each rank; also before `ready`."""
+        return await results(rank.devices.remote() for rank in self.ranks)
+
+    async def offload_states(self) -> None:
+        """Everything the ranks hold on their GPUs goes to host memory; the caller holds the deadline."""
+        await self._all("move_states", True)
+
+    async def reload_states(self) -> None:
+        """The reverse of `offload_states`, before anything else is asked of the ranks."""
+        await self._all("move_states", False)
+
+    async def save(self, directory: Path, *, beside: bool = False) -> None:
+        """``beside``: updates may follow before the files are there, for which `saved` waits."""
+        async with self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
+            await self._all("save", str(directory.absolute()), beside)
+
+    async def saved(self) -> None:
+        """Returns when every rank has written what it saved last. Raises StateLost when one is gone or late,
+        and what went wrong with a file.
+        """
+        try:
+            stage = f"policy: files of {len(self.ranks)} rank(s)"
+            async with deadline_of(self.team.named(), self._timeouts.save_s, stage):
+                while not all(await self._all("is_saved", group=BESIDE)):
+                    await asyncio.sleep(_SAVED_POLL_S)
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
+
+    async def load(self, directory: Path) -> None:
+        async with self._deadline(self._timeouts.save_s, f"restore from {directory}"):
+            await self._all("load", str(directory.absolute()))
+
+    async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
+        async with self._deadline(self._timeouts.save_s, f"export to {directory}"):
+            await self._all("export", str(directory.absolute()), str(tokenizer_dir))
+
+    async def shutdown(self) -> None:
+        await self.team.shutdown()
+        kill(self.ranks)
+
+    @asynccontextmanager
+    async def _deadline(self, seconds: float, stage: str) -> AsyncIterator[None]:
+        """Bound calls to the ranks, and tell a lost rank from an error in what a rank was asked.
+
+        Raises StateLost when a rank is gone, is late, or fails in CUDA, NCCL, gloo or memory; other errors of
+        a rank are raised as they are.
+        """
+        what = f"policy: {stage} on {len(self.ranks)} rank(s)"
+        try:
+            async with deadline_of(self.team.named(), seconds, what):
+                yield
+        except TimeoutError as error:
+            raise StateLost(f"{error}: {_SHARDED}") from error
+        except RayTaskError as error:
+            raise await self._cause(error, what) from error
+
+    async def _cause(self, error: RayTaskError, what: str) -> Exception:
+        """Return the error that a failed call stands for. Raises StateLost when another rank is gone."""
+        await self.team.ask_all()
+        if isinstance(error.cause, RuntimeError):  # of CUDA, NCCL, gloo, memory
+            return StateLost(f"{what}: failed ({reason(error)}): {_SHARDED}")
+        return error
+
+    async def _all(self, method: str, *arguments: Any, group: str | None = None) -> list[Any]:
+        """Call ``method`` with the same arguments on every rank; see `_each`."""
+        return await self._each(method, [arguments] * len(self.ranks), group)
+
+    async def _each(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], group: str | None = None
+    ) -> list[Any]:
+        """Call ``method`` on every rank with its own arguments. Raises StateLost as soon as a rank is lost,
+        also while the others wait for it in a collective.
+        """
+        self.team.check()
+        lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
+        answers = asyncio.create_task(
+            gather(self._answer(i, method, own, group) for i, own in enumerate(arguments)),
+            name=f"policy {method}",
+        )
+        try:
+            await asyncio.wait(  # bounded: every caller has a deadline
+                [lost, answers], return_when=asyncio.FIRST_COMPLETED
+            )
+            self.team.check()
+            return await answers
+        finally:
+            lost.cancel()
+            answers.cancel()
+            answers.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _answer(self, index: int, method: str, arguments: tuple[Any, ...], group: str | None) -> Any:
+        rank = self.ranks[index]
+        call = getattr(rank, method)
+        try:
+            return await (call.options(concurrency_group=group) if group else call).remote(*arguments)
+        except LOST as error:
+            self.team.lost(index, rank, error)
+            self.team.check()
+            raise
