@@ -1,0 +1,122 @@
+"""The front page and the files for contributors: short, and true of the code."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.config import Config
+from tests.support.documents import ROOT, blocks, documents, is_quoted
+
+README = (ROOT / "README.md").read_text()
+QUOTED = [block for path in documents() for block in blocks(path) if block.mode == "quoted"]
+SOURCE = "def f():\n    a = 1\n    for x in y:\n        b(x)\n        c(x)\n    d()\n"
+
+
+def section(name):
+    return re.search(rf"^## {name}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)[1]
+
+
+def test_the_front_page_has_at_most_150_lines():
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("block", QUOTED, ids=str)
+def test_quoted_code_is_the_code(block):
+    assert is_quoted(block.text, (ROOT / block.reason).read_text())
+
+
+def test_the_front_page_quotes_the_loop():
+    assert [(b.document, b.reason) for b in QUOTED] == [("README.md", "grpo_dist/driver.py")]
+
+
+@pytest.mark.parametrize(
+    ("quote", "fits"),
+    [
+        ("for x in y:\n    b(x)\n    c(x)\n", True),
+        ("for x in y:\n    ...\n    c(x)\n...\nd()\n", True),
+        ("for x in y:\n    c(x)\n", False),  # a line is missing, and nothing says so
+        ("for x in y:\n    c(x)\n    b(x)\n", False),
+        ("for x in y:\n    b(z)\n", False),
+        ("for x in y:\nb(x)\n", False),
+    ],
+)
+def test_a_quote_that_differs_from_its_source_is_found(quote, fits):
+    assert is_quoted(quote, SOURCE) == fits
+
+
+def test_every_promise_names_a_test_file_that_exists():
+    promises = [line for line in section("What it promises").splitlines() if line.startswith("- ")]
+    files = [re.search(r"`(tests/\S+\.py)`$", line) for line in promises]
+    assert len(promises) == 6 and all(found and (ROOT / found[1]).is_file() for found in files)
+
+
+def test_the_map_has_every_folder_of_the_code_and_no_other():
+    text = section("Map")
+    listed = re.findall(r"`([\w/]+)/?(?:\{([\w,]+)\})?`", text)
+    named = {f"{head.rstrip('/')}/{tail}" for head, tails in listed for tail in tails.split(",") if tails}
+    named |= {head.rstrip("/") for head, tails in listed if not tails}
+    folders = {
+        str(path.parent.relative_to(ROOT))
+        for package in ("grpo_dist", "actors")
+        for path in (ROOT / package).glob("*/__init__.py")
+    }
+    assert named >= folders
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_preset_is_on_the_front_page():
+    text = section("Algorithms")
+    presets = {path.stem for path in (ROOT / "configs/algorithms").glob("*.yaml")}
+    assert {name for name in presets if f"`{name}`" not in text} == set()
+    assert {name for name in ADVANTAGES if f"`{name}`" not in text} == set()
+
+
+def test_every_section_of_the_configuration_is_in_the_guide():
+    guide = (ROOT / "grpo_dist/guides/configure.md").read_text()
+    assert [name for name in Config.model_fields if f"`{name}`" not in guide] == []
+
+
+def test_every_guide_is_in_the_index():
+    index = (ROOT / "grpo_dist/guides/README.md").read_text()
+    guides = {path.name for path in (ROOT / "grpo_dist/guides").glob("*.md")} - {"README.md"}
+    assert {name for name in guides if f"]({name})" not in index} == set()
+
+
+def test_pictures_are_small_and_shown():
+    shown = {p.parent.joinpath(link).resolve() for p in documents() for link in links_of(p)}
+    for picture in (ROOT / "grpo_dist/guides/pictures").glob("*"):
+        assert picture.stat().st_size < 150_000 and picture.resolve() in shown, picture.name
+
+
+def links_of(path):
+    return re.findall(r"\]\(([^)#\s]+)", path.read_text())
+
+
+def test_the_top_level_holds_packages_folders_and_five_files():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    top = {name.split("/")[0] for name in listed.splitlines() if (ROOT / name).exists()}
+    folders = {"actors", "configs", "docker", "grpo_dist", "launch", "tests"}
+    assert {n for n in top if not n.startswith(".")} == folders | {
+        "LICENSE", "Makefile", "README.md", "pyproject.toml",
+    }  # fmt: skip
+
+
+def test_continuous_integration_runs_what_a_change_must_pass():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    commands = [step.get("run") for job in workflow["jobs"].values() for step in job["steps"]]
+    assert commands[-1] == "bash .ci/run"
+
+
+def test_hooks_before_a_commit_are_the_programs_of_make_lint():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = re.search(r"^lint:.*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    programs = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}
+    assert programs == {"ruff", "mypy", "lint-imports"}
+    assert all(f"$(BIN)/{program} " in lint or f"$(BIN)/{program}\n" in lint for program in programs)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    packages = {re.match(r"[\w-]+", name)[0] for name in extras}
+    assert packages >= {"ruff", "mypy", "import-linter"}
