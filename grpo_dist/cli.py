@@ -9,9 +9,7 @@ import argparse
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from grpo_dist.errors import RunEnded, UserError
@@ -27,42 +25,43 @@ USER_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code 0: done. 2: the input cannot be used (one message says why). 1: the run failed. 3: it stopped
-    because of its health. 75: it was asked to end and did so in order; the same command goes on. 128 + n:
-    signal n ended it at once.
+    """Run one command and return its exit code.
+
+    0: done. 1: the run failed. 2: the input cannot be used; one message says why. 3: the run stopped itself
+    for its health. 75: it ended in order when asked to; the same command resumes it. 128 + n: signal n ended
+    it at once.
     """
-    parser = _parser()
+    parser = command_parser()
     args, rest = parser.parse_known_args(arguments)
     if args.command is None:
         parser.print_help()
         return USER_ERROR
     if unknown := [text for text in rest if text.startswith("-") or "=" not in text]:
         shown = " ".join(masked_command(unknown))
-        parser.error(f"unrecognized arguments: {shown}{_of_peers(unknown)}")
+        parser.error(f"unrecognized arguments: {shown}{_peer_settings(unknown)}")
     own = ("command", "config", "overrides")
     options = {name: value for name, value in vars(args).items() if name not in own}
-    # Overrides behind an option are what argparse leaves over.
-    return _guarded(partial(args.command, **options), args.config, [*args.overrides, *rest])
-
-
-def _guarded(command: Callable[[Any, list[str]], None], config: Any, overrides: list[str]) -> int:
     _accept_interrupts()
     try:
-        command(config, overrides)
-    except UserError as error:
+        # argparse leaves overrides that follow an option in `rest`.
+        args.command(args.config, [*args.overrides, *rest], **options)
+    except (UserError, RunEnded, KeyboardInterrupt) as end:
+        return report_end(end)
+    return 0
+
+
+def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
+    """Print why a command ended, without secrets, and return its exit code."""
+    if isinstance(end, UserError):
         # A name given on the command line need not be text.
-        shown = f"error: {masked(str(error))}"
+        shown = f"error: {masked(str(end))}"
         print(shown.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)
         return USER_ERROR
-    except RunEnded as end:
+    if isinstance(end, RunEnded):
         print(masked(str(end)), file=sys.stderr)
         return end.exit_code
-    except KeyboardInterrupt:
-        print(
-            "interrupted; the last checkpoint stands, and the same command goes on from it", file=sys.stderr
-        )
-        return 130
-    return 0
+    print("interrupted; run the same command again to resume from the last checkpoint", file=sys.stderr)
+    return 130
 
 
 def _accept_interrupts() -> None:
@@ -81,7 +80,7 @@ def _train(path: str, overrides: list[str]) -> None:
         from grpo_dist.config.files import load_config
 
         config = load_config(path, overrides)
-        with stages_logged() if config.tracking.console else nullcontext():
+        with stages_logged(enabled=config.tracking.console):
             with stage("libraries", "are loaded"):
                 from grpo_dist.runs.session import train
 
@@ -180,7 +179,7 @@ def _say(message: str) -> None:
     print(message, flush=True)
 
 
-def _of_peers(flags: Sequence[str]) -> str:
+def _peer_settings(flags: Sequence[str]) -> str:
     """What to set instead of flags that TRL or OpenRLHF have."""
     from grpo_dist.config.peers import hint
 
@@ -189,7 +188,7 @@ def _of_peers(flags: Sequence[str]) -> str:
     return f"; settings are given as key=value: {'; '.join(said)}" if said else ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="grpo-dist",
         description="Train language models with GRPO on verifiable problems, on Ray, vLLM and DeepSpeed.",

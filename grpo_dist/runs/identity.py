@@ -19,6 +19,7 @@ import yaml
 from grpo_dist.config import AlgorithmConfig, Config
 from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config
+from grpo_dist.types import Prompt
 
 # Sections and keys that are not the run's.
 _FREE = (
@@ -41,7 +42,7 @@ _LAYOUT = (
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
     "weight_sync.backend", "weight_sync.bucket_mb",
 )  # fmt: skip
-_TOLD = 3  # differences a message names
+_DESCRIBED = 3  # differences a message names
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,15 @@ def fingerprint(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def data_digest(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the training prompts, in order: their uids (of problem and answer) and token ids."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(prompt.uid.encode())
+        digest.update(prompt.token_ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
 def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of ``settings``, sections of a configuration, without what `Change.is_layout` is about."""
     kept = deepcopy(dict(settings))
@@ -133,7 +143,7 @@ def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | dict(zip(keys, (meant.shifts_rewards, meant.scales_rewards), strict=True))
 
 
-def told(changes: Sequence[Change]) -> str:
-    """The first of them, in words."""
-    more = f" and {len(changes) - _TOLD} more" if len(changes) > _TOLD else ""
-    return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_TOLD]) + more
+def describe(changes: Sequence[Change]) -> str:
+    """Describe the first few ``changes`` for a message."""
+    more = f" and {len(changes) - _DESCRIBED} more" if len(changes) > _DESCRIBED else ""
+    return ", ".join(f"`{c.key}` = {c.now} was {c.was}" for c in changes[:_DESCRIBED]) + more

@@ -1,4 +1,4 @@
-"""Everything that can be refused before an accelerator or an actor is touched: model, tokenizer, prompts, run
+"""Loads and checks everything that needs neither accelerator nor actor: model, tokenizer, prompts, run
 directory.
 """
 
@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_dist.config import Config, DataSourceConfig
+from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
+from grpo_dist.demo.model import cached_model, random_model
 from grpo_dist.evaluation.sampling import EvalSet
+from grpo_dist.rewards.gold import count_unreadable
 from grpo_dist.rewards.models import check_model
 from grpo_dist.rewards.registry import reward_problems
+from grpo_dist.runs.cold_start import base_model, run_sft
 from grpo_dist.runs.start_checks import model_problems, readable_model, setting_problems
 from grpo_dist.runtime.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt
-
-if TYPE_CHECKING:
-    from grpo_dist.data.prompts import Dropped
 
 Say = Callable[[str], None]
 
@@ -33,23 +34,23 @@ class Prepared:
     prompts: list[Prompt]
     eval_sets: list[EvalSet]
     dropped: list[Dropped] = field(default_factory=list)  # training rows that became no prompts
-    warnings: list[str] = field(default_factory=list)  # about the data; `say` has printed them
+    warnings: list[str] = field(default_factory=list)  # about the data; they have been printed
 
 
 def prepare(
-    config: Config, say: Say, *, train_first: bool = True, device: DeviceType | None = None
+    config: Config, say: Callable[[str], None], *, train_first: bool = True, device: DeviceType | None = None
 ) -> Prepared:
-    """Load and check the model's files and all data. Raises ValueError with one clear message for what cannot
+    """Load and check the model's files and all data. Raises ValueError with one message for input that cannot
     be used.
 
     Args:
-        train_first: False leaves a cold start undone: the model is then the one it would begin with.
+        train_first: False skips a cold start: the model is then the one it would start from.
         device: of the run's workers; None: as on this machine.
     """
     device = device or device_type()
     check_scoring(config)
     refuse(setting_problems(config, device))
-    # Rows first: a mistake in them should not wait for a cold start or a download.
+    # Rows first: a mistake in them should show before a cold start or a download.
     with stage("data", "problems are read"):
         train_rows = read_all(config.data.train, "data.train")
         eval_rows = read_all(config.data.eval, "data.eval")
@@ -61,7 +62,7 @@ def prepare(
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raises ValueError with all ``problems``, if there are any."""
+    """Raise ValueError with all ``problems``, if there are any."""
     if found := list(problems):
         raise ValueError("; ".join(found))
 
@@ -71,11 +72,10 @@ def prepared(
     model_dir: Path,
     train_rows: list[tuple[DataSourceConfig, list[DataRow]]],
     eval_rows: list[tuple[DataSourceConfig, list[DataRow]]],
-    say: Say,
+    say: Callable[[str], None],
 ) -> Prepared:
-    """Rows as prompts of the model. Raises ValueError as `prepare` does."""
+    """Turn rows into prompts for the model. Raises ValueError as `prepare` does."""
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    dropped: list[Dropped] = []
     warnings: list[str] = []
 
     def warn(message: str) -> None:
@@ -83,34 +83,33 @@ def prepared(
         warnings.append(message)
 
     with stage("prompts", "are tokenized"):
-        prompts = train_prompts(config, train_rows, tokenizer, warn, dropped)
-    needed = config.batch.prompts_per_step
+        loaded = train_prompts(config, train_rows, tokenizer, warn)
+    prompts, needed = loaded.prompts, config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
-            f"without "
-            f"repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
+            f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
     eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
-    return Prepared(model_dir, prompts, eval_sets, dropped, warnings)
+    return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings)
 
 
 def train_prompts(
     config: Config,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
-    say: Say,
-    dropped: list[Dropped] | None = None,
-) -> list[Prompt]:
-    """Prompts of all ``sources`` in order, no two of one uid. To ``dropped`` are added the rows that became
-    none.
-    """
-    seen: dict[str, int] = {}
-    return [
-        prompt
-        for source, rows in sources
-        for prompt in load_prompts(config, source, rows, tokenizer, say, seen, dropped)
-    ]
+    say: Callable[[str], None],
+) -> BuiltPrompts:
+    """Turn the rows of all ``sources`` into prompts, in order. No two have the same uid."""
+    prompts: list[Prompt] = []
+    dropped: list[Dropped] = []
+    uid_counts: Mapping[str, int] = {}
+    for source, rows in sources:
+        built = load_prompts(config, source, rows, tokenizer, say, uid_counts)
+        prompts += built.prompts
+        dropped += built.dropped
+        uid_counts = built.uid_counts
+    return BuiltPrompts(prompts, dropped, uid_counts)
 
 
 def prepare_eval(
@@ -118,14 +117,14 @@ def prepare_eval(
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
-    say: Say,
+    say: Callable[[str], None],
 ) -> list[EvalSet]:
-    """Held-out sets, none of whose problems is among ``prompts`` unless the configuration allows it."""
-    from grpo_dist.data.prompts import check_overlap
-
+    """Return the held-out sets. Raises ValueError where one shares problems with ``prompts``, unless
+    `data.overlap` allows it.
+    """
     eval_sets = []
     for source, rows in sources:
-        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say))
+        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say).prompts)
         overlap = check_overlap(prompts, eval_set.prompts)
         if overlap and config.data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
@@ -134,17 +133,14 @@ def prepare_eval(
         eval_sets.append(eval_set)
     names = [s.name for s in eval_sets]
     if len(set(names)) != len(names):
-        raise ValueError(f"data.eval: two sets are called the same: {names}; give each a `name`")
+        raise ValueError(f"data.eval: two sets have the same name: {names}; give each its own `name`")
     return eval_sets
 
 
-def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path:
-    """Directory of the model: made here (`demo:`, `random:`), trained here (`sft`), local, or fetched from
-    the hub.
+def resolve_model(config: Config, say: Callable[[str], None], *, train_first: bool = True) -> Path:
+    """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), local, or
+    downloaded from the hub.
     """
-    from grpo_dist.demo.model import cached_model, random_model
-    from grpo_dist.runs.cold_start import base_model, run_sft
-
     quiet_libraries()
     path = config.model.path
     if path == "sft":
@@ -163,7 +159,7 @@ def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path
             )
         if not any(local.glob("*.safetensors")) and not any(local.glob("*.bin")):
             raise ValueError(
-                f"model.path = {path}: no weights there; expected *.safetensors beside config.json"
+                f"model.path = {path}: it has no weights; expected *.safetensors next to config.json"
             )
         _check_shards(local)
         return local.resolve()
@@ -175,7 +171,7 @@ def resolve_model(config: Config, say: Say, *, train_first: bool = True) -> Path
 
 
 def _check_shards(model_dir: Path) -> None:
-    """A download that was cut off lacks some of the files that the index names."""
+    """Raise ValueError where files that the index names are missing, as after an interrupted download."""
     index = model_dir / "model.safetensors.index.json"
     if index.is_file():
         named = set(json.loads(index.read_text())["weight_map"].values())
@@ -183,12 +179,12 @@ def _check_shards(model_dir: Path) -> None:
         if missing:
             raise ValueError(
                 f"model.path = {model_dir}: {len(missing)} of {len(named)} weight files are missing, e.g. "
-                f"{missing[0]}; fetch the model again"
+                f"{missing[0]}; download the model again"
             )
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # slow to import, and only for models of the hub
 
     try:
         return Path(
@@ -196,19 +192,19 @@ def _download(hub_id: str, revision: str | None) -> Path:
         )
     except Exception as error:
         raise ValueError(
-            f"model.path = {hub_id}: no such directory here, and the hub has not given it "
+            f"model.path = {hub_id}: no such directory here, and downloading it from the hub failed "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
-            f"HF_TOKEN"
+            "HF_TOKEN"
         ) from error
 
 
 def check_scoring(config: Config) -> None:
-    """Raises ValueError for a reward function or a reward model that cannot be used."""
+    """Raise ValueError for a reward function or a reward model that cannot be used."""
     refuse(scoring_problems(config))
 
 
 def scoring_problems(config: Config) -> Iterator[str]:
-    """Of every reward function and reward model that cannot be used, why."""
+    """Yield a message for every reward function and reward model that cannot be used."""
     yield from reward_problems(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
     for model in config.rewards.models:
         try:
@@ -218,8 +214,8 @@ def scoring_problems(config: Config) -> Iterator[str]:
 
 
 def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
-    """Raises ValueError for files that cannot be read, whatever the library says of them."""
-    from transformers import AutoTokenizer
+    """Load the model's tokenizer. Raises ValueError for any error while reading its files."""
+    from transformers import AutoTokenizer  # slow to import
 
     with readable_model(model_dir, "tokenizer"):
         return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -230,16 +226,12 @@ def load_prompts(
     source: DataSourceConfig,
     rows: list[DataRow],
     tokenizer: Any,
-    say: Say,
-    seen: dict[str, int] | None = None,
-    all_dropped: list[Dropped] | None = None,
-) -> list[Prompt]:
-    """Prompts of the ``rows`` of ``source``. ``seen``: uids given out so far, so that two sources never share
-    one; ``all_dropped``: gets the rows that became no prompts.
+    say: Callable[[str], None],
+    uid_counts: Mapping[str, int] | None = None,
+) -> BuiltPrompts:
+    """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
+    repeat.
     """
-    from grpo_dist.data.prompts import PromptFormat, build_prompts
-    from grpo_dist.rewards.gold import count_unreadable
-
     data = config.data
     built = build_prompts(
         rows,
@@ -247,27 +239,23 @@ def load_prompts(
         PromptFormat.of(data),
         max_prompt_tokens=data.max_prompt_tokens,
         overlong=data.overlong,
-        uid_counts=seen,
+        uid_counts=uid_counts,
     )
     prompts, dropped = built.prompts, built.dropped
-    if seen is not None:
-        seen.update(built.uid_counts)
-    if all_dropped is not None:
-        all_dropped += dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
     unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)
     if unreadable:
         say(
-            f"{source_name(source)}: {unreadable} of {looked_at} gold answers do not read as mathematics and "
-            "can only be matched as text"
+            f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "
+            "and are matched as text"
         )
-    return prompts
+    return built
 
 
 def choose_run_dir(config: Config) -> Path:
-    """`output_dir/name`; with ``resume: never`` and such a directory there, the first free `name-2`, `name-3`
-    ...
+    """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
+    `name-2`, `name-3` ...
     """
     base = Path(config.output_dir).expanduser() / config.name
     if config.checkpoint.resume == "auto" or not base.exists():
@@ -279,10 +267,10 @@ def choose_run_dir(config: Config) -> Path:
 
 
 def check_writable(run_dir: Path) -> Path:
-    """The nearest directory to ``run_dir`` that is there: itself, or one above it. Raises ValueError when it
-    cannot be written. Makes nothing.
+    """Return ``run_dir`` or the nearest parent that exists. Raises ValueError where that is not writable.
+    Creates nothing.
     """
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ValueError(f"{run_dir}: cannot be written; set `output_dir` to a directory that can")
+        raise ValueError(f"{run_dir}: not writable; set `output_dir` to a writable directory")
     return nearest

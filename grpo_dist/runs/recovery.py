@@ -1,23 +1,23 @@
-"""Back to the last checkpoint within the same job: after the loss of what only a checkpoint has, and from a
-step that must not have been.
+"""Return to the newest checkpoint within the same job, after losing state only a checkpoint holds, or on a
+health rollback.
 
-driver.run --- StateLost or Rollback ---> what was written after the checkpoint is taken back
-                                          workers: all that can stay as they are, the others anew
-           <--- Place, Workers ---------- restored and synced as at any resume
+driver.run --- StateLost or Rollback ---> records of steps after the checkpoint are dropped
+                                          workers: kept where possible, the others started again
+           <--- ResumePoint, Workers ---- restored and synced as at any resume
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from grpo_dist.config import Config
+from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import Rollback, StateLost
-from grpo_dist.runs.checkpoint import Place
+from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.restarts import Budget
 from grpo_dist.workers import Workers
@@ -31,84 +31,93 @@ class Restartable(Protocol):
     async def where_stuck(self) -> str: ...
 
 
-class Record(Protocol):
+class RewindableRecorder(Protocol):
+    """`observe.Tracker` in production."""
+
     def warn(self, message: str) -> None: ...
     def back_to(self, step: int) -> None: ...
 
 
 class Recovery:
-    """Of one run. ``newest`` finds where it can go on from."""
+    """Decides after each failure of a run whether and where it resumes.
+
+    while True:
+        try:
+            async with recovery.attempt() as (point, workers):
+                return await resume(point, workers)
+        except (StateLost, Rollback) as error:
+            await recovery.consume_restart(error)
+    """
 
     def __init__(
         self,
-        config: Config,
+        settings: ClusterConfig,
         cluster: Restartable,
-        record: Record,
-        newest: Callable[[], Awaitable[Place]],
+        recorder: RewindableRecorder,
+        newest: Callable[[], Awaitable[ResumePoint]],
         model_dir: Path,
-    ) -> None:
-        self._config, self._cluster, self._record = config, cluster, record
-        self._newest, self._model_dir = newest, model_dir
-        # Of the loop: that of a simulated run is not the machine's.
-        self._budget = Budget(config.cluster.restarts, clock=lambda: asyncio.get_running_loop().time())
-        self._avoid: set[int] = set()
-
-    async def carry_through(
-        self,
-        go_on: Callable[[Place, Workers], Awaitable[None]],
-        place: Place,
+        *,
+        first: ResumePoint,
         start: Callable[[], Awaitable[Workers]],
     ) -> None:
-        """``go_on`` from ``place`` with whom ``start`` gives, again from a checkpoint as often as it takes.
-        Raises what they raise, StateLost when no restart is left.
+        """``first`` and ``start``: resume point and workers of the first attempt. ``newest`` finds the resume
+        point of later ones.
         """
-        why: StateLost | Rollback | None = None
-        workers: Workers | None = None
-        while True:
-            try:
-                if why is None:
-                    workers = await start()
-                async with self._cluster.losses_told():
-                    if why is not None:  # another may be lost meanwhile
-                        place, workers = await self._go_back(why, workers)
-                    assert workers is not None
-                    return await go_on(place, workers)
-            except (StateLost, Rollback) as error:
-                why = error
-                await self._turn_back(error)
+        self._settings, self._cluster, self._recorder = settings, cluster, recorder
+        self._newest, self._model_dir = newest, model_dir
+        self._first, self._start = first, start
+        # The loop's clock: a simulated run has its own.
+        self._budget = Budget(settings.restarts, clock=lambda: asyncio.get_running_loop().time())
+        self._avoid: set[int] = set()
+        self._workers: Workers | None = None
+        self._failure: StateLost | Rollback | None = None
 
-    async def _turn_back(self, why: StateLost | Rollback) -> None:
-        """Raises ``why`` when no restart is left."""
-        if isinstance(why, Rollback):
-            self._avoid.add(why.step)
-            self._warn(why, "; rolling back")
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[tuple[ResumePoint, Workers]]:
+        """Yield a resume point and workers that are up; their weights are not restored yet. Inside the block,
+        failures of actors become StateLost.
+        """
+        if self._failure is None:
+            self._workers = await self._start()
+        async with self._cluster.losses_told():
+            point = self._first
+            if self._failure is not None:  # another worker may be lost meanwhile
+                point, self._workers = await self._go_back(self._failure, self._workers)
+            assert self._workers is not None
+            yield point, self._workers
+
+    async def consume_restart(self, failure: StateLost | Rollback) -> None:
+        """Wait until the next attempt may begin. Raises ``failure`` when no restart is left."""
+        self._failure = failure
+        if isinstance(failure, Rollback):
+            self._avoid.add(failure.step)
+            self._warn(failure, "; rolling back")
             return
         delay_s = self._budget.take()
         if delay_s is None:
-            again = "the same command goes on from the last checkpoint"
-            self._warn(why, f"{self._budget.spent}: ending; {again}")
-            raise why
-        self._warn(why, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
+            self._warn(failure, f"{self._budget.spent}: ending; run the same command again to resume")
+            raise failure
+        self._warn(failure, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)
 
-    async def _go_back(self, why: StateLost | Rollback, workers: Workers | None) -> tuple[Place, Workers]:
-        """Where the run goes on and with whom, the weights not restored yet. ``workers``: None where they
-        never came up.
-        """
-        place = await self._newest()
-        self._record.warn(f"going on from {place}")
-        self._record.back_to(place.step)
-        health = place.progress.health
+    async def _go_back(
+        self, failure: StateLost | Rollback, workers: Workers | None
+    ) -> tuple[ResumePoint, Workers]:
+        """Find the resume point, and bring the workers up. ``workers``: None where they never came up."""
+        point = await self._newest()
+        self._recorder.warn(f"resuming from {point}")
+        self._recorder.back_to(point.step)
+        health = point.progress.health
         avoid = tuple(sorted(self._avoid | set(health.avoid)))
-        place = replace(place, progress=replace(place.progress, health=replace(health, avoid=avoid)))
-        limit_s, stage = self._config.cluster.timeouts.up_s, "recovery: workers ready to go on"
+        point = replace(point, progress=replace(point.progress, health=replace(health, avoid=avoid)))
+        limit_s, stage = self._settings.timeouts.up_s, "recovery: workers up again"
         async with deadline(limit_s, stage, explain=self._cluster.where_stuck):
-            if isinstance(why, StateLost) or place.checkpoint is None or workers is None:
-                return place, await self._cluster.start_again(self._model_dir)
+            if isinstance(failure, StateLost) or point.checkpoint is None or workers is None:
+                return point, await self._cluster.start_again(self._model_dir)
             await workers.rollouts.abandon()
-            return place, workers
+            return point, workers
 
-    def _warn(self, why: Exception, what_now: str) -> None:
-        """The stacks of who is stuck come last, if there are any."""
-        first, line, stacks = str(why).partition("\n")
-        self._record.warn(f"{first}{what_now}{line}{stacks}")
+    def _warn(self, failure: Exception, consequence: str) -> None:
+        """Warn of ``failure``. Stacks of stuck processes, if any, come after ``consequence``."""
+        first, line, stacks = str(failure).partition("\n")
+        self._recorder.warn(f"{first}{consequence}{line}{stacks}")

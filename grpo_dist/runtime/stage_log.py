@@ -127,10 +127,10 @@ _current: StageLog | None = None
 
 
 @contextmanager
-def stages_logged(say: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Within, stages have lines. Within another such block it changes nothing."""
+def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = True) -> Iterator[None]:
+    """Log the stages of the block, if ``enabled``. Inside another such block it changes nothing."""
     global _current
-    if _current is not None:
+    if not enabled or _current is not None:
         yield
         return
     _current = log = StageLog(say or print_line)

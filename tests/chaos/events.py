@@ -51,7 +51,7 @@ class Event:
         # What ended a launch may have let it finish some more steps before.
         after = self.at if self.launch_ended is None else job.ends[self.launch_ended].at
         if self.role == "policy" and self.exit_code is None:
-            again = [x.at for x in list(job.lines) if x.at > self.at and "going on from" in x.text]
+            again = [x.at for x in list(job.lines) if x.at > self.at and "resuming from" in x.text]
             if not again:
                 return False
             since = after = again[0]

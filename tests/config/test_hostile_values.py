@@ -17,7 +17,7 @@ from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.config.files import load_config
 from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
-from grpo_dist.runs.session import finished_steps
+from grpo_dist.runs.run import finished_steps
 from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.tools.bench.result import Result
 from grpo_dist.tools.recipe.record import read_record

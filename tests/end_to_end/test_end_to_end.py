@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_with_fewer_ranks_and_in_other_portions(uninterrupt
     done = run(tmp_path, "steps=6", *other)
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("resuming from")]
     assert "step_000003, with another layout (`batch.micro_batch_tokens` = 512 was 256, " in told
-    assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): computed alike but for" in told
+    assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): results differ by" in told
     ours, theirs = metrics(tmp_path), metrics(uninterrupted)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (ours, theirs))

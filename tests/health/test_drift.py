@@ -12,7 +12,8 @@ import pytest
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
-from grpo_dist.runs.checkpoint import State, load_progress
+from grpo_dist.runs.checkpoint import CheckpointState
+from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
 
 REWARD, ENTROPY = "reward/mean", "policy/entropy"
@@ -272,7 +273,7 @@ def test_with_defaults_a_run_that_drifts_is_warned_of_and_goes_on():
 
 def through_a_checkpoint(progress, tmp_path):
     """``progress`` with its health as a checkpoint keeps it."""
-    state = State(0, "", "", health=json.loads(json.dumps(dataclasses.asdict(progress.health))))
+    state = CheckpointState(0, "", "", health=json.loads(json.dumps(dataclasses.asdict(progress.health))))
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 

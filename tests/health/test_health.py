@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.cli import _guarded
+from grpo_dist.cli import report_end
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
@@ -201,11 +201,7 @@ def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(cap
         assert part in str(ended.value)
     assert list(world.saved) == [1, 2] and world.logged[3]["health/alarms"] == 1.0
     assert list(world.kept_aside) == [3]
-
-    def command(config, overrides):
-        raise ended.value
-
-    assert _guarded(command, None, []) == 3
+    assert report_end(ended.value) == 3
     assert capsys.readouterr().err == f"{ended.value}\n"
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from grpo_dist.cli import _guarded
+from grpo_dist.cli import report_end
 from grpo_dist.config import Config
 from grpo_dist.driver import run
 from grpo_dist.errors import Unhealthy
@@ -358,7 +358,9 @@ def test_every_dtype_of_a_policy_has_a_bound():
 def test_a_run_that_fails_its_probe_ends_with_exit_code_3_and_one_message(capsys):
     world = Probed()
     world.error["rollout-0"] = 1.0
-    code = _guarded(lambda path, overrides: train(world, config(steps=1)), None, [])
+    with pytest.raises(Unhealthy) as ended:
+        train(world, config(steps=1))
+    code = report_end(ended.value)
     said = capsys.readouterr().err
     assert code == 3 and said.count("\n") == 1 and "not the same model" in said
 

@@ -58,8 +58,8 @@ def trained(tmp_path, monkeypatch):
     async def nothing(*arguments):
         return {}
 
-    monkeypatch.setattr(session, "_train", nothing)
-    monkeypatch.setattr(session, "_checked_books", lambda run: "")
+    monkeypatch.setattr(session, "_session", nothing)
+    monkeypatch.setattr(session, "audit", lambda run: "")
     (tmp_path / "c.yaml").write_text(CONFIG.replace("OUT", str(tmp_path)))
     assert main(["train", str(tmp_path / "c.yaml")]) == 0
     return tmp_path / "run"

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from grpo_dist.api import resolved
-from grpo_dist.cli import _parser
+from grpo_dist.cli import command_parser
 from grpo_dist.config import Config
 from grpo_dist.config.files import checked, load_config
 from grpo_dist.observe.catalogue import described
@@ -91,7 +91,7 @@ def test_every_command_of_a_block_exists(block):
 
 
 def help_of(command: str) -> str:
-    parsers = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    parsers = next(a.choices for a in command_parser()._actions if isinstance(a, argparse._SubParsersAction))
     return parsers[command].format_help()
 
 
@@ -122,7 +122,7 @@ def check_own(words: list[str], document: Path) -> None:
     if len(words) == 2:  # named, not used
         assert help_of(words[1])
         return
-    args, rest = _parser().parse_known_args(words[1:])
+    args, rest = command_parser().parse_known_args(words[1:])
     assert args.command and not [word for word in rest if "=" not in word]
     of_a_model = words[1] == "eval" and not words[2].endswith(".yaml")
     if OTHER_FILES & set(words) or of_a_model:

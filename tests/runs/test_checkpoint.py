@@ -18,16 +18,13 @@ from grpo_dist.health.state import HealthState
 from grpo_dist.loop.progress import Progress, SampledBatch
 from grpo_dist.runs.checkpoint import (
     Checkpoints,
-    State,
-    check_data,
+    CheckpointState,
     list_checkpoints,
-    load_progress,
-    load_state,
     newest_whole,
-    other_layout,
     remove_partial,
 )
 from grpo_dist.runs.manifest import find_damage
+from grpo_dist.runs.resume import check_data, load_progress, load_state, other_layout
 from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 
@@ -51,7 +48,7 @@ def test_what_was_saved_is_found_again(tmp_path):
 
 
 def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
-    progress = load_progress(tmp_path, State(1, "", "", health={"best_reward": 0.5}), PROMPTS)
+    progress = load_progress(tmp_path, CheckpointState(1, "", "", health={"best_reward": 0.5}), PROMPTS)
     assert progress.health == HealthState(0.5) and progress.order == OrderState()
     assert progress.rewards == Moments()
 
@@ -61,7 +58,7 @@ def test_one_of_another_version_is_not_to_be_deleted(tmp_path):
     (found,) = list_checkpoints(tmp_path)
     state = json.loads((found / "state.json").read_text())
     (found / "state.json").write_text(json.dumps(state | {"chosen": {}}))
-    with pytest.raises(ValueError, match=r"another version of grpo-dist .*chosen.*; go on with that") as told:
+    with pytest.raises(ValueError, match=r"another version of .*chosen.*; resume with that") as told:
         load_state(found, fakes.config())
     assert "delete" not in str(told.value)
 
@@ -223,7 +220,7 @@ def test_a_checkpoint_without_its_manifest_is_damaged(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     (found / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"no checkpoint .* is whole.*manifest\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"all checkpoints .* are damaged.*manifest\.json cannot be read"):
         newest_whole(tmp_path, print)
 
 
@@ -325,19 +322,19 @@ def test_where_no_checkpoint_is_whole_the_run_is_refused_before_anything_is_star
     [("policy", "num_workers", 2), ("policy", "zero_stage", 3), ("rollout", "num_workers", 3),
      ("reference", "micro_batch_tokens", 512), ("policy", "offload", {"optimizer": "cpu"})],
 )  # fmt: skip
-def test_who_computes_in_which_portions_may_change_on_resume_and_is_told(tmp_path, section, key, value):
+def test_the_layout_of_workers_may_change_on_resume_and_is_reported(tmp_path, section, key, value):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     was = getattr(getattr(fakes.config(), section), key)
     other = fakes.config(**{section: {key: value}})
     assert load_state(found, other).step == 1 and other_layout(found, fakes.config()) == ""
     name, value, was = ("offload.optimizer", "cpu", "none") if key == "offload" else (key, value, was)
-    words = f", with another layout (`{section}.{name}` = {value} was {was}): computed alike but for rounding"
+    words = f", with another layout (`{section}.{name}` = {value} was {was}): results differ by rounding only"
     assert other_layout(found, other) == words
 
 
 @pytest.mark.parametrize("on_disk_before", [False, True])
-def test_what_is_on_disks_of_ranks_is_not_dealt_out_anew(tmp_path, on_disk_before):
+def test_states_on_the_disks_of_ranks_are_not_resharded(tmp_path, on_disk_before):
     def config(nvme, **policy):
         offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)} if nvme else {}
         return fakes.config(policy={"zero_stage": 3, "offload": offload} | policy)
@@ -346,7 +343,7 @@ def test_what_is_on_disks_of_ranks_is_not_dealt_out_anew(tmp_path, on_disk_befor
     (found,) = list_checkpoints(tmp_path / "run")
     assert load_state(found, config(on_disk_before)).step == 1
     for other in (config(not on_disk_before), config(True, num_workers=8)):
-        with pytest.raises(ValueError, match=r"step_000001: .* states on NVMe disks .* cannot be dealt out"):
+        with pytest.raises(ValueError, match=r"step_000001: .* states on NVMe disks .* cannot be resharded"):
             load_state(found, other)
 
 

@@ -13,7 +13,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.samples import write_groups
-from grpo_dist.runs.session import _alone_in
+from grpo_dist.runs.run import exclusive_directory
 from grpo_dist.runtime.cache import cached
 from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, exchange, publish, write_text
 
@@ -184,13 +184,13 @@ def test_what_was_left_is_removed_and_not_what_a_link_leads_to(tmp_path):
 
 
 def test_a_run_that_is_refused_because_another_trains_it_removes_nothing_of_that_one(tmp_path, monkeypatch):
-    monkeypatch.setattr("grpo_dist.runs.session._PATIENCE_S", 0.0)
+    monkeypatch.setattr("grpo_dist.runs.run.LOCK_PATIENCE_S", 0.0)
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)
     with alone(run, "training"):
-        with pytest.raises(UserError, match="another process"), _alone_in(run, tmp_path):
+        with pytest.raises(UserError, match="another process"), exclusive_directory(run, tmp_path):
             raise AssertionError
         assert (run / LOCK).exists()
-    with pytest.raises(UserError, match="refused"), _alone_in(run, tmp_path):
+    with pytest.raises(UserError, match="refused"), exclusive_directory(run, tmp_path):
         raise UserError("refused")
     assert not (tmp_path / "runs").exists()

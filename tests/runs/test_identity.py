@@ -7,17 +7,18 @@ import yaml
 
 from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config
-from grpo_dist.runs.checkpoint import list_checkpoints, load_state
+from grpo_dist.runs.checkpoint import list_checkpoints
 from grpo_dist.runs.identity import (
     _FREE,
     _FREE_KEYS,
     _LAYOUT,
     Change,
     changes,
+    describe,
     fingerprint,
-    told,
     without_layout,
 )
+from grpo_dist.runs.resume import load_state
 from tests.support import fakes, made_checkpoints
 
 MODEL = {"name": "quality", "path": "p"}
@@ -110,7 +111,7 @@ def test_settings_without_layout_are_a_copy():
 
 def test_a_message_names_three():
     found = [Change(f"a.{i}", i, i + 1) for i in range(5)]
-    assert told(found) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
+    assert describe(found) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
 
 
 def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_dist.cli import _guarded
+from grpo_dist.cli import report_end
 from grpo_dist.data.order import step_prompts
 from grpo_dist.driver import run
 from grpo_dist.errors import Preempted, StateLost
@@ -237,10 +237,7 @@ def test_rays_own_handler_is_understood():
 
 @pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
 def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
-    def command(config, overrides):
-        raise end
-
-    assert _guarded(command, None, []) == code
+    assert report_end(end) == code
     assert capsys.readouterr().err == "x\n"
 
 

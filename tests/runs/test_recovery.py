@@ -17,18 +17,14 @@ from ray.exceptions import ActorDiedError
 from actors.cluster import Cluster
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
-from grpo_dist.errors import RunEnded, StateLost, Unhealthy
+from grpo_dist.errors import Rollback, RunEnded, StateLost, Unhealthy
 from grpo_dist.observe import LEDGER
-from grpo_dist.runs import session
-from grpo_dist.runs.checkpoint import (
-    Place,
-    State,
-    data_digest,
-    fingerprint,
-    load_progress,
-    newest_whole,
-)
+from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
+from grpo_dist.runs.identity import data_digest, fingerprint
+from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.recovery import Recovery
+from grpo_dist.runs.resume import ResumePoint, load_progress
+from grpo_dist.runs.run import Run
 from grpo_dist.runtime.json_files import StepLines
 from grpo_dist.runtime.restarts import Budget
 from tests.support import fakes, made_checkpoints
@@ -83,22 +79,32 @@ class Job(fakes.World):
 
     async def newest(self):
         if not self.saved:
-            return Place()
+            return ResumePoint()
         step = max(self.saved)
-        return Place(Path(f"step_{step:06d}"), step, self.saved[step])
+        return ResumePoint(Path(f"step_{step:06d}"), step, self.saved[step])
 
-    async def go_on(self, place, workers):
-        if place.checkpoint is not None:
-            self.weight = self.weights[place.step]
-        await self.push(place.step)
+    async def resume(self, point, workers):
+        if point.checkpoint is not None:
+            self.weight = self.weights[point.step]
+        await self.push(point.step)
         await run(
             self.config, workers, fakes.prompts(40), [], self, self,
-            start=place.step, progress=place.progress,
+            start=point.step, progress=point.progress,
         )  # fmt: skip
 
-    def carry_through(self):
-        recovery = Recovery(self.config, self, self, self.newest, Path("model"))
-        asyncio.run(recovery.carry_through(self.go_on, Place(), self.start))
+    async def attempts(self):
+        recovery = Recovery(
+            self.config.cluster, self, self, self.newest, Path("model"), first=ResumePoint(), start=self.start
+        )
+        while True:
+            try:
+                async with recovery.attempt() as (point, workers):
+                    return await self.resume(point, workers)
+            except (StateLost, Rollback) as error:
+                await recovery.consume_restart(error)
+
+    def train(self):
+        asyncio.run(self.attempts())
         return self
 
     async def start(self):
@@ -112,23 +118,23 @@ def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
     job = Job()
     job.dies_starting = True
     if allowed:
-        job.carry_through()
+        job.train()
         assert job.starts == 1 and list(job.accounts) == [1, 2, 3, 4, 5, 6]
         return
     restarts = job.config.cluster.restarts.model_copy(update={"max_per_worker": 0})
     cluster = job.config.cluster.model_copy(update={"restarts": restarts})
     job.config = job.config.model_copy(update={"cluster": cluster})
     with pytest.raises(StateLost, match="lost while it starts"):
-        job.carry_through()
+        job.train()
     assert job.starts == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(("lost", "again_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
 def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(staleness, lost, again_from):
-    whole, hit = Job(max_staleness=staleness).carry_through(), Job(max_staleness=staleness)
+    whole, hit = Job(max_staleness=staleness).train(), Job(max_staleness=staleness)
     hit.die_at = {lost: 1}
-    hit.carry_through()
+    hit.train()
     assert hit.starts == 1 and whole.starts == 0
     assert hit.accounts == whole.accounts and list(hit.accounts) == [1, 2, 3, 4, 5, 6]
     assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
@@ -136,7 +142,7 @@ def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(sta
     place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
     assert hit.warnings == [
         f"policy-1 is lost in step {lost}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
-        f"going on from {place}",
+        f"resuming from {place}",
     ]
 
 
@@ -152,7 +158,7 @@ def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch
         return await start_again(model_dir)
 
     monkeypatch.setattr(job, "start_again", after_a_wait)
-    assert list(job.carry_through().accounts) == [1, 2, 3, 4, 5, 6]
+    assert list(job.train().accounts) == [1, 2, 3, 4, 5, 6]
 
 
 def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
@@ -166,8 +172,8 @@ def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
         return await start_again(model_dir)
 
     job.start_again = lose_another
-    job.carry_through()
-    assert job.accounts == Job().carry_through().accounts
+    job.train()
+    assert job.accounts == Job().train().accounts
     assert ["restart 1 of 3" in job.warnings[0], "restart 2 of 3" in job.warnings[2]] == [True, True]
 
 
@@ -175,11 +181,11 @@ def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
     job = Job()
     job.die_at = {3: 10}
     with pytest.raises(StateLost, match="policy-1 is lost in step 3"):
-        job.carry_through()
+        job.train()
     assert job.starts == 3 and list(job.accounts) == [1, 2]
     assert job.warnings[-1] == (
         "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
-        "`cluster.restarts.max_per_worker`: ending; the same command goes on from the last checkpoint"
+        "`cluster.restarts.max_per_worker`: ending; run the same command again to resume"
     )
 
 
@@ -187,7 +193,7 @@ def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
 def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
     job = Job(max_staleness=staleness, health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
     job.metrics_at = {4: {"ref/kl": 5.0}}
-    job.carry_through()
+    job.train()
     assert job.starts == 0 and job.abandoned == 1  # the workers stay
     assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
     assert job.weight == 5  # of six steps, one is not in it
@@ -196,7 +202,7 @@ def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
     assert list(job.kept_aside) == [4]
     assert "ref/kl = 5 is above 1" in job.warnings[0] and job.warnings[0].endswith("; rolling back")
     assert job.warnings[1:] == [
-        "going on from step_000002",
+        "resuming from step_000002",
         "step 4: not trained on, the run was rolled back from it",
     ]
 
@@ -205,7 +211,7 @@ def test_rolling_back_ends_where_every_step_is_out_of_bounds():
     job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0, "max_rollbacks": 2})
     job.metrics_at = {step: {"ref/kl": 5.0} for step in range(1, 7)}
     with pytest.raises(Unhealthy, match=r"step 3: .*Stopped"):
-        job.carry_through()
+        job.train()
     assert [step for step, _ in job.trained] == [1, 2, 3]
     assert job.starts == 2  # there was no checkpoint to load: the first weights come from new ranks
 
@@ -213,7 +219,7 @@ def test_rolling_back_ends_where_every_step_is_out_of_bounds():
 def test_weights_that_are_lost_are_rolled_back_too():
     job = Job(health={"min_signal_groups": 0, "action": "rollback"})
     job.metrics_at = {3: {"health/bad_weights": 1.0}}
-    job.carry_through()
+    job.train()
     assert "trained" not in job.accounts[3] and job.weight == 5
 
 
@@ -252,9 +258,9 @@ def test_restarts_long_ago_do_not_count():
 def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
     job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
     job.metrics_at = {4: {"ref/kl": 5.0}}
-    job.carry_through()
+    job.train()
     assert job.saved[2].health.avoid == () and job.saved[4].health.avoid == (4,)
-    state = State(4, "", "", health=json.loads(json.dumps(asdict(job.saved[4].health))))
+    state = CheckpointState(4, "", "", health=json.loads(json.dumps(asdict(job.saved[4].health))))
     assert load_progress(tmp_path, state, []).health == job.saved[4].health
 
 
@@ -267,15 +273,15 @@ class Saved:
 def saved(tmp_path):
     """A run with a whole and a newer, damaged checkpoint, and what it warned of."""
     for step in (1, 2):
-        made_checkpoints.save(tmp_path / session.CHECKPOINTS, step)
-    (tmp_path / session.CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
+        made_checkpoints.save(tmp_path / CHECKPOINTS, step)
+    (tmp_path / CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
     warned = []
     prepared = SimpleNamespace(prompts=made_checkpoints.PROMPTS)
     tracker = SimpleNamespace(warn=warned.append)
 
     def run(save_s):
         config = fakes.config(cluster={"timeouts": {"save_s": save_s}})
-        return session.Run(config, fakes.config(), prepared, tmp_path, tracker, Saved())
+        return Run(config, fakes.config(), prepared, tmp_path, tracker, Saved())
 
     return run, warned
 
@@ -288,7 +294,7 @@ def slowly(monkeypatch, until):
         wait_until(until, "nobody waits for it")
         return place
 
-    monkeypatch.setattr(session, "newest_whole", found)
+    monkeypatch.setattr("grpo_dist.runs.run.newest_whole", found)
 
 
 def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
@@ -321,7 +327,7 @@ def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(
         finally:
             ended.set()
 
-    with pytest.raises(RunEnded, match=r"not finished within 1 s\. The same command goes on"):
+    with pytest.raises(RunEnded, match=r"not finished within 1 s\. Run the same command again"):
         asyncio.run(within())
     assert len(warned) == 1  # what was found out by then is told
 
@@ -337,9 +343,9 @@ def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_e
     for step, books in job.accounts.items():
         ledger.add(step, books)
     for step, progress in job.saved.items():
-        last = tmp_path / session.CHECKPOINTS / f"step_{step:06d}"
+        last = tmp_path / CHECKPOINTS / f"step_{step:06d}"
         last.mkdir(parents=True)
-        state = State(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
+        state = CheckpointState(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
         (last / "state.json").write_text(json.dumps(asdict(state)))
     warned = []
     tracker = SimpleNamespace(warn=warned.append, flush=lambda: None)
@@ -347,18 +353,18 @@ def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_e
         config=config, identity=config, directory=tmp_path, tracker=tracker,
         prepared=SimpleNamespace(prompts=prompts, dropped=[]),
     )  # fmt: skip
-    totals = session._checked_books(finished)
+    totals = audit(finished)
     assert totals.startswith("ledger: ") and not warned
     whole = (tmp_path / LEDGER).read_text()
     uid = job.accounts[6]["trained"][0]
     (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
     with pytest.raises(RunEnded, match=r"^ledger: .*\n.*the ledger does not balance: .*times, expected"):
-        session._checked_books(finished)
+        audit(finished)
     (tmp_path / LEDGER).write_text(whole)
     (last / "state.json").write_text("{")
-    assert session._checked_books(finished) == totals
+    assert audit(finished) == totals
     assert warned.pop().startswith("the ledger cannot be checked: ")
-    for gone in (last, tmp_path / session.CHECKPOINTS):
+    for gone in (last, tmp_path / CHECKPOINTS):
         shutil.rmtree(gone)
-        assert session._checked_books(finished) == totals
+        assert audit(finished) == totals
         assert "no checkpoint of step 6" in warned.pop()

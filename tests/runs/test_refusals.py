@@ -128,7 +128,7 @@ def test_a_model_directory_without_a_model(here, capsys):
 def test_a_model_directory_without_weights(here, capsys):
     (here / "model").mkdir()
     (here / "model/config.json").write_text("{}")
-    assert "no weights there" in refusal(capsys, "model.path=./model")
+    assert "it has no weights" in refusal(capsys, "model.path=./model")
 
 
 def test_broken_model_configuration(here, capsys):
@@ -145,7 +145,7 @@ def test_a_run_directory_that_cannot_be_made(here, capsys):
 
 def test_a_run_that_another_process_trains(here, capsys, monkeypatch):
     """Both would write the same files, and each remove what the other is about to save."""
-    monkeypatch.setattr("grpo_dist.runs.session._PATIENCE_S", 0.2)
+    monkeypatch.setattr("grpo_dist.runs.run.LOCK_PATIENCE_S", 0.2)
     run_dir = here / "runs" / "run"
     run_dir.mkdir(parents=True)
     with alone(run_dir, "here"):

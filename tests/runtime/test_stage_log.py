@@ -234,7 +234,7 @@ def test_seconds_are_read_at_a_glance(seconds, text):
 
 def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
     for console, words in ((True, "Ray: begins"), (False, "")):
-        with session._stages(fakes.config(tracking={"console": console})), stage("Ray"):
+        with stages_logged(enabled=console), stage("Ray"):
             pass
         out = capsys.readouterr().out
         assert words in out if words else out == ""
@@ -285,8 +285,8 @@ def test_what_comes_before_the_actors_has_lines_from_the_first_second(tmp_path, 
         return {}
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(session, "_train", nothing)
-    monkeypatch.setattr(session, "_checked_books", lambda run: "")
+    monkeypatch.setattr(session, "_session", nothing)
+    monkeypatch.setattr(session, "audit", lambda run: "")
     write("train.jsonl", GOOD)
     (tmp_path / "config.yaml").write_text(CONFIG)
     assert main(["train", "config.yaml", "tracking.tensorboard=false"]) == 0

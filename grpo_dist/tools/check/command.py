@@ -23,7 +23,7 @@ from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import DataRow, read, source_name
 from grpo_dist.errors import UserError
 from grpo_dist.observe.settings import check_trackers
-from grpo_dist.runs.checkpoint import CHECKPOINTS, check_data, list_checkpoints, load_state, other_layout
+from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
 from grpo_dist.runs.environment import installed
 from grpo_dist.runs.prepare import (
     Prepared,
@@ -34,6 +34,7 @@ from grpo_dist.runs.prepare import (
     resolve_model,
     scoring_problems,
 )
+from grpo_dist.runs.resume import check_data, load_state, other_layout
 from grpo_dist.runs.start_checks import model_problems, position_limit, setting_problems
 from grpo_dist.runtime.hardware import GIB, DeviceType, device_type
 from grpo_dist.secrets import masked
@@ -467,7 +468,7 @@ def _disk(context: Context) -> str:
 
 def _resume(context: Context) -> str:
     """Whether the newest checkpoint is of this run; its checksums are looked at when it is loaded."""
-    from grpo_dist.runs.session import check_unfinished
+    from grpo_dist.runs.run import check_unfinished
 
     config, run_dir = context.config, choose_run_dir(context.config)
     found = list_checkpoints(run_dir / CHECKPOINTS)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_dist.errors import StateLost
 from grpo_dist.loop.progress import Progress
-from grpo_dist.runs.checkpoint import Place
+from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.load_balancer import Admission
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.rank_failures import RESTART_S
@@ -112,13 +112,13 @@ class InMemoryCheckpoints:
     """Saving takes no time: production writes checkpoints in the background."""
 
     def __init__(self) -> None:
-        self._place = Place()
+        self._newest = ResumePoint()
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        self._place = Place(Path(f"step_{step}"), step, progress)
+        self._newest = ResumePoint(Path(f"step_{step}"), step, progress)
 
     async def settle(self) -> None:
         """Return at once: no save is in progress."""
 
-    async def newest(self) -> Place:
-        return self._place
+    async def newest(self) -> ResumePoint:
+        return self._newest

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from grpo_dist import driver
 from grpo_dist.config import Config
-from grpo_dist.runs.checkpoint import Place
+from grpo_dist.errors import Rollback, StateLost
 from grpo_dist.runs.recovery import Recovery
+from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.metering import Span
 from grpo_dist.tools.bench.figures import covered_s
 from grpo_dist.tools.plan import fake_records
@@ -23,7 +24,6 @@ from grpo_dist.tools.plan.scenario import Scenario, as_planned
 from grpo_dist.tools.plan.simulated_cluster import SimulatedCluster
 from grpo_dist.tools.plan.step_recorder import StepRecorder
 from grpo_dist.tools.plan.virtual_clock import run_virtually
-from grpo_dist.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -84,25 +84,35 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
     batches = 4 * (config.max_staleness + 1) if config.dynamic_sampling.enabled else 1
     prompts = fake_records.prompts(batches * config.batch.prompts_per_step, scenario.workload.prompt_tokens)
 
-    async def train(place: Place, workers: Workers) -> None:
-        cluster.rollouts.version = place.step
-        await driver.run(
-            config,
-            workers,
-            prompts,
-            [],
-            recorder,
-            checkpoints,
-            start=place.step,
-            progress=place.progress,
-        )
-
-    recovery = Recovery(config, cluster, recorder, checkpoints.newest, recorder.directory)
+    recovery = Recovery(
+        config.cluster,
+        cluster,
+        recorder,
+        checkpoints.newest,
+        recorder.directory,
+        first=ResumePoint(),
+        start=cluster.begin,
+    )
     try:
-        await recovery.carry_through(train, Place(), cluster.begin)
+        while True:
+            try:
+                async with recovery.attempt() as (point, workers):
+                    cluster.rollouts.version = point.step
+                    await driver.run(
+                        config,
+                        workers,
+                        prompts,
+                        [],
+                        recorder,
+                        checkpoints,
+                        start=point.step,
+                        progress=point.progress,
+                    )
+                return cluster, recorder
+            except (StateLost, Rollback) as error:
+                await recovery.consume_restart(error)
     finally:
         cluster.failures.stop()
-    return cluster, recorder
 
 
 def _measured(cluster: SimulatedCluster, recorder: StepRecorder, timed: slice, spent: float) -> Simulated:

@@ -70,7 +70,7 @@ def _reasons(report: dict[str, Any]) -> str:
 
 def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
     """All prompts of `data.train`, or as many of them as `rejection.max_prompts` says, drawn by seed."""
-    found = train_prompts(config, read_all(config.data.train), tokenizer, say)
+    found = train_prompts(config, read_all(config.data.train), tokenizer, say).prompts
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
         return found

@@ -63,7 +63,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
-    from grpo_dist.runs.session import finished_steps, train
+    from grpo_dist.runs.run import finished_steps
+    from grpo_dist.runs.session import train
 
     if finished_steps(stage.directory) != stage.config.steps:
         train(stage.config, identity=stage.symbolic)

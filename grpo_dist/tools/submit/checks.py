@@ -25,7 +25,7 @@ def check_resumes(config: Config) -> None:
             "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
             "auto, and another `name` for a fresh run"
         )
-    from grpo_dist.runs.session import finished_steps
+    from grpo_dist.runs.run import finished_steps
 
     run_dir = run_directory(config)
     done = finished_steps(run_dir)

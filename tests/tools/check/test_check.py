@@ -14,8 +14,8 @@ import pytest
 from actors.cluster import Fit
 from grpo_dist.cli import main
 from grpo_dist.config.files import dump_config, load_config
-from grpo_dist.runs.checkpoint import State, data_digest
-from grpo_dist.runs.identity import fingerprint
+from grpo_dist.runs.checkpoint import CheckpointState
+from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.prepare import prepare, resolve_model
 from grpo_dist.tools.check import command
 from grpo_dist.tools.check.command import Finding, preflight, problems
@@ -100,7 +100,7 @@ def test_a_run_that_would_go_on_is_looked_at_too(here):
     checkpoint, other = Path("runs/run/checkpoints/step_000003"), ["policy.zero_stage=1"]
     checkpoint.mkdir(parents=True)
     prompts = prepare(config, print).prompts
-    state = State(3, fingerprint(config), data_digest(prompts))
+    state = CheckpointState(3, fingerprint(config), data_digest(prompts))
     (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
     (checkpoint / "config.yaml").write_text(dump_config(config))
     goes_on = f"goes on from step 3 of {config.steps}, {checkpoint}"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.cli import _parser
+from grpo_dist.cli import command_parser
 from grpo_dist.data.readers import read, read_all
 from grpo_dist.errors import UserError
 from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, breakdown
@@ -117,7 +117,7 @@ def shown(command):
 @pytest.mark.parametrize("line", shown("eval"))
 def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
     monkeypatch.delenv("GRPO_DATA", raising=False)
-    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     data = [word for word in args.overrides if "=" not in word]
     config = configuration(args.config, data, [w for w in args.overrides if "=" in w])
     assert not rest and len(config.data.eval) == len(data) > 0
@@ -126,7 +126,7 @@ def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
 
 @pytest.mark.parametrize("line", shown("score"))
 def test_scorings_of_the_readme_are_understood(line):
-    args, rest = _parser().parse_known_args(shlex.split(line)[1:])
+    args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
 
 

@@ -1,0 +1,70 @@
+"""The audit of the ledger before a run is marked done, so that nothing builds on a wrong one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+from grpo_dist.config import Config
+from grpo_dist.data.order import step_prompts
+from grpo_dist.data.stream import PromptStream
+from grpo_dist.errors import RunEnded
+from grpo_dist.loop.ledger import imbalance, summary
+from grpo_dist.observe import LEDGER
+from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
+from grpo_dist.runs.resume import load_state, order_state
+from grpo_dist.runs.run import Run
+
+
+def audit(run: Run) -> str:
+    """Return the ledger's totals of a finished run. Raises RunEnded where the run was not trained on the
+    prompts it was to be trained on, or the ledger records them wrongly.
+    """
+    run.tracker.flush()
+    totals = summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
+    try:
+        wrong = _imbalance(run)
+    except ValueError as error:
+        run.tracker.warn(f"the ledger cannot be checked: {error}")
+        return totals
+    if wrong:
+        raise RunEnded(
+            f"{totals}\n{run.directory}: all steps are done, but the ledger does not balance: {wrong}. Some "
+            "prompts were trained on the wrong number of times or recorded wrongly. Please report this and "
+            "attach the ledger"
+        )
+    return totals
+
+
+def _imbalance(run: Run) -> str | None:
+    """Describe what is wrong with the ledger. Raises ValueError where the checkpoint to compare with is
+    missing.
+    """
+    config, count = run.config, run.config.batch.prompts_per_step
+    turns: Callable[[int], set[str]] | None = None
+    often = None
+    if config.data.order == "epochs" and config.dynamic_sampling.enabled:
+        often = _expected_counts(run)
+    elif config.data.order == "epochs":
+        turns = partial(_expected_uids, [prompt.uid for prompt in run.prepared.prompts], config)
+    return imbalance(
+        run.directory / LEDGER, steps=config.steps, prompts_per_step=count, turns=turns, often=often
+    )
+
+
+def _expected_counts(run: Run) -> Counter[str]:
+    """Return how often each prompt should have been sampled, by the last checkpoint. Raises ValueError."""
+    config, found = run.config, list_checkpoints(run.directory / CHECKPOINTS)
+    state = load_state(found[-1], run.identity) if found else None
+    if state is None or state.step != config.steps:
+        raise ValueError(f"{run.directory / CHECKPOINTS}: no checkpoint of step {config.steps}")
+    per_batch = config.batch.prompts_per_step
+    stream = PromptStream(run.prepared.prompts, per_batch, seed=config.seed, state=order_state(state))
+    # Some are still in flight where the run was to have more steps when they were launched.
+    return stream.sampled(index for indices in state.taken.values() for index in indices)
+
+
+def _expected_uids(uids: list[str], config: Config, step: int) -> set[str]:
+    """Return the uids whose turn ``step`` is, counted from 1."""
+    return {uids[i] for i in step_prompts(len(uids), config.batch.prompts_per_step, config.seed, step - 1)}

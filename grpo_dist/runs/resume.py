@@ -1,0 +1,147 @@
+"""Reading a checkpoint back: whether it belongs to this run, and the point where the run resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter
+
+from grpo_dist.algorithms.moments import Moments
+from grpo_dist.config import Config
+from grpo_dist.config.files import dump_config
+from grpo_dist.data.order import OrderState
+from grpo_dist.health.state import HealthState
+from grpo_dist.loop.progress import Progress, SampledBatch
+from grpo_dist.observe.samples import read_groups
+from grpo_dist.policy.offload import offload_devices
+from grpo_dist.runs.checkpoint import STATE, CheckpointState
+from grpo_dist.runs.identity import Change, changes, data_digest, describe, fingerprint
+from grpo_dist.secrets import HIDDEN
+from grpo_dist.types import Prompt
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run resumes. ``checkpoint`` is None at the beginning of the run."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    progress: Progress = field(default_factory=Progress)
+    wandb_id: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.checkpoint or "the beginning of the run")
+
+
+def load_state(checkpoint: Path, config: Config) -> CheckpointState:
+    """Return the driver's state from ``checkpoint``.
+
+    ``config`` is the run's identity. For a stage of a pipeline it names the other stages, where the run's own
+    configuration has their directories, which may move.
+
+    Raises ValueError when the checkpoint is damaged, or when a run of ``config`` would give other results.
+    """
+    try:
+        state = CheckpointState(**json.loads((checkpoint / STATE).read_text()))
+    except TypeError as error:
+        raise ValueError(
+            f"{checkpoint}: made by another version of grpo-dist ({error}); resume with that version, choose "
+            "another `name`, or set `checkpoint.resume=never`"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{checkpoint}: state.json cannot be read ({error}); delete this directory to resume from the "
+            "checkpoint before it"
+        ) from error
+    changed = _changes(checkpoint, config)
+    if state.fingerprint != fingerprint(config) and (decisive := _decisive(changed, config)) != []:
+        # The identity of a pipeline stage names other stages where its run had directories: no difference.
+        named = [change for change in decisive or () if "stage:" not in str(change.now)]
+        raise ValueError(
+            f"{checkpoint}: made with another configuration{f' ({describe(named)})' if named else ''}; "
+            "`steps` (with a constant learning rate), numbers and layout of workers, evaluation, checkpoint, "
+            "tracking, cluster and most health settings may change on resume. Restore the old "
+            "values, choose another `name`, or set `checkpoint.resume=never`"
+        )
+    _check_nvme_sharding(checkpoint, changed or [], config)
+    return state
+
+
+def other_layout(checkpoint: Path, config: Config) -> str:
+    """Describe the changes of layout since ``checkpoint`` was written, for a message; "" without any."""
+    changed = [change for change in _changes(checkpoint, config) or () if change.is_layout]
+    return f", with another layout ({describe(changed)}): results differ by rounding only" if changed else ""
+
+
+def _decisive(changed: list[Change] | None, config: Config) -> list[Change] | None:
+    """Return the changes that make ``config`` another run; empty where the fingerprint differs only because
+    another version of grpo-dist computed it. None: unknown, because a value is masked or config.yaml is
+    unreadable.
+    """
+    if changed is None or HIDDEN in dump_config(config):
+        return None
+    return [change for change in changed if change.decides(config)]
+
+
+def _check_nvme_sharding(checkpoint: Path, changed: list[Change], config: Config) -> None:
+    """Raise ValueError where the policy's sharding has changed and its state is or was on NVMe disks."""
+    other = [change for change in changed if change.is_sharding]
+    if other and "nvme" in (*offload_devices(config.policy).values(), *(change.was for change in other)):
+        raise ValueError(
+            f"{checkpoint}: {describe(other)}, but states on NVMe disks (`policy.offload`) cannot be "
+            "resharded; restore the old values, choose another `name`, or set `checkpoint.resume=never`"
+        )
+
+
+def _changes(checkpoint: Path, config: Config) -> list[Change] | None:
+    """Return the changes from the configuration in ``checkpoint``; None where that is unreadable."""
+    try:
+        return changes((checkpoint / "config.yaml").read_text(), config)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+
+
+def load_resume_point(
+    checkpoint: Path | None, state: CheckpointState | None, prompts: Sequence[Prompt]
+) -> ResumePoint:
+    """Return the point of ``checkpoint`` with its ``state``, or the beginning without one. Raises
+    ValueError where the checkpoint was made with other training prompts.
+    """
+    if checkpoint is None or state is None:
+        return ResumePoint()
+    check_data(checkpoint, state, prompts)
+    return ResumePoint(checkpoint, state.step, load_progress(checkpoint, state, prompts), state.wandb_id)
+
+
+def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError where the checkpoint was made with other training prompts."""
+    if state.data != data_digest(prompts):
+        raise ValueError(
+            f"{checkpoint}: made with other training prompts; the files behind `data.train` have changed. "
+            "Restore them, choose another `name`, or set `checkpoint.resume=never`"
+        )
+
+
+def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> Progress:
+    """Return the driver's progress: all it knew besides the weights, with the batches sampled ahead."""
+    by_uid = {p.uid: p for p in prompts}
+    whole, discarded, unfinished = (
+        {int(file.stem.split("_")[1]): read_groups(file, by_uid) for file in checkpoint.glob(f"ahead/{kind}")}
+        for kind in ("batch_*", "discarded_*", "begun_*")
+    )
+    ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
+    taken = {int(batch): places for batch, places in state.taken.items()}
+    health = TypeAdapter(HealthState).validate_python(dict(state.health))
+    rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
+    return Progress(
+        ahead, state.kl_coef, taken, order_state(state), health, unfinished, state.unassessed, rewards
+    )
+
+
+def order_state(state: CheckpointState) -> OrderState:
+    """Return the state of the prompt order."""
+    return TypeAdapter(OrderState).validate_python(dict(state.order))
