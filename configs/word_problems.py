@@ -1,25 +1,24 @@
-"""Real word problems for a small model taught from scratch: SVAMP and MAWPS, for cold start and GRPO.
+"""Prepares SVAMP and MAWPS word problems for a small model that is trained from scratch, then with GRPO.
 
     python configs/word_problems.py SOURCE_DIR OUT_DIR
 
 reads ``svamp.jsonl`` and ``mawps.jsonl`` (``problem``, ``answer``; SVAMP's ``Equation`` too) and writes
 
-    train.jsonl, test.jsonl   problem, answer: the problems as they are
+    train.jsonl, test.jsonl   problem, answer: the unchanged problems
     sft.jsonl                 prompt, completion: demonstrations on some of the training problems
-    model/                    a small Qwen2 with random weights, and a tokenizer made from the training text
+    model/                    a small Qwen2 with random weights, and a tokenizer trained on the training text
 
     problem      There are 87 oranges and 290 bananas in Philip's collection. If the bananas are organized ...
     completion   <think>87,290,2,93</think>\\boxed{290/2}
 
-The model is asked for the expression, not for its value: what it has to learn is to read. Arithmetic is left
-to the grader, for which ``\\boxed{290/2}`` is as good as ``\\boxed{145}``
-(`rewards.accept_arithmetic`). SVAMP states its expressions; for
-MAWPS they are searched for, and a problem whose answer has several readings is not demonstrated.
+The model answers with the expression, not its value: it has to learn to read, and the grader does the
+arithmetic (`rewards.accept_arithmetic` accepts ``\\boxed{290/2}`` for ``\\boxed{145}``). SVAMP states its
+expressions. For MAWPS they are searched, and a problem with several possible expressions is not demonstrated.
 
-The numbers of the text come first, because copying is what a small model finds hardest. Seven in ten of the
-training problems are demonstrated: the model would soon know the others by heart as well, and no group would
-hold a wrong answer to learn from. A demonstration is given once as it is and a few times with other numbers.
-Problems that differ in numbers, case or punctuation alone are on the same side of every split.
+The numbers of the text come first, because copying is hardest for a small model. Only seven in ten of the
+training problems are demonstrated. The model memorises demonstrated problems, and a group without a wrong
+answer teaches nothing. Each demonstration occurs once unchanged and a few times with other numbers. Problems
+that differ only in numbers, case or punctuation are on the same side of every split.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from grpo_dist.demo.model import write_word_model
 
 FILES = ("svamp.jsonl", "mawps.jsonl")
 DEMONSTRATED = 0.7  # share of the training problems
-VARIANTS = 12  # of a demonstrated problem, beside itself, with other numbers
+VARIANTS = 12  # copies of a demonstrated problem with other numbers
 NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+")
-# An operation on two expressions, or the place of a number.
+# An operation on two expressions, or the index of a number.
 Tree: TypeAlias = "int | tuple[str, Tree, Tree]"
 _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": operator.add,
@@ -59,7 +58,7 @@ _SYMBOLS: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div:
 
 @dataclass(frozen=True, slots=True)
 class WordProblem:
-    """``expression`` over the numbers of the text, "" where none is known."""
+    """A problem with an ``expression`` over the numbers of its text, "" if none is known."""
 
     problem: str
     answer: str
@@ -67,17 +66,17 @@ class WordProblem:
 
     @property
     def template(self) -> str:
-        """The text without its numbers, case and punctuation: what near copies share."""
+        """Text without numbers, case and punctuation, which near copies share."""
         return " ".join(re.findall(r"[a-z#]+", NUMBER.sub("#", self.problem.lower())))
 
     def share(self, purpose: str) -> float:
-        """A number in [0, 1) that follows from the template."""
+        """Hash the template to a number in [0, 1)."""
         digest = hashlib.sha256(f"{purpose} {self.template}".encode()).digest()
         return int.from_bytes(digest[:7], "big") / 2**56
 
     @property
     def demonstration(self) -> str:
-        """First the numbers of the text, then the expression over them."""
+        """Completion: the numbers of the text, then the expression."""
         return f"<think>{','.join(numbers_in(self.problem))}</think>\\boxed{{{self.expression}}}"
 
     @property
@@ -90,12 +89,12 @@ class WordProblem:
 
 
 def load(source_dir: Path) -> list[WordProblem]:
-    """All problems with an exact answer, each once. Raises ValueError for a missing or malformed file."""
+    """Read all problems with an exact answer, each once. Raises ValueError for an invalid file."""
     found: dict[str, WordProblem] = {}
     for name in FILES:
         columns = ("Equation",) if name == "svamp.jsonl" else ()
         for row in read(DataSourceConfig(path=str(source_dir / name), columns=columns)):
-            # A rounded answer, as 0.8333333333 for 5/6, has no exact expression.
+            # A rounded answer, such as 0.8333333333 for 5/6, has no exact expression.
             if re.fullmatch(r"-?\d+(\.\d{1,4})?", row.answer):
                 numbers = numbers_in(row.problem)
                 equation = row.columns.get("Equation")
@@ -108,18 +107,18 @@ def load(source_dir: Path) -> list[WordProblem]:
 
 
 def numbers_in(text: str) -> list[str]:
-    """As written, commas removed: "712,261 of $2.73" -> ["712261", "2.73"]."""
+    """Return the numbers of a text without commas: "712,261 of $2.73" -> ["712261", "2.73"]."""
     return [n.replace(",", "") for n in NUMBER.findall(text)]
 
 
 def simplify(equation: str) -> str:
-    """SVAMP's notation to ours: "( ( 28.0 + 14.0 ) / 6.0 )" -> "(28+14)/6"."""
+    """Simplify SVAMP's notation: "( ( 28.0 + 14.0 ) / 6.0 )" -> "(28+14)/6"."""
     text = re.sub(r"(\d+)\.0\b", r"\1", equation.replace(" ", ""))
     return text[1:-1] if text.startswith("(") and _closes_at_end(text) else text
 
 
 def evaluate(expression: str) -> Fraction | None:
-    """Exact value of numbers, + - * / and parentheses; None for anything else and for a division by zero.
+    """Evaluate numbers, + - * / and parentheses exactly; None for anything else and for division by zero.
 
     "7.5/2" -> Fraction(15, 4)
     """
@@ -138,7 +137,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def search(numbers: Sequence[str], value: Fraction) -> str:
-    """The expression over two, else three, of ``numbers`` that has ``value``; "" for none and for several.
+    """Find the expression over two, else three, of ``numbers`` with ``value``; "" for none or several.
 
     ["9", "3", "5"], 30 is "(9-3)*5". ["2", "2"], 4 is "": 2+2 and 2*2 are different readings of a problem.
     """
@@ -155,7 +154,7 @@ def search(numbers: Sequence[str], value: Fraction) -> str:
 
 
 def _trees(places: Sequence[int]) -> Iterator[Tree]:
-    """Expressions over two or three places in this order, from the left first."""
+    """Yield expressions over two or three indices in this order, left-associative first."""
     first, second, *rest = places
     for op in "+-*/":
         if not rest:
@@ -176,7 +175,7 @@ def _compute(tree: Tree, numbers: Sequence[Fraction]) -> Fraction | None:
 
 
 def _render(tree: Tree, numbers: Sequence[str]) -> str:
-    """With parentheses only where they change the value."""
+    """Write an expression with parentheses only where they change the value."""
     if isinstance(tree, int):
         return numbers[tree]
     op, left, right = tree
@@ -191,15 +190,15 @@ def _render(tree: Tree, numbers: Sequence[str]) -> str:
 
 
 def _signature(tree: Tree, count: int) -> tuple[Fraction | None, ...]:
-    """Values at fixed other numbers: equal for expressions that are algebraically the same."""
+    """Evaluate at fixed other numbers: equal for algebraically equal expressions."""
     trials = ([7 + 11 * i + i**3 for i in range(count)], [1013 - 17 * i + i**4 for i in range(count)])
     return tuple(_compute(tree, [Fraction(n) for n in trial]) for trial in trials)
 
 
 def vary(problem: WordProblem, rng: random.Random) -> WordProblem | None:
-    """The same problem with other numbers of the same length and order of size, in the expression too.
+    """Replace the numbers, in text and expression, by others of the same length and relative order.
 
-    None where the expression's value would be negative or undefined.
+    None if the value of the expression would be negative or undefined.
     """
     values = sorted(set(numbers_in(problem.problem)), key=Fraction)
     drawn = sorted((_like(v, rng) for v in values), key=Fraction)
@@ -213,7 +212,7 @@ def vary(problem: WordProblem, rng: random.Random) -> WordProblem | None:
 
 
 def demonstrations(problems: Iterable[WordProblem], seed: int = 0) -> list[dict[str, str]]:
-    """``prompt`` and ``completion`` of each demonstrated problem and its variants, shuffled from ``seed``."""
+    """Return ``prompt`` and ``completion`` of demonstrated problems and variants, shuffled by ``seed``."""
     rng = random.Random(f"word problems {seed}")
     shown: list[WordProblem] = []
     for problem in (p for p in problems if p.is_demonstrated):
@@ -224,7 +223,7 @@ def demonstrations(problems: Iterable[WordProblem], seed: int = 0) -> list[dict[
 
 
 def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
-    """Writes what the module says into ``out_dir``; returns the rows of each file."""
+    """Write all files to ``out_dir``. Returns the number of rows of each file."""
     problems = load(source_dir)
     train = [p for p in problems if not p.is_test]
     files: dict[str, list[dict[str, str]]] = {
@@ -241,7 +240,7 @@ def write(source_dir: Path, out_dir: Path) -> dict[str, int]:
 
 
 def _closes_at_end(text: str) -> bool:
-    """Whether the parenthesis that opens ``text`` closes with its last character."""
+    """Return whether the first parenthesis of ``text`` closes at its last character."""
     depth = 0
     for place, character in enumerate(text):
         depth += {"(": 1, ")": -1}.get(character, 0)
@@ -251,7 +250,7 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _like(number: str, rng: random.Random) -> str:
-    """As many digits in the same places. 0 and 1 are more than numbers in a text, and stay."""
+    """Draw a number with as many digits before and after the point. 0 and 1 stay: they may be special."""
     if number in ("0", "1"):
         return number
     whole, point, decimals = number.partition(".")

@@ -1,15 +1,14 @@
-"""Three-digit addition with worked carries, made from a seed.
+"""Generates three-digit addition with worked carries from a seed.
 
     problem        964+494=
     demonstration  <think>4+4+0=8,6+9+0=15,9+4+1=14</think>\\boxed{1458}
                    digit + digit + carry, lowest digits first
 
-Demonstrations may carry one slip, a sum that is off by one, whose error then goes through to the answer. A
-model taught on such knows the algorithm but samples a right answer only about as often as the demonstrations
-are right: what reinforcement can mend.
+A demonstration may contain one slip, a sum that is off by one, whose error propagates to the answer. A model
+trained on them knows the algorithm but answers correctly only about as often as the demonstrations do.
+Reinforcement learning can close that gap.
 
-A problem belongs to the test split when md5(problem) % 20 == 0, so no test problem is ever trained or
-demonstrated on.
+A problem belongs to the test split if md5(problem) % 20 == 0, so no test problem is ever trained on.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ _SIZES: dict[str, int] = {"train": 8000, "test": 1000}
 
 
 def problems(name: str, split: str) -> list[dict[str, str]]:
-    """Problems and answers of a split, always the same ones. Raises ValueError for a name or split that does
-    not exist.
+    """Return problems and answers of a split, always the same.
+
+    Raises ValueError for an unknown name or split.
     """
     if name != "add3":
         raise ValueError(f"demo:{name}: no such data set; expected demo:add3")
@@ -35,9 +35,7 @@ def problems(name: str, split: str) -> list[dict[str, str]]:
 
 
 def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[dict[str, str]]:
-    """``count`` pairs of ``prompt`` and ``completion`` on problems of the training side, drawn from
-    ``seed``.
-    """
+    """Generate ``count`` pairs of ``prompt`` and ``completion`` on training problems from ``seed``."""
     if name != "add3":
         raise ValueError(f"demo:{name}: no such demonstrations; expected demo:add3")
     rng = random.Random(f"demonstrations {seed}")
@@ -50,9 +48,7 @@ def demonstrations(name: str, count: int, *, noise: float, seed: int) -> list[di
 
 
 def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
-    """The worked solution of a + b; with probability ``noise`` one step's sum is wrong, and all that follows
-    from it.
-    """
+    """Write the worked solution of a + b. With probability ``noise`` one sum is wrong and propagates."""
     wrong = rng.randrange(3) if rng.random() < noise else None
     steps, digits, carry = [], [], 0
     for place in range(3):
@@ -68,6 +64,7 @@ def demonstration(a: int, b: int, rng: random.Random, *, noise: float) -> str:
 
 
 def split_of(a: int, b: int) -> Split:
+    """Return the split of the problem a + b."""
     digest = hashlib.md5(f"{a}+{b}=".encode()).digest()
     return "test" if int.from_bytes(digest, "big") % 20 == 0 else "train"
 

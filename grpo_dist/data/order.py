@@ -1,7 +1,7 @@
-"""Which prompts a step samples.
+"""Decides which prompts a step samples.
 
-In the plain order that is a function of (seed, step), so that resuming needs a step number and nothing else.
-Other orders follow from what was sampled before, too, and a checkpoint keeps what they remember.
+The plain order is a function of (seed, step), so resuming needs only the step number. Other orders also
+depend on earlier samples, and a checkpoint stores their state.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from grpo_dist.types import Group
 
 @dataclass(frozen=True, slots=True)
 class OrderState:
-    """What an order remembers. ``position``, ``waiting``: see `stream.PromptStream`; ``pass_rates``: see
-    `curriculum.Curriculum`.
+    """State of an order in a checkpoint.
+
+    ``position`` and ``waiting`` belong to `stream.PromptStream`, ``pass_rates`` to `curriculum.Curriculum`.
     """
 
     position: int = 0
@@ -28,25 +29,27 @@ class OrderState:
 
 
 class PromptOrder(Protocol):
-    """Asked by the driver alone, at moments that follow from step numbers, so that it never depends on which
-    sample is finished first. What it gives are places, each of one prompt.
+    """Order of prompts, as a sequence of order indices that each stand for one prompt.
+
+    Only the driver calls it, at points determined by step numbers, so the order never depends on which sample
+    finishes first.
     """
 
     def take(self, batch: int) -> list[int]:
-        """Places of different prompts: those of ``batch``, and then those it may ask for besides."""
+        """Return order indices of distinct prompts: those of ``batch``, then spare ones it may need."""
 
-    def prompt(self, place: int) -> int:
-        """Index 0..n-1."""
+    def prompt(self, index: int) -> int:
+        """Return the prompt, 0..n-1, of an order index."""
 
-    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
-        """Of the ``places`` that a batch took, the prompts of these groups were sampled."""
+    def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Record that, of the ``indices`` a batch took, the prompts of these groups were sampled."""
 
     @property
     def state(self) -> OrderState: ...
 
 
 class EpochOrder:
-    """The plain order: `step_prompts`. A place is a position in the epochs, one after the other."""
+    """The plain order of `step_prompts`. An order index is a position in the concatenated epochs."""
 
     state = OrderState()
 
@@ -59,24 +62,24 @@ class EpochOrder:
     def take(self, batch: int) -> list[int]:
         return list(range(batch * self._per_step, (batch + 1) * self._per_step))
 
-    def prompt(self, place: int) -> int:
-        epoch, at = divmod(place, self._n)
+    def prompt(self, index: int) -> int:
+        epoch, at = divmod(index, self._n)
         return int(_epoch(self._n, self._per_step, self._seed, epoch)[at])
 
-    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
-        """Nothing follows from it."""
+    def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
+        """Do nothing: the order does not depend on samples."""
 
 
 def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
-    """Indices 0..n-1 of the prompts of ``step``; ``per_step`` different ones.
+    """Return the ``per_step`` distinct prompts, 0..n-1, of ``step``.
 
-    Epochs follow each other without a gap, each a permutation of all prompts, so every prompt comes once per
-    epoch also where ``per_step`` does not divide ``n``:
+    Epochs are permutations of all prompts without gaps between them, so every prompt occurs once per epoch
+    even if ``per_step`` does not divide ``n``:
 
-        n = 5, per_step = 3    steps 0 and 1 take epoch 0's five and epoch 1's first
+        n = 5, per_step = 3    steps 0 and 1 take the five of epoch 0 and the first of epoch 1
 
-    A prompt that would come twice within one step, from the end of one epoch and the start of the next, gives
-    its place to the new epoch's next. Raises ValueError when ``per_step`` exceeds ``n``.
+    If a prompt would occur twice in a step, at the end of one epoch and the start of the next, the new epoch
+    postpones it. Raises ValueError when ``per_step`` exceeds ``n``.
     """
     order = EpochOrder(n, per_step, seed=seed)
     return [order.prompt(index) for index in order.take(step)]
@@ -84,9 +87,8 @@ def step_prompts(n: int, per_step: int, seed: int, step: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _epoch(n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
-    # Only the first `per_step` places of an epoch are ever rearranged, so where epochs are at least two steps
-    # long, the end of the one before is that of its plain permutation. Short epochs are followed from the
-    # beginning.
+    # Only the first `per_step` positions of an epoch are rearranged. If epochs are at least two steps long,
+    # the previous one therefore ends like its plain permutation. Shorter epochs are replayed from the first.
     if n >= 2 * per_step:
         return _follow(shuffled(n, seed, epoch - 1), n, per_step, seed, epoch)
     return _short_epochs(n, per_step, seed).order(epoch)
@@ -98,7 +100,7 @@ def _short_epochs(n: int, per_step: int, seed: int) -> _ShortEpochs:
 
 
 class _ShortEpochs:
-    """Each follows from all before it; asked for one after the other they are not begun anew each time."""
+    """Epochs that depend on all earlier ones; keeps the latest, so that consecutive calls need no replay."""
 
     def __init__(self, n: int, per_step: int, seed: int) -> None:
         self._settings = n, per_step, seed
@@ -115,22 +117,18 @@ class _ShortEpochs:
 
 
 def _follow(before: np.ndarray, n: int, per_step: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of ``epoch``, whose first places hold nothing of the step that the epoch before it left
-    unfinished.
-    """
+    """Return the permutation of ``epoch``, without repeats in the step it shares with ``before``."""
     order = shuffled(n, seed, epoch)
-    head = -(epoch * n) % per_step  # prompts of this epoch that fill that step up
+    head = -(epoch * n) % per_step  # prompts of this epoch that complete the shared step
     if head == 0:
         return order
-    begun = set(before[-(per_step - head) :].tolist())
-    first = [i for i in order.tolist() if i not in begun][:head]
+    started = set(before[-(per_step - head) :].tolist())
+    first = [i for i in order.tolist() if i not in started][:head]
     taken = set(first)
     return np.array(first + [i for i in order.tolist() if i not in taken])
 
 
 @lru_cache(maxsize=4)
 def shuffled(n: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [n], not to be written to: all prompts in the order of an epoch; of one before the first, the
-    first's.
-    """
+    """Return the plain permutation of an epoch, int64 [n], read-only; that of epoch 0 for a negative one."""
     return np.random.default_rng((seed, max(epoch, 0))).permutation(n)

@@ -1,6 +1,6 @@
-"""A regular expression of the user's over many texts, in a process that is killed when one search hangs.
+"""Searches texts for a user's regular expression, in a process that is killed when a search hangs.
 
-Python's matcher can take for ever on a text, as ``(a+)+b`` does on many a's, and no thread can interrupt it.
+Python's matcher can hang, as ``(a+)+b`` does on a long run of a's, and no thread can interrupt it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from contextlib import suppress
 from types import TracebackType
 
-_START_S = 60.0  # until the process answers for the first time, also on a busy machine
+_START_S = 60.0  # limit for the first reply of the process, on a busy machine
 _END_S = 10.0
-# The alarm ends a search whose parent has been killed.
+# The alarm ends a search whose parent was killed.
 _CHILD = """
 import json, re, signal, sys
 pattern, seconds = re.compile(json.loads(sys.argv[1])), int(sys.argv[2])
@@ -29,14 +29,14 @@ for line in sys.stdin:
 
 
 class PatternTimeout(Exception):
-    """One search took longer than its deadline."""
+    """A search exceeded its deadline."""
 
 
 class PatternSearch:
-    """Group 1 of ``pattern`` in texts, one after the other. Use as a context manager.
+    """Finds group 1 of ``pattern`` in one text after the other. Use as a context manager.
 
     Args:
-        timeout_s: longest that one search may take, seconds.
+        timeout_s: deadline of one search, seconds.
     """
 
     def __init__(self, pattern: str, *, timeout_s: float = 10.0) -> None:
@@ -60,15 +60,15 @@ class PatternSearch:
                     pipe.close()
 
     def search(self, text: str) -> list[str | None] | None:
-        """``[group 1]`` of the first match, None without a match.
+        """Return ``[group 1]`` of the first match, None without a match.
 
-        Raises PatternTimeout, and RuntimeError when the process has died.
+        Raises PatternTimeout, or RuntimeError if the process died.
         """
         if self._process is None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
         end = time.monotonic() + self.timeout_s
-        # A long text fits no pipe; the process reads all of it before it searches.
+        # A long text exceeds the pipe, but the process reads all of it before it searches.
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(text).encode() + b"\n")
         found: list[str | None] | None = json.loads(self._line(end))
@@ -95,7 +95,7 @@ class PatternSearch:
                 raise PatternTimeout
             piece = self._process.stdout.read(1 << 16)
             if not piece:
-                raise RuntimeError("the process that searches for answer_pattern has died")
+                raise RuntimeError("the process that searches for answer_pattern died")
             self._buffer += piece
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line

@@ -1,4 +1,4 @@
-"""From a data source to rows of problem and answer. Every refusal names the file and the row."""
+"""Reads data sources into rows of problem and answer. Every error names the file and the row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 
 from grpo_dist.config import DataSourceConfig
 from grpo_dist.config.text import check_characters
+from grpo_dist.data.made_problems import problems
 from grpo_dist.data.patterns import PatternSearch, PatternTimeout
 
-PATTERN_S = 10.0  # longest that answer_pattern may take on one row
+PATTERN_S = 10.0  # deadline of answer_pattern on one row
 _FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One problem as found; ``location`` is where, for messages: ``gsm8k.jsonl:17``."""
+    """One problem of a data source; ``location`` is for messages: ``gsm8k.jsonl:17``."""
 
     problem: str
     answer: str
@@ -31,10 +32,10 @@ class DataRow:
 
 
 def read(source: DataSourceConfig) -> list[DataRow]:
-    """All rows of ``source``, at most ``max_rows``.
+    """Read the rows of ``source``, at most ``max_rows``.
 
     Raises ValueError for a missing file or split, a malformed row, a missing column, a row without problem or
-    answer, and an empty data set; the message names the file and the row.
+    answer, or an empty data set. The message names the file and the row.
     """
     label = source_name(source)
     rows: list[DataRow] = []
@@ -52,7 +53,7 @@ def read(source: DataSourceConfig) -> list[DataRow]:
 
 
 class MissingColumn(ValueError):
-    """``setting`` of a data source names a column that a row lacks."""
+    """A row lacks the column that ``setting`` of its data source names."""
 
     def __init__(self, message: str, setting: str) -> None:
         super().__init__(message, setting)
@@ -78,12 +79,12 @@ def read_all(
 
 
 def first_record(source: DataSourceConfig) -> Mapping[str, Any]:
-    """The first row as it is in the file; {} without rows. Raises ValueError as `read` does."""
+    """Return the raw first row; {} without rows. Raises ValueError like `read`."""
     return next((record for _, record in _records(source)), {})
 
 
 def common_columns(source: DataSourceConfig) -> list[str]:
-    """Columns that all rows of ``source`` have; [] without rows. Raises ValueError as `read` does."""
+    """Return the columns that all rows have; [] without rows. Raises ValueError like `read`."""
     records = (record for _, record in islice(_records(source), source.max_rows))
     names = dict.fromkeys(next(records, {}))
     for record in records:
@@ -92,7 +93,7 @@ def common_columns(source: DataSourceConfig) -> list[str]:
 
 
 def source_name(source: DataSourceConfig) -> str:
-    """The label of a source in metrics and samples."""
+    """Return the name of a source in metrics and samples."""
     if source.name:
         return source.name
     return source.path.removeprefix("demo:") if source.path.startswith("demo:") else Path(source.path).stem
@@ -100,8 +101,6 @@ def source_name(source: DataSourceConfig) -> str:
 
 def _records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if source.path.startswith("demo:"):
-        from grpo_dist.data.made_problems import problems
-
         name = source.path.removeprefix("demo:")
         yield from ((f"{name}/{source.split}:{i}", r) for i, r in enumerate(problems(name, source.split), 1))
         return
@@ -113,10 +112,8 @@ def _records(source: DataSourceConfig) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """``file:line`` and the object of every line that is not blank. Raises ValueError naming a line that is
-    none.
-    """
-    # Line by line, because only so a bad line can be named; as bytes, so that an undecodable one can too.
+    """Yield ``file:line`` and the object of every non-blank line. Raises ValueError for an invalid line."""
+    # Line by line and as bytes, so that an invalid or undecodable line can be named.
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             location = f"{path}:{number}"
@@ -144,16 +141,15 @@ def _complaint(error: ValueError | RecursionError) -> str:
 
 
 def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]]:
-    """Parquet and JSON files, saved data sets and hub ids, through the `datasets` library."""
-    import datasets
+    """Load Parquet and JSON files, saved data sets and hub ids through the `datasets` library."""
+    import datasets  # heavy: JSONL and generated problems do not need it
 
     datasets.disable_progress_bars()
     if path.is_file():
         kind = _FILE_TYPES.get(path.suffix)
         if kind is None:
             raise ValueError(f"{path}: unknown file type {path.suffix!r}; expected .jsonl, .json or .parquet")
-        # Streaming reads the file itself, every time: nothing cached can go stale, nothing is written beside
-        # it.
+        # Streaming reads the file itself: no cache can go stale, and nothing is written.
         return _guard(
             lambda: datasets.load_dataset(kind, data_files=str(path), split="train", streaming=True), source
         )
@@ -168,9 +164,8 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
         or path.suffix in _FILE_TYPES
     ):
         raise ValueError(
-            f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data "
-            "set directory, "
-            "or a hub id such as openai/gsm8k"
+            f"{source.path}: no such file or directory; expected a .jsonl or .parquet file, a data set "
+            "directory, or a hub id such as openai/gsm8k"
         )
     return _guard(lambda: datasets.load_dataset(source.path, source.subset, split=source.split), source)
 
@@ -178,7 +173,7 @@ def _dataset(path: Path, source: DataSourceConfig) -> Iterable[Mapping[str, Any]
 def _counted(
     records: Iterable[Mapping[str, Any]], source: DataSourceConfig
 ) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Rows from 1 on. What is streamed is only read now, so a damaged file shows now."""
+    """Number rows from 1. Streamed rows are only read here, so a damaged file fails here."""
     iterator, number = iter(records), 0
     while (record := _guard(lambda: next(iterator, None), source)) is not None:
         number += 1
@@ -235,15 +230,14 @@ def _answer(answer: str, location: str, source: DataSourceConfig, pattern: Patte
             found = pattern.search(answer)
         except PatternTimeout:
             raise ValueError(
-                f"{location}: answer_pattern {source.answer_pattern!r} finds no end within "
+                f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
                 f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
-                f"...{answer[-60:]!r}; use a pattern without repetitions in repetitions, such as (a+)+"
+                f"...{answer[-60:]!r}; use a pattern without nested repetitions such as (a+)+"
             ) from None
         if found is None:
             raise ValueError(
                 f"{location}: `{source.answer_column}` does not match answer_pattern "
-                f"{source.answer_pattern!r}: "
-                f"...{answer[-60:]!r}; mend the row or the pattern"
+                f"{source.answer_pattern!r}: ...{answer[-60:]!r}; fix the row or the pattern"
             )
         answer = (found[0] or "").strip()
     if not answer:
@@ -255,9 +249,9 @@ def _answer(answer: str, location: str, source: DataSourceConfig, pattern: Patte
 
 
 def _text(record: Mapping[str, Any], name: str, location: str, setting: str) -> str:
-    """8 and 8.0 are "8"; None is empty.
+    """Return a column as text: 8 and 8.0 are "8", None is "".
 
-    Raises ValueError for an infinite number, true, a list or an object.
+    Raises ValueError for an infinite number, a boolean, a list or an object.
     """
     value = _column(record, name, location, setting)
     if value is None or (isinstance(value, float) and math.isnan(value)):

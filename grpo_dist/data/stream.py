@@ -1,13 +1,13 @@
-"""The order of prompts under dynamic sampling: epochs, one after the other, and a position in them.
+"""Order of prompts under dynamic sampling: a stream of concatenated epochs.
 
-How many prompts a batch samples follows from its rewards. So it takes as many as it may come to need when it
-is launched, and what it has not sampled when it is trained on goes to the batches after it:
+The rewards of a batch decide how many prompts it samples. So a batch takes as many as it may need when it is
+launched, and returns those it did not sample when it is trained on:
 
-    launched   takes 4 of its own and 12 further ones: of those given back, oldest first, then from the stream
-    trained    gives back those of the 12 that it has not asked for
+    launched   takes 4 prompts and 12 spare ones: returned ones first, oldest first, then from the stream
+    trained    returns the spare prompts that it did not sample
 
-Every prompt of an epoch is sampled once. Where several batches are on their way at its end, one may begin the
-next epoch before what another gives back of this one is sampled. A place is a position in the epochs.
+Every prompt of an epoch is sampled once. With several batches in flight at the end of an epoch, one may start
+the next epoch before another has returned prompts of this one. An order index is a position in the epochs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from grpo_dist.types import Group, Prompt
 
 
 class PromptStream:
-    """``position``: places before it were taken once, but for those ``waiting``, which were given back or
-    passed over, oldest first.
+    """Stream of order indices.
+
+    All below ``position`` were taken, except those ``waiting``: returned or postponed, oldest first.
     """
 
     def __init__(self, prompts: Sequence[Prompt], per_batch: int, *, seed: int, state: OrderState) -> None:
-        """``per_batch``: prompts a batch takes, with those it may not need. Raises ValueError where it
-        exceeds their number.
+        """``per_batch`` is the number of prompts a batch takes, including spare ones.
+
+        Raises ValueError if it exceeds the number of prompts.
         """
         if per_batch > (n := len(prompts)):
             raise ValueError(f"{per_batch} prompts a batch cannot be drawn from {n} without repetition")
@@ -39,33 +41,33 @@ class PromptStream:
         return OrderState(self._position, tuple(self._waiting))
 
     def take(self, batch: int) -> list[int]:
-        """The next places, but for those of a prompt that it has already, which wait for the next batch."""
-        taken: dict[int, int] = {}  # place by prompt
-        passed_over = []
+        """Return the next order indices; a repeated prompt is postponed to the next batch."""
+        taken: dict[int, int] = {}  # order index by prompt
+        postponed = []
         while len(taken) < self._per_batch:
-            place = self._next()
-            if taken.setdefault(self.prompt(place), place) != place:
-                passed_over.append(place)
-        self._waiting = passed_over + self._waiting  # they are older than those that were not come to
+            index = self._next()
+            if taken.setdefault(self.prompt(index), index) != index:
+                postponed.append(index)
+        self._waiting = postponed + self._waiting  # the postponed are older than the rest
         return list(taken.values())
 
-    def prompt(self, place: int) -> int:
-        epoch, at = divmod(place, len(self._prompts))
+    def prompt(self, index: int) -> int:
+        epoch, at = divmod(index, len(self._prompts))
         return int(shuffled(len(self._prompts), self._seed, epoch)[at])
 
-    def trained(self, places: Sequence[int], sampled: Sequence[Group]) -> None:
+    def trained(self, indices: Sequence[int], sampled: Sequence[Group]) -> None:
         uids = {group.prompt.uid for group in sampled}
-        for place in places:
-            if self._uid(place) not in uids:
-                insort(self._waiting, place)
+        for index in indices:
+            if self._uid(index) not in uids:
+                insort(self._waiting, index)
 
-    def sampled(self, on_the_way: Iterable[int] = ()) -> Counter[str]:
-        """How often each uid was sampled, but for ``on_the_way``: places of batches not trained on yet."""
-        not_yet = {*self._waiting, *on_the_way}
-        return Counter(self._uid(place) for place in range(self._position) if place not in not_yet)
+    def sampled(self, in_flight: Iterable[int] = ()) -> Counter[str]:
+        """Count how often each uid was sampled, except by batches ``in_flight`` (order indices)."""
+        pending = {*self._waiting, *in_flight}
+        return Counter(self._uid(index) for index in range(self._position) if index not in pending)
 
-    def _uid(self, place: int) -> str:
-        return self._prompts[self.prompt(place)].uid
+    def _uid(self, index: int) -> str:
+        return self._prompts[self.prompt(index)].uid
 
     def _next(self) -> int:
         if self._waiting:

@@ -1,4 +1,4 @@
-"""Which tags a model's thoughts have, and whether the prompt opens one, read from the prompt's text."""
+"""Detects the tags of a model's thoughts, and whether the prompt opens one, from the prompt's text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from grpo_dist.types import Thought
 
-# Opening tag -> closing tag, by what models of the field use; other tags are set in the configuration.
+# Opening tag -> closing tag of well-known models; other tags are set in the configuration.
 _KNOWN = {
     "<think>": "</think>",
     "<THINK>": "</THINK>",
@@ -25,19 +25,19 @@ _CLOSED = re.compile(
     "|".join(rf"(?:{re.escape(opening)}\s*)?{re.escape(closing)}\s*$" for opening, closing in _KNOWN.items())
 )
 _OPENING = {closing: opening for opening, closing in _KNOWN.items()}
-_END = 200  # characters at the end of a prompt in which its last tags are
+_END = 200  # last characters of a prompt that are searched for tags
 
 
 def thought_of(prompt: str, template: str = "") -> Thought:
-    """The thought that a completion of ``prompt`` goes on with.
+    """Return the thought that a completion of ``prompt`` begins or continues.
 
-    Its tags are those that ``prompt`` ends with, else the first that it or its chat ``template`` mentions,
+    Its tags are those at the end of ``prompt``, else the first that it or its chat ``template`` mentions,
     else ``<think>`` and ``</think>``.
 
         "...<|im_start|>assistant\\n<think>\\n"                    <think>, the prompt opens it
         "...<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n"       <think>, the prompt opens and closes it
         "...<|Assistant|></think>"                               <think>, the prompt closes it
-        "Reason in <reasoning> tags. What is 2+2?"               <reasoning>, the prompt has none of it
+        "Reason in <reasoning> tags. What is 2+2?"               <reasoning>, the completion opens it
     """
     end = prompt[-_END:]
     if opened := _OPENED.search(end):
@@ -51,6 +51,6 @@ def thought_of(prompt: str, template: str = "") -> Thought:
 
 
 def is_kept(tag: str, tokenizer: Any) -> bool:
-    """Whether the text of a completion still has ``tag``, which is lost where it is a special token."""
+    """Return whether ``tag`` survives decoding; as a special token it is dropped."""
     ids = tokenizer(tag, add_special_tokens=False)["input_ids"]
     return tag in tokenizer.decode(ids, skip_special_tokens=True)

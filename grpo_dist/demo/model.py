@@ -1,4 +1,4 @@
-"""Small Qwen2-shaped models with random weights, made from a seed: nothing is downloaded."""
+"""Builds small Qwen2 models with random weights from a seed; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from grpo_dist.demo.tokenizer import character_tokenizer, word_tokenizer
 from grpo_dist.runtime.cache import cached
 
-_VERSION = 2  # of what this file makes; raise it when the result changes
+_VERSION = 2  # of the files this module writes; raise it when they change
 _SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},  # 0.8 M parameters
     "small": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6},  # 4.8 M parameters
-    # 0.35 M parameters. Heads of 32: the engine's CPU kernels take no smaller ones.
+    # 0.35 M parameters. Heads of size 32, the smallest that the engine's CPU kernels support.
     "micro": {
         "hidden_size": 96,
         "intermediate_size": 288,
@@ -27,7 +27,7 @@ _WORDS = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, 
 
 
 def cached_model(name: str, *, seed: int) -> Path:
-    """Directory of model ``name`` in Hugging Face format. Raises ValueError for an unknown name."""
+    """Return the directory of model ``name``, cached. Raises ValueError for an unknown name."""
     if name not in _SHAPES:
         raise ValueError(
             f"model demo:{name}: no such model; expected one of {', '.join(f'demo:{n}' for n in _SHAPES)}"
@@ -37,9 +37,10 @@ def cached_model(name: str, *, seed: int) -> Path:
 
 
 def random_model(file: Path, *, seed: int) -> Path:
-    """Directory of a model of the shape in ``file``, a Hugging Face config.json: random weights of its dtype,
-    and the tokenizer of characters, which has fewer entries than most vocabularies. Raises ValueError for a
-    file that is none.
+    """Return the directory of a random model with the shape in ``file``, a Hugging Face config.json.
+
+    Weights have the dtype of ``file``. The tokenizer is the character tokenizer, which is smaller than most
+    vocabularies. Raises ValueError for an invalid file.
     """
     shape = _read_shape(file)
     decides = {"version": _VERSION, "shape": shape, "seed": seed}
@@ -63,6 +64,7 @@ def _read_shape(file: Path) -> dict[str, Any]:
 
 
 def _write_random(shape: dict[str, Any], seed: int, directory: Path) -> None:
+    # heavy: only when the model is not cached
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -81,9 +83,7 @@ def _write_random(shape: dict[str, Any], seed: int, directory: Path) -> None:
 
 
 def write_word_model(texts: Sequence[str], directory: Path, *, seed: int) -> None:
-    """A model for word problems like ``texts`` into ``directory``: random weights, word pieces of
-    ``texts``.
-    """
+    """Write a random model for word problems to ``directory``, with word pieces learned from ``texts``."""
     _write(_WORDS, word_tokenizer(texts, pieces=1536), 2560, seed, directory)
 
 
@@ -92,7 +92,8 @@ def _make(name: str, seed: int, directory: Path) -> None:
 
 
 def _write(shape: dict[str, int], tokenizer: Any, vocabulary: int, seed: int, directory: Path) -> None:
-    """Everything of a Hugging Face model directory; the same files for the same arguments."""
+    """Write a Hugging Face model directory; equal arguments give equal files."""
+    # heavy: only when the model is not cached
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -1,17 +1,18 @@
-"""Tokenizers with a chat template, small enough to be made here: one of characters, one of word pieces.
+"""Builds small tokenizers with a chat template: one of characters, one of word pieces.
 
-Both are Qwen2 tokenizers, since AutoTokenizer reads whatever stands beside a Qwen2 model as one: byte-level,
-so that any text is taken and given back exactly (Unicode normalised to NFC).
+Both are Qwen2 tokenizers, because AutoTokenizer loads any tokenizer of a Qwen2 model as one. They are
+byte-level, so any text survives a round trip (after Unicode normalisation to NFC).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unk|>"
 _SPECIALS = (PAD, END, UNKNOWN, "<|system|>", "<|user|>", "<|assistant|>")
-# Whole tokens, kept when text is decoded: they are part of what the reward reads.
+# Single tokens that decoding keeps, because rewards read them.
 _MARKS = ("<think>", "</think>", "<answer>", "</answer>", "\\boxed{")
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
@@ -21,20 +22,21 @@ _TEMPLATE = (
 
 
 def character_tokenizer(*, ascii_only: bool = False) -> Any:
-    """One token per byte, which is per character in ASCII, and per mark above: 267 tokens. With
-    ``ascii_only`` 107: other characters are lost.
+    """Build a tokenizer with one token per byte and per mark: 267 tokens.
 
-    Turns are ``<|user|>2+2=<|assistant|>4<|end|>``.
+    With ``ascii_only`` it has 107, and other characters are lost. A chat renders as
+    ``<|user|>2+2=<|assistant|>4<|end|>``.
     """
     letters = [letter for letter in _alphabet() if not ascii_only or letter.isascii() or letter in "ĠĊ"]
     return _tokenizer({token: i for i, token in enumerate([*_SPECIALS, *letters])}, [], _MARKS)
 
 
 def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
-    """Byte-level BPE of ``texts`` with at most ``pieces`` pieces, and one token for every number below 1000.
+    """Train byte-level BPE on ``texts`` with at most ``pieces`` pieces, and one token per number below 1000.
 
-    A longer number is read three digits at a time. At most ``pieces`` + 1005 tokens.
+    Longer numbers are split into groups of three digits. At most ``pieces`` + 1005 tokens.
     """
+    # heavy: only when the tokenizer is built
     from tokenizers import Tokenizer, models, trainers
     from transformers import Qwen2Tokenizer
 
@@ -51,7 +53,7 @@ def word_tokenizer(texts: Sequence[str], *, pieces: int) -> Any:
 
 
 def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], whole: Sequence[str]) -> Any:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken  # heavy, as in `word_tokenizer`
     from transformers import Qwen2Tokenizer
 
     tokenizer = Qwen2Tokenizer(
@@ -64,13 +66,11 @@ def _tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], whole:
 
 
 def _alphabet() -> list[str]:
-    """The 256 characters that stand for bytes in byte-level BPE, in a fixed order."""
-    from tokenizers import pre_tokenizers
+    """Return the 256 characters that represent bytes in byte-level BPE, in a fixed order."""
+    from tokenizers import pre_tokenizers  # heavy, as in `word_tokenizer`
 
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def _state(tokenizer: Any) -> dict[str, Any]:
-    import json
-
     return json.loads(tokenizer.to_str())["model"]

@@ -1,1 +1,1 @@
-"""What a completion is worth: graders, the processes they run in, and the weighted sum of rewards."""
+"""Scores completions: reward functions, the processes they run in, and the weighted sum."""

@@ -1,4 +1,4 @@
-"""Arithmetic that an answer leaves to its reader: ``123+456`` where the gold is 579."""
+"""Detects unevaluated arithmetic in an answer: ``123+456`` where the gold is 579."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SIDES = re.compile(r"=|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z])")
 
 
 def is_unsolved(gold: str, answer: str) -> bool:
-    """Whether ``gold`` is a plain number and ``answer`` operations on numbers that would come to it.
+    """Return whether ``gold`` is a plain number and ``answer`` an unevaluated operation on numbers.
 
-    A form of a number is none: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction, reduced or not, a power,
-    a root, ``5!``. An equation counts by its sides: ``2+3=5`` is solved.
+    Notation of a single number is evaluated: ``1.5\\times 10^3``, ``2\\frac{3}{4}``, a fraction (reduced or
+    not), a power, a root, ``5!``. An equation is solved when one side is: ``2+3=5``.
 
         579, 123+456    true          145, 29\\cdot 5    true          3, \\frac{6}{2}    false
     """
@@ -42,7 +42,7 @@ def _is_solved(side: str, *, whole: bool) -> bool:
     if _MIXED.fullmatch(side.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").strip()):
         return True
     text = re.sub(r"\\[dt]frac", r"\\frac", _SPACES.sub("", side))
-    if re.fullmatch(r"[A-Za-z]\w*|\\[a-z]+|[A-Za-z]\(\w+\)", text):  # the name on the left of an equation
+    if re.fullmatch(r"[A-Za-z]\w*|\\[a-z]+|[A-Za-z]\(\w+\)", text):  # the variable on the left of an equation
         return False
     if _FRACTION.fullmatch(text):
         return True

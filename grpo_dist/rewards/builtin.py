@@ -1,5 +1,7 @@
-"""The rewards that come with grpo-dist. A reward's fields are the `kwargs` it takes in `rewards.functions`:
-typed, with ranges, unknown ones refused. What it computes is a plain function elsewhere.
+"""Built-in rewards.
+
+The fields of a reward are its `kwargs` in `rewards.functions`: typed, with ranges, unknown ones rejected.
+Each class wraps a plain function of another module.
 """
 
 from __future__ import annotations
@@ -17,35 +19,38 @@ from grpo_dist.rewards.length import cosine_length, overlong_punishment, relativ
 from grpo_dist.rewards.match import exact_match, numeric_match
 from grpo_dist.rewards.repetition import repeated_share
 
-Note = Callable[[str], None]  # told why a sample could not be scored
+Note = Callable[[str], None]  # receives the reason why a sample could not be scored
 
 
 class Builtin(Section, ABC):
-    """A reward of the registry. One that talks to something outside also has a `start` and a `close`."""
+    """A reward of the registry. One with external resources overrides `start` and `close`."""
 
     def check(self, *, max_new_tokens: int) -> None:
-        """Raises ValueError for settings that do not fit the run. Called once before a run, on the driver."""
+        """Raise ValueError for settings that do not fit the run.
+
+        Called once on the driver, before the run.
+        """
 
     def start(self, *, workers: int, note: Note) -> None:
-        """Called in each of the run's ``workers`` reward workers, before the first `score`."""
+        """Acquire resources. Called in each of the ``workers`` reward workers, before the first `score`."""
 
     @abstractmethod
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> Sequence[float]:
-        """[G], NaN for what cannot be scored. Several threads may call it at once."""
+        """Score each completion, NaN for one that cannot be scored. Thread-safe. Returns [G]."""
 
     def close(self) -> None:
-        """Gives back what `start` took."""
+        """Release what `start` acquired."""
 
 
 class Math(Builtin):
-    """1 where the answer equals the gold as mathematics, else 0."""
+    """1 if the answer equals the gold mathematically, else 0."""
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return verdicts.correct
 
 
 class Format(Builtin):
-    """1 for a thought in its tags and then one answer, else 0."""
+    """1 for a thought in its tags followed by one answer, else 0."""
 
     answer_tags: tuple[str, str] = Field(("<answer>", "</answer>"), description="tags around an answer")
 
@@ -53,7 +58,7 @@ class Format(Builtin):
     @classmethod
     def _two_tags(cls, tags: tuple[str, str]) -> tuple[str, str]:
         if not all(tag.strip() for tag in tags) or tags[0] == tags[1]:
-            raise ValueError("expected two different tags that are not empty, e.g. [<answer>, </answer>]")
+            raise ValueError("expected two different, non-empty tags, e.g. [<answer>, </answer>]")
         return tags
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
@@ -64,8 +69,9 @@ class Format(Builtin):
 
 
 class Parity(Builtin):
-    """0, 1, 0, 1 ... over the samples of a group, whatever they say: every group has a signal. For
-    benchmarks.
+    """0, 1, 0, 1 ... over the samples of a group, whatever their text.
+
+    For benchmarks: every group has a learning signal.
     """
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
@@ -73,7 +79,7 @@ class Parity(Builtin):
 
 
 class Exact(Builtin):
-    """1 where the final answer is the gold's text, else 0."""
+    """1 if the final answer is the text of the gold, else 0."""
 
     ignore_case: bool = True
 
@@ -82,7 +88,7 @@ class Exact(Builtin):
 
 
 class Numeric(Builtin):
-    """1 where the last number is the gold's, within max(relative * |gold|, absolute), else 0."""
+    """1 if the last number is within max(relative * |gold|, absolute) of the gold, else 0."""
 
     relative: NonNegative = 1e-4
     absolute: NonNegative = 1e-8
@@ -95,7 +101,7 @@ class Numeric(Builtin):
 
 
 class Repetition(Builtin):
-    """Minus the share of n-grams of tokens that repeat an earlier one, in (-1, 0]."""
+    """Minus the share of token n-grams that repeat an earlier one, in (-1, 0]."""
 
     n: PositiveInt = Field(40, description="tokens")
 
@@ -118,7 +124,7 @@ class Language(Builtin):
 
 
 class Overlong(Builtin):
-    """DAPO's soft punishment: 0 to -1 over the last ``buffer_tokens`` before `sampling.max_new_tokens`."""
+    """DAPO's soft length penalty: 0 to -1 over the last ``buffer_tokens`` of `sampling.max_new_tokens`."""
 
     buffer_tokens: PositiveInt
 
@@ -126,7 +132,7 @@ class Overlong(Builtin):
         if self.buffer_tokens > max_new_tokens:
             raise ValueError(
                 f"kwargs.buffer_tokens = {self.buffer_tokens} is above `sampling.max_new_tokens` = "
-                f"{max_new_tokens}, so every completion would be punished; use a smaller buffer, e.g. "
+                f"{max_new_tokens}, so every completion would be penalised; use a smaller buffer, e.g. "
                 f"{max(1, max_new_tokens // 4)}"
             )
 
@@ -138,7 +144,7 @@ class Overlong(Builtin):
 
 
 class CosineLength(Builtin):
-    """A reward for right and wrong answers that falls or rises with length, along half a cosine wave."""
+    """Length-dependent reward along half a cosine: falls for correct, rises for wrong answers."""
 
     correct: tuple[float, float] = Field((1.0, 0.5), description="at length 0, at sampling.max_new_tokens")
     wrong: tuple[float, float] = Field((-1.0, 0.0), description="the same for a wrong answer")
@@ -161,7 +167,7 @@ class CosineLength(Builtin):
 
 
 class RelativeLength(Builtin):
-    """Kimi k1.5: 0.5 for the shortest of a group to -0.5 for the longest; at most 0 for wrong answers."""
+    """Kimi k1.5: 0.5 for the shortest completion of a group to -0.5 for the longest; wrong ones at most 0."""
 
     def score(self, group: CompletionGroup, verdicts: Verdicts) -> list[float]:
         return relative_length(verdicts.correct, group.lengths)

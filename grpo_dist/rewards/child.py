@@ -1,11 +1,11 @@
-"""What runs in a grader process, which `pool` starts with the arguments MEMORY_MB LIFELINE OWN.
+"""Main program of a grader process. `pool` starts it with the arguments MEMORY_MB LIFELINE OWN.
 
-Requests come as pickles on standard input, replies go as JSON lines to the original standard output. Code
-that is graded finds both closed: what it prints goes nowhere, and what it reads is empty. A reply carries the
-random number of its request, so that a line written to its descriptor by other code is none. A process that
-is forked from this one has neither descriptor.
+Requests arrive as pickles on standard input; replies leave as JSON lines on the original standard output.
+Both are redirected to /dev/null for graded code, so its prints are discarded and its reads are empty. A reply
+repeats the random number of its request, so a line that other code writes to the descriptor is not taken for
+a reply. A forked process inherits neither descriptor.
 
-OWN is 1 in a process for the package's own graders, which never runs code of the user's, and else 0.
+OWN is 1 in a process for the package's own graders, which never runs user code, and 0 otherwise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def main() -> None:
     os.dup2(nothing, 1)
     os.register_at_fork(after_in_child=partial(_close, (requests.fileno(), replies, lifeline)))
     if own:
-        from grpo_dist.rewards.math import grade
+        from grpo_dist.rewards.math import grade  # only here, so that processes of user code start fast
 
-        grade("\\boxed{1}", "2")  # imports the parser and builds its tables
+        grade("\\boxed{1}", "2")  # warm-up: imports the parser and builds its tables
     _limit_memory(memory_mb)
     _reply(replies, "ready")
     while True:
@@ -65,10 +65,13 @@ def _close(descriptors: tuple[int, ...]) -> None:
 
 
 def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
-    """["ok", result], ["failed", reason] or ["memory", reason]: then this process should be replaced."""
+    """Run one request.
+
+    Returns ["ok", result], ["failed", reason], or ["memory", reason] to ask for a restart.
+    """
     try:
         if kind == "load":
-            # Importing is not scoring: what a module takes, which may be much, is not charged to its answers.
+            # The memory of an import, which may be large, is not charged to the answers.
             _limit_memory(None)
             try:
                 load(*arguments)
@@ -77,31 +80,26 @@ def _answer(kind: str, arguments: tuple[Any, ...], memory_mb: int) -> list[Any]:
             return ["ok", None]
         return ["ok", _KINDS[kind](*arguments)]
     except MemoryError:
-        return [
-            "memory",
-            f"out of memory: more than {memory_mb} MB beyond what the process holds when started",
-        ]
-    except (
-        BaseException
-    ) as error:  # also SystemExit and the like from graded code: it must not end the process
+        return ["memory", f"out of memory: more than {memory_mb} MB above the process's size at start"]
+    except BaseException as error:  # includes SystemExit: graded code must not end the process
         return ["failed", f"{type(error).__name__}: {error}"[:500]]
 
 
 def _grade(completion: str, answer: str, accept_arithmetic: bool) -> list[str]:
-    from grpo_dist.rewards.math import grade
+    from grpo_dist.rewards.math import grade  # as in `main`
 
     result = grade(completion, answer, accept_arithmetic=accept_arithmetic)
     return [result.outcome, result.detail]
 
 
 def _find(completion: str) -> str | None:
-    from grpo_dist.rewards.math import answer_found
+    from grpo_dist.rewards.math import answer_found  # as in `main`
 
     return answer_found(completion)
 
 
 def _call(path: str, keywords: dict[str, Any]) -> float | None:
-    """The function's value; None where it gives None or NaN, its way to say "cannot be scored"."""
+    """Call the user's function; None if it returns None or NaN, which mean "cannot be scored"."""
     function, accepted = load(path)
     value = function(**{k: v for k, v in keywords.items() if accepted is None or k in accepted})
     if value is None:
@@ -109,7 +107,7 @@ def _call(path: str, keywords: dict[str, Any]) -> float | None:
     number = float(value)
     if math.isinf(number):
         raise ValueError(
-            f"{path} returned {number}; expected a finite number, or None for what cannot be scored"
+            f"{path} returned {number}; expected a finite number, or None if it cannot be scored"
         )
     return None if math.isnan(number) else number
 
@@ -119,9 +117,9 @@ _KINDS: dict[str, Callable[..., Any]] = {"grade": _grade, "find": _find, "call":
 
 @lru_cache
 def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
-    """The function at ``module:function`` and the keywords it takes; None: all.
+    """Import ``module:function``. Returns it with the keywords it accepts, None for any.
 
-    Raises ValueError saying what is wrong.
+    Raises ValueError when the module or the function cannot be loaded.
     """
     module_name, _, name = path.partition(":")
     try:
@@ -140,7 +138,7 @@ def load(path: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
 
 
 def _limit_memory(megabytes: int | None) -> None:
-    """Address space: what is in use now plus ``megabytes``; None: as far as the system allows."""
+    """Limit the address space to its present size plus ``megabytes``; None for the system's limit."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = hard
     if megabytes is not None:
@@ -153,11 +151,10 @@ def _limit_memory(megabytes: int | None) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """SIGKILL for this process group when the parent is gone.
+    """Have the kernel send SIGKILL to this process group when the parent dies.
 
-    The kernel sends it when the other end of this pipe closes, so it also ends a process that is busy in C
-    and never comes back to Python, as in 9**9**9. (Death signals of prctl come when the *thread* that
-    started a child ends.)
+    The kernel sends it when the other end of the pipe closes, so it also ends a process that is busy in C and
+    never returns to Python, as in 9**9**9. (The death signal of prctl is sent when the parent *thread* ends.)
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Completions that say nothing: a policy that has collapsed repeats itself, or writes what none can read."""
+"""Detects degenerate text: a collapsed policy repeats itself or writes unreadable characters."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import unicodedata
 import zlib
 from collections import Counter
 
-_TAIL = 2048  # characters: loops come at the end, and the beginning may be fine
-_SHORTEST = 256  # bytes: what is shorter may well repeat itself ("1, 1, 1, 1")
-# Of its length. Of 100,000 real problems and solutions the few below it are loops; the next comes to 0.13.
+_TAIL = 2048  # characters: loops occur at the end, and the beginning may be fine
+_SHORTEST = 256  # bytes: shorter text may repeat itself legitimately ("1, 1, 1, 1")
+# Compressed share of the length. Of 100,000 real texts the few below it are loops; the next has 0.13.
 _COMPRESSED = 0.1
-_UNREADABLE = 0.1  # of the characters
-# Control characters, halves of surrogate pairs, private use, not assigned.
+_UNREADABLE = 0.1  # share of the characters
+# Control characters, surrogates, private use, unassigned.
 _NOT_TEXT = {"Cc", "Cs", "Co", "Cn"}
 _WHITESPACE = frozenset("\n\r\t")
 
 
 def is_degenerate(text: str) -> bool:
-    """Whether ``text`` ends in a loop, or a tenth of it cannot be read (bytes that are no UTF-8 among it).
+    """Return whether ``text`` ends in a loop, or more than a tenth of it is unreadable.
 
-    A loop is told by what zlib makes of it.
+    A loop compresses well under zlib. Bytes that are not UTF-8 count as unreadable.
     """
     return _unreadable(text) or _loops(text[-_TAIL:])
 
@@ -27,7 +27,7 @@ def is_degenerate(text: str) -> bool:
 def _unreadable(text: str) -> bool:
     if text.isascii() and text.isprintable():
         return False
-    # Counted in one go: a text may well be made of as many kinds of characters as there are.
+    # One pass over the text: it may contain very many distinct characters.
     bad = sum(n for c, n in Counter(text).items() if c not in _WHITESPACE and _is_no_text(c))
     return bad > _UNREADABLE * len(text)
 

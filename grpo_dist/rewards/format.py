@@ -1,4 +1,4 @@
-"""Does a completion keep the think/answer format?"""
+"""Checks the think/answer format of a completion."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import unicodedata
 from grpo_dist.rewards.text import boxes
 from grpo_dist.types import NO_THOUGHT, Thought
 
-# TeX that shows nothing: spaces, what is set invisibly, and commands around an argument that may be empty.
+# TeX without visible output: spaces, phantoms, and commands whose argument may be empty.
 _BLANK_TEX = re.compile(
     r"\\(?:q?quad|enspace|thinspace|medspace|thickspace|neg(?:thin|med|thick)space|hfill|null|strut|relax|left\.|right\."
     r"|displaystyle|textstyle)(?![A-Za-z])|\\(?:[,;:!>/ ]|$)"
     r"|\\(?:[hv]space\*?|[hv]?phantom|kern|hskip)\s*(?:\{[^{}]*\}|-?[\d.]+\s*(?:pt|em|ex|mu|cm))"
     r"|\\(?:text\w*|math(?:rm|bf|it|sf|tt|bb|cal)|operatorname|mbox|hbox|boxed|fbox|bf|rm|it)(?=\s*\{)|~|\$"
 )
-# Letters and symbols that show nothing: fillers of Hangul, the blank of Braille.
+# Invisible letters and symbols: Hangul fillers, the Braille blank.
 _BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800")
-_INVISIBLE = frozenset({"Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me"})  # a mark alone marks nothing
+_INVISIBLE = frozenset({"Cf", "Cc", "Zs", "Zl", "Zp", "Mn", "Me"})  # a combining mark alone is invisible
 _MAY_BE_BLANK = re.compile(r"[\\~$]")
 _ANSWER_TAGS = ("<answer>", "</answer>")
 
@@ -25,19 +25,20 @@ _ANSWER_TAGS = ("<answer>", "</answer>")
 def think_answer_format(
     completion: str, *, thought: Thought = NO_THOUGHT, answer_tags: tuple[str, str] = _ANSWER_TAGS
 ) -> float:
-    """1.0 for a thought in its tags exactly once, at the start, and then an answer: one
-    ``<answer>...</answer>`` and nothing else, or text with ``\\boxed{...}``. 0.0 otherwise, and where thought
-    or answer show nothing.
+    """Return 1.0 for exactly one thought in its tags, at the start, followed by an answer; else 0.0.
+
+    An answer is one ``<answer>...</answer>`` and nothing else, or text with ``\\boxed{...}``. Thought and
+    answer must have visible content.
 
         <think>2+2</think>\\boxed{4}              1.0
         <think>2+2</think><answer>4</answer>      1.0
         \\boxed{4}                                0.0    no thought
         <think>2+2 \\boxed{4}                     0.0    never closed
-        <think></think>\\boxed{4}                 0.0    nothing in it
-        <think>2+2</think>\\boxed{\\text{ }}      0.0    nothing in it
+        <think></think>\\boxed{4}                 0.0    empty thought
+        <think>2+2</think>\\boxed{\\text{ }}      0.0    empty answer
 
-    Where the prompt opens the thought, as ``thought`` says, the completion continues it:
-    ``2+2</think>\\boxed{4}`` is 1.0. Where the prompt holds an empty thought, only the answer is wanted.
+    If the prompt opens the thought (``thought.prompt``), the completion continues it:
+    ``2+2</think>\\boxed{4}`` is 1.0. If the prompt holds an empty thought, only the answer is expected.
     """
     tags = (thought.opening, thought.closing)
     rest = completion
@@ -55,12 +56,13 @@ def think_answer_format(
 
 
 def shows(text: str) -> bool:
-    """Whether anything of ``text`` can be seen: not in white space, zero-width characters, ``\\,``,
-    ``\\text{}`` or empty braces.
+    """Return whether ``text`` has visible content.
+
+    White space, zero-width characters, ``\\,``, ``\\text{}`` and empty braces are invisible.
     """
     braces = 0
     for char in _BLANK_TEX.sub("", text) if _MAY_BE_BLANK.search(text) else text:
-        if char in "{}":  # without a partner they show
+        if char in "{}":  # unbalanced braces are visible
             braces += 1 if char == "{" else -1
         elif char not in _BLANK and unicodedata.category(char) not in _INVISIBLE:
             return True

@@ -1,4 +1,4 @@
-"""How many gold answers the mathematical grader can read, looked at before a run starts."""
+"""Counts gold answers that the math grader cannot parse, before a run starts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.runtime.hardware import available_cpus
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # certainly readable; most data sets have nothing else
-_LOOKED_AT = 1000  # enough to notice a wrong column, and seconds even for hard formulas
+_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")  # always parsable; most data sets hold nothing else
+_LOOKED_AT = 1000  # enough to detect a wrong column, in seconds even for hard formulas
 
 
 def count_unreadable(golds: Sequence[str], settings: RewardsConfig) -> tuple[int, int]:
-    """How many gold answers can only be compared as text, and of how many that is: the first thousand that
-    are no plain numbers, and all plain numbers.
+    """Count gold answers that can only be compared as text. Returns (unreadable, examined).
 
-    Read in grader processes, under the deadline of an answer: some texts keep a parser busy for ever.
+    Examines all plain numbers and the first thousand other answers, in grader processes with the deadline of
+    an answer, because some texts hang a parser.
     """
     formulas = [gold for gold in golds if not _NUMBER.fullmatch(gold)]
     asked = formulas[:_LOOKED_AT]

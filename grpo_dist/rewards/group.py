@@ -1,4 +1,4 @@
-"""What a reward is given: the completions of one problem, and the math grader's verdicts on them."""
+"""Inputs of a reward: the completions of one problem, and the math grader's verdicts on them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
 
 @dataclass(frozen=True, slots=True)
 class CompletionGroup:
-    """The G completions of one problem, and what was asked."""
+    """The G completions of one problem, with its gold answer and columns."""
 
     completions: tuple[str, ...]  # [G]
-    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], of the policy's tokenizer
+    token_ids: tuple[np.ndarray, ...]  # G arrays int32 [C], the policy's tokens
     finish_reasons: tuple[str, ...]  # [G] "stop" (EOS) or "length"
     gold: str
-    columns: Mapping[str, Any]  # `problem` and the data's further columns
-    max_new_tokens: int  # longest completion that training samples
+    columns: Mapping[str, Any]  # `problem` and the further columns of the data
+    max_new_tokens: int  # `sampling.max_new_tokens`
     thought: Thought = NO_THOUGHT  # the tags around a thought, and whether the prompt opens it
 
     @classmethod
@@ -37,7 +37,10 @@ class CompletionGroup:
         max_new_tokens: int,
         settings: RewardsConfig | None = None,
     ) -> CompletionGroup:
-        """``settings`` of rewards, which may say more of thoughts than the prompt does."""
+        """Collect the completions of ``prompt``.
+
+        ``settings`` may override the thought found in the prompt.
+        """
         return cls(
             completions=tuple(r.text for r in rollouts),
             token_ids=tuple(r.completion_ids for r in rollouts),
@@ -50,17 +53,17 @@ class CompletionGroup:
 
     @property
     def outside_thoughts(self) -> list[str]:
-        """[G]: the completions without a thought that is never closed, which is no place for an answer."""
+        """Strip a thought that is never closed, since it holds no answer. [G]"""
         return [outside_thought(completion, self.thought) for completion in self.completions]
 
     @property
     def lengths(self) -> list[int]:
-        """Completion tokens of each sample, EOS included."""
+        """Count completion tokens of each sample, EOS included. [G]"""
         return [len(ids) for ids in self.token_ids]
 
 
 class Verdicts:
-    """The math grader's grades of one group, made once, when the first reward asks for them."""
+    """Grades of one group by the math grader, computed on first use."""
 
     def __init__(self, group: CompletionGroup, pool: GraderPool) -> None:
         self._group, self._pool = group, pool
@@ -73,12 +76,12 @@ class Verdicts:
 
     @property
     def correct(self) -> list[float]:
-        """[G]: 1 right, 0 wrong or no answer, NaN not judged."""
+        """1 for correct, 0 for wrong or no answer, NaN for not graded. [G]"""
         return [grade.reward for grade in self.grades]
 
     @property
     def outcomes(self) -> list[str]:
-        """[G] outcomes, "" each where no reward has asked."""
+        """Outcome of each grade; "" for all when no reward used the grades. [G]"""
         if "grades" not in vars(self):
             return [""] * len(self._group.completions)
         return [grade.outcome for grade in self.grades]

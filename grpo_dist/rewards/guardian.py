@@ -1,12 +1,11 @@
-"""The parent of a grader process: ends it, and every process that its code has started, wherever those went.
+"""Parent of a grader process: ends it together with every process that its code has started.
 
     pool --lifeline, SIGTERM--> guardian --> grader --> what user code starts
                                     ^                        |  setsid, double fork
                                     +---- becomes its child -+
 
-The guardian is a child subreaper: a process whose parent ends becomes its child, also in a session of its
-own. It waits for the grader's end, for SIGTERM and for the end of the pool's process; then
-it kills all of them.
+The guardian is a child subreaper: a process whose parent ends becomes its child, even in its own session. It
+waits until the grader exits, SIGTERM arrives or the pool's process ends; then it kills all of them.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
-_KILL_S = 5.0  # longest that new descendants are looked for and waited for
+_KILL_S = 5.0  # limit for finding new descendants and for waiting for their end
 _WAKE_MS = 60_000
 
 
 def fork_guarded(lifeline: int) -> None:
-    """Fork. Return in the new process, the leader of a process group; this one becomes its guardian and exits
-    as it does, or with 0 when it was asked to end it.
+    """Fork and return in the child, which leads a new process group.
+
+    The parent becomes the guardian. It exits with the child's status, or with 0 after SIGTERM.
 
     Args:
         lifeline: read end of a pipe whose other end only the pool's process holds.
@@ -56,13 +56,13 @@ def fork_guarded(lifeline: int) -> None:
             os._exit(1)
         return
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1):  # the grader's ends of the pipes are its own
+    for descriptor in (0, 1):  # only the grader uses its pipes
         os.dup2(nothing, descriptor)
     _exit_as(_wait(grader, lifeline, wake, asked))
 
 
 def kill_descendants(root: int) -> None:
-    """SIGKILL to all processes below ``root``. They are stopped first, so that none can start another."""
+    """Send SIGKILL to all descendants of ``root``. They are stopped first, so that none can fork."""
     stopped: set[int] = set()
     end = time.monotonic() + _KILL_S
     while time.monotonic() < end and (new := _descendants(root) - stopped):
@@ -72,7 +72,7 @@ def kill_descendants(root: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """SIGKILL to all processes that were started with ``mark``, as ``NAME=value``, in their environment."""
+    """Send SIGKILL to all processes with ``mark``, as ``NAME=value``, in their initial environment."""
     wanted, found = mark.encode(), set()
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -82,7 +82,7 @@ def kill_marked(mark: str) -> None:
 
 
 def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
-    """The grader's wait status, 0 when it was asked to be ended, once nothing below this process is left."""
+    """Wait for the end and kill all descendants. Returns the grader's wait status, 0 after SIGTERM."""
     poller = select.poll()
     poller.register(lifeline, 0)  # only its hang-up
     poller.register(wake, select.POLLIN)
@@ -103,7 +103,7 @@ def _wait(grader: int, lifeline: int, wake: int, asked: list[int]) -> int:
 
 
 def _reaped() -> dict[int, int]:
-    """Wait statuses of the children that have ended."""
+    """Reap children that have ended. Returns their wait statuses by process id."""
     found = {}
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

@@ -1,7 +1,7 @@
-"""Does a language model call two answers the same? Asked of any OpenAI-compatible server, for what the math
-grader does not accept: prose, rounded numbers, odd notation.
+"""LLM judge: asks an OpenAI-compatible server whether two answers are equal.
 
-The pair (gold, final answer) is all the judge sees; the reasoning would only talk it round.
+It covers answers that the math grader rejects: prose, rounded numbers, unusual notation. The judge sees only
+the gold and the final answer, because the reasoning of a completion could sway it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from grpo_dist.rewards.text import boxes
 from grpo_dist.rewards.verdict_cache import VerdictCache
 from grpo_dist.secrets import masked
 
-_TAIL = 300  # characters of a completion without a box that are judged, from its end
-_LONGEST = 1000  # characters; a longer box is no answer, unless the gold is as long
+_TAIL = 300  # last characters of a completion without a box that are judged
+_LONGEST = 1000  # characters; a longer box is not an answer, unless the gold is as long
 
 INSTRUCTION = (
     "You compare the final answers to a mathematical problem. Answer Yes when the candidate states the same "
@@ -52,23 +52,23 @@ EXAMPLES = (
 
 
 class LLMJudge(Builtin):
-    """1 where the judge says Yes, 0 where No; also 1 without asking, where the math grader has accepted.
+    """1 if the judge replies Yes, 0 if No; 1 without a request if the math grader accepts the answer.
 
-    A request that fails after all retries, or a reply that is neither Yes nor No, gives NaN.
+    NaN when a request fails after all retries, or the reply is neither Yes nor No.
     """
 
-    base_url: str = Field(description="of the server, e.g. http://localhost:8000/v1")
-    model: str = Field(description="name the server knows the judge by")
+    base_url: str = Field(description="URL of the server, e.g. http://localhost:8000/v1")
+    model: str = Field(description="name of the judge model on the server")
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     only_when: Literal["wrong", "always"] = Field(
-        "wrong", description="wrong: ask only where the math grader did not accept"
+        "wrong", description="wrong: ask only if the math grader rejects the answer"
     )
     instruction: str = INSTRUCTION
     examples: tuple[Example, ...] = EXAMPLES
     max_retries: Count = 3
-    timeout_s: PositiveFloat = Field(30.0, description="of one try")
+    timeout_s: PositiveFloat = Field(30.0, description="of one attempt")
     requests_per_minute: PositiveFloat | None = Field(None, description="of the whole run")
-    max_concurrency: PositiveInt = Field(8, description="requests of a reward worker in flight at once")
+    max_concurrency: PositiveInt = Field(8, description="concurrent requests of one reward worker")
     max_tokens: PositiveInt = Field(8, description="longest reply")
     cache_path: str | None = Field(None, description="file of verdicts kept across runs; null: in memory")
     extra_body: dict[str, Any] = Field({}, description="further fields of each request")
@@ -79,7 +79,7 @@ class LLMJudge(Builtin):
     _note: Note = PrivateAttr()
 
     def check(self, *, max_new_tokens: int) -> None:
-        """One question, so that a judge that is not there ends no run at its first step."""
+        """Ask one question, so that an unreachable judge is reported before the run starts."""
         VerdictCache(self.cache_path).close()
         server = self._connect(workers=1)
         where = f"the judge {self.model} at kwargs.base_url = {masked(self.base_url)}"
@@ -87,7 +87,7 @@ class LLMJudge(Builtin):
             reply = server.reply(self.messages("4", "4"))
         except NoReply as error:
             raise ValueError(
-                f"{where} does not answer ({error}); start it, or check base_url, model and api_key_env"
+                f"{where} does not reply ({error}); start it, or check base_url, model and api_key_env"
             ) from error
         finally:
             server.close()
@@ -95,7 +95,7 @@ class LLMJudge(Builtin):
             yes_or_no(reply)
         except NoReply as error:
             raise ValueError(
-                f"{where} answers {error}; raise kwargs.max_tokens = {self.max_tokens}, turn its thinking "
+                f"{where} replies {error}; raise kwargs.max_tokens = {self.max_tokens}, turn its thinking "
                 "off with kwargs.extra_body, or use another model"
             ) from error
 
@@ -113,7 +113,7 @@ class LLMJudge(Builtin):
             None if right else candidate(completion, gold)
             for right, completion in zip(accepted, group.outside_thoughts, strict=True)
         ]
-        distinct = sorted({c for c in candidates if c})  # a group often agrees; each answer is asked once
+        distinct = sorted({c for c in candidates if c})  # samples often agree; ask about each answer once
         judged = dict(
             zip(distinct, self._threads.map(lambda c: self._verdict(gold, c), distinct), strict=True)
         )
@@ -127,7 +127,7 @@ class LLMJudge(Builtin):
         self._cache.close()
 
     def messages(self, gold: str, answer: str) -> list[dict[str, str]]:
-        """One turn of the user's, since not every model takes a system prompt."""
+        """Build the request as one user turn, because some models take no system prompt."""
         shown = "\n\n".join(
             f"{_comparison(e.reference, e.candidate)}{'Yes' if e.equal else 'No'}" for e in self.examples
         )
@@ -159,14 +159,14 @@ class LLMJudge(Builtin):
 
 
 def candidate(completion: str, gold: str) -> str:
-    """What is judged: the last box, else the last characters; on one line; "" where there is no answer."""
+    """Return the text to judge, on one line: the last box, else the last characters; "" for no answer."""
     found = boxes(completion)
     text = " ".join((found[-1] if found else completion[-_TAIL:]).split())
     return "" if len(text) > max(_LONGEST, 4 * len(gold)) else text
 
 
 def yes_or_no(reply: str) -> bool:
-    """``Yes`` or ``No`` alone, in any case, with a full stop at most. Raises NoReply for anything else."""
+    """Parse a reply of ``Yes`` or ``No`` alone, in any case, with punctuation. Raises NoReply otherwise."""
     match = re.fullmatch(r"\W*(yes|no)\W*", reply, re.IGNORECASE)
     if match is None:
         raise NoReply(f"neither Yes nor No: {reply[:80]!r}")

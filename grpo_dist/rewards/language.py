@@ -1,4 +1,4 @@
-"""Is a completion written in the script that was asked for? Formulas belong to no language."""
+"""Measures how much of a completion is written in the wanted scripts. Formulas do not count."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SCRIPTS: tuple[str, ...] = get_args(Script)
 _OPENS = re.compile(r"\$\$?|\\[(\[]|\\begin\{(\w+\*?)\}")
 _IN_LINE = re.compile(r"\$[^$\n]*\$")
 _ENDS = re.compile(r"\\end\{\w+\*?\}")
-_ONE_A_LETTER = frozenset({"han", "hiragana", "katakana", "thai"})  # written without spaces between words
-_VARIABLES = frozenset({"latin", "greek"})  # whose single letters are names of numbers in any language
+_LETTER_IS_WORD = frozenset({"han", "hiragana", "katakana", "thai"})  # written without spaces between words
+_VARIABLES = frozenset({"latin", "greek"})  # whose single letters are variables in any language
 
 
 def script_share(text: str, scripts: Collection[str]) -> float:
-    """Share of the words of ``text`` that are written in one of ``scripts``, in [0, 1].
+    """Return the share of words of ``text`` that are written in one of ``scripts``, in [0, 1].
 
     The language consistency reward of DeepSeek-R1 (arXiv:2501.12948, section 2.3.2): words of the target
-    language / all words. A word is a run of letters of one script; of scripts without spaces every letter is
-    one. Formulas, LaTeX commands, tags, links and single Latin or Greek letters, which are variables, do not
-    count; natural language inside of them does (`markup`). A text without a word is in no other language: 1.
+    language / all words. A word is a run of letters of one script, or one letter in scripts without spaces.
+    Formulas, LaTeX commands, tags, links and single Latin or Greek letters (variables) do not count, but
+    natural language inside them does (`markup`). A text without words scores 1.
 
         "the answer ответ is $x$", {"latin"}  ->  3 of 4 words = 0.75
         "ответ $the answer$", {"cyrillic"}    ->  1 of 3 words
@@ -60,8 +60,9 @@ def _prose_and_formulas(text: str) -> tuple[str, list[str]]:
 
 
 def _end_of_formula(text: str, opening: re.Match[str], last: Mapping[str, int]) -> int | None:
-    """Where the formula that begins with ``opening`` ends, None of one that does not. ``last``: where each
-    closing mark is found last.
+    """Return the end of the formula that begins with ``opening``; None if it is not closed.
+
+    ``last`` holds the last position of each closing mark in ``text``.
     """
     mark, begin = opening.group(), opening.end()
     close = {"$": "", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}.get(mark, f"\\end{{{opening[1]}}}")
@@ -72,12 +73,12 @@ def _end_of_formula(text: str, opening: re.Match[str], last: Mapping[str, int]) 
 
 
 def _words(text: str) -> Iterator[str]:
-    """The script of every word, in order."""
+    """Yield the script of every word, in order."""
     current, letters = "", 0
     for char in text + " ":
-        # A combining mark belongs to the letter before it.
+        # A combining mark belongs to the preceding letter.
         script = current if unicodedata.category(char).startswith("M") else _script(char)
-        if script != current or script in _ONE_A_LETTER:
+        if script != current or script in _LETTER_IS_WORD:
             if current and not (letters == 1 and current in _VARIABLES):
                 yield current
             current, letters = script, 0
@@ -86,7 +87,10 @@ def _words(text: str) -> Iterator[str]:
 
 @lru_cache(maxsize=65536)
 def _script(char: str) -> str:
-    """The script of a letter, "" for what is no letter; a script not listed above goes by its own name."""
+    """Return the script of a letter, "" for other characters.
+
+    A script not in `SCRIPTS` keeps its Unicode name.
+    """
     if not char.isalpha():
         return ""
     first = unicodedata.name(char, "unknown").split()[0].lower()

@@ -1,4 +1,4 @@
-"""Rewards for length, in tokens of the policy, never characters."""
+"""Length rewards. Lengths are tokens of the policy, never characters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def overlong_punishment(length: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """0 up to ``max_tokens - buffer_tokens``, then falling in a line to -1 at ``max_tokens``.
+    """Return 0 up to ``max_tokens - buffer_tokens``, then falling linearly to -1 at ``max_tokens``.
 
     Equation 13 of DAPO (Yu et al. 2025, arXiv:2503.14476): with L_max = ``max_tokens`` and L_cache =
     ``buffer_tokens``, (L_max - L_cache - length) / L_cache within the buffer, -1 beyond L_max.
@@ -28,18 +28,18 @@ def cosine_length(
     wrong_range: tuple[float, float],
     exceed: float,
 ) -> float:
-    """A reward for the answer that also depends on its length: (value at length 0, value at ``max_tokens``),
-    joined by half a cosine wave, one such pair for right answers and one for wrong ones.
+    """Return a reward that depends on correctness and length.
 
     Yeo et al. 2025, arXiv:2502.03373, section 4: r_L + (r_0 - r_L) (1 + cos(pi length / L_max)) / 2, and
-    ``exceed`` for what ran into the limit. Short right answers are worth more than long ones, and long wrong
-    ones more than short ones, so that a model thinks on where it does not know yet.
+    ``exceed`` for truncated completions. By default short correct answers are worth more than long ones, and
+    long wrong answers more than short ones, so a model thinks longer where it does not know the answer.
 
         correct_range (1, 0.5), max_tokens 100:   0 -> 1   50 -> 0.75   100 -> 0.5
 
     Args:
-        correct: 1 right, 0 wrong; NaN gives NaN.
-        exceeded: whether sampling was cut off at the limit.
+        correct: 1 or 0; NaN gives NaN.
+        exceeded: whether sampling was truncated at the limit.
+        correct_range, wrong_range: (r_0 at length 0, r_L at ``max_tokens``) of correct and of wrong answers.
     """
     if math.isnan(correct):
         return math.nan
@@ -51,11 +51,11 @@ def cosine_length(
 
 
 def relative_length(correct: Sequence[float], lengths: Sequence[int]) -> list[float]:
-    """Length against the other samples of the group: from 0.5 for the shortest to -0.5 for the longest.
+    """Score length relative to the group: 0.5 for the shortest to -0.5 for the longest.
 
     Kimi k1.5 (arXiv:2501.12599), section 2.3.3: lambda = 0.5 - (length - shortest) / (longest - shortest);
-    lambda for a right answer, min(0, lambda) for a wrong one; 0 for all where all are equally long. A sample
-    whose ``correct`` is NaN gets NaN; its length still counts for the others.
+    lambda for a correct answer, min(0, lambda) for a wrong one; 0 for all if all are equally long. A sample
+    whose ``correct`` is NaN gets NaN, but its length still counts.
 
         correct [1, 1, 0, 0], lengths [10, 30, 20, 10] -> [0.5, -0.5, 0, 0]
     """

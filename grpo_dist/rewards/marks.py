@@ -1,4 +1,4 @@
-"""What an answer says beside its value: its name, unit, base. math-verify overlooks all of these."""
+"""Variable name, unit and number base of an answer, all of which math-verify ignores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _BASES = {
 
 
 def label(answer: str) -> str | None:
-    """What a single equation says its value is: ``x = 5`` -> ``X``, ``f(t) = t^2`` -> ``F``."""
+    """Return the left-hand side of a single equation: ``x = 5`` -> ``X``, ``f(t) = t^2`` -> ``F``."""
     plain = tidy(answer)
     match = LABEL.match(plain) if plain.count("=") == 1 else None
     return normalise(re.sub(r"\(.*", "", match.group(1))) if match else None
 
 
 def unit(answer: str) -> str | None:
-    """What a number counts, None where it does not say, or in words not known: ``10\\text{ cm}`` -> ``cm``,
-    ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``.
+    """Return the unit of a number; None without a known unit.
+
+    ``10\\text{ cm}`` -> ``cm``, ``30^\\circ`` -> ``deg``, ``28\\%`` -> ``%``, ``52_8`` -> ``base``
     """
     plain = tidy(answer)
     if percent(plain) is not None:
@@ -50,26 +51,27 @@ _UNIT_NAMES = {
 
 
 def worded_numbers(answer: str) -> tuple[str, ...]:
-    """Numbers of an answer that says what it counts: ``4\\text{ cats}, 6\\text{ dogs}`` -> ("4", "6")."""
+    """Return the numbers of an answer with nouns: ``4\\text{ cats}, 6\\text{ dogs}`` -> ("4", "6")."""
     numbers = tuple(re.findall(r"\d+(?:\.\d+)?", answer))
     return numbers if len(numbers) > 1 and re.search(r"\\text\s*\{[^{}]*[A-Za-z]{3}", answer) else ()
 
 
 def subscripts(answer: str) -> tuple[str, ...]:
-    """Bases that numbers are written in: ``52_8``, ``52_{\\text{eight}}`` -> ("8",)."""
+    """Return the number bases of an answer: ``52_8``, ``52_{\\text{eight}}`` -> ("8",)."""
     found = re.findall(r"\d\)?\s*_\s*\{?\s*(?:\\(?:text|mathrm)\s*\{)?\s*(\d+|[a-z]+)", latex(answer))
     return tuple(_BASES.get(base, base) for base in found)
 
 
 def without_percent(gold: str, answer: str, *, share: Callable[[], bool]) -> list[tuple[str, str]]:
-    """The pairs of texts of which one must be equal, without the percent sign of the answer.
+    """Return (gold, answer) pairs without the answer's percent sign; the answer is right if one pair is
+    equal.
 
-    28\\% is 28 where the gold is a percentage too, or has left the sign to the question ("what percent?"),
-    and 28/100 where the gold is a share, a number of at most 1. So 500\\% is 500 and never 5.
+    28\\% is 28 if the gold is a percentage or omits the sign ("what percent?"), and 28/100 if the gold is a
+    fraction of at most 1. So 500\\% is 500 and never 5.
 
         28\\%, 28\\%   28, 28        28, 28\\%   28, 28        0.28, 28\\%   0.28, 28 or 0.28, 28/100
 
-    ``share``: whether the gold is a number of at most 1, or no number.
+    ``share`` tells whether the gold is a number of at most 1, or not a number.
     """
     ours, theirs = percent(tidy(gold)), percent(tidy(answer))
     if theirs is None:

@@ -1,24 +1,24 @@
-"""Natural language in formulas, tags and links: what is left of them without what belongs to no language.
+"""Extracts natural language from formulas, tags and links.
 
-A policy must not hide its words from the language reward between dollars, in angle brackets or behind https://.
-So nothing is taken away whole: of a formula go commands that exist and short runs of letters, which are
-products of variables; of tags those that are known; of links the first few, where they are plain ASCII.
+A policy must not be able to hide words from the language reward in dollars, angle brackets or URLs. So only
+what belongs to no language is removed: known LaTeX commands and short runs of letters (products of variables)
+from formulas, known tags, and the first few plain ASCII links.
 """
 
 from __future__ import annotations
 
 import re
 
-_FREE_LINKS = 2  # of a completion; further ones are words
+_FREE_LINKS = 2  # per completion; further links count as words
 _LINK = re.compile(r"https?://[\w-]+(?:\.[\w-]+)+(?::\d+)?(?:/[!-;=?-~]*)?", re.ASCII)
-_LINK_WORDS = 6  # runs of letters in a link; one with more is text
+_LINK_WORDS = 6  # runs of letters in a link; a link with more counts as text
 _TAG = re.compile(
     r"</?(?:think|thinking|thought|reason|reasoning|answer|solution|step|steps|reflection|final|result|summary|output|code"
     r"|a|b|i|u|s|p|q|br|hr|em|strong|sub|sup|ul|ol|li|h[1-6]|div|span|pre|table|thead|tbody|tr|td|th)\s*/?>",
     re.IGNORECASE,
 )
 _COMMAND = re.compile(r"\\([A-Za-z]+)\*?")
-# Commands with the argument that is a name, which nobody reads.
+# Commands whose argument is an identifier, not text.
 _NAMED = re.compile(
     r"\\(?:begin|end)\{(?:align(?:ed|at)?|equation|gather(?:ed)?|cases|d?cases|[bpvBV]?(?:small)?matrix|array|split|multline"
     r"|eqnarray|tabular|itemize|enumerate|center|tikzpicture|asy|document|proof|figure|table|verbatim)\*?\}"
@@ -26,8 +26,8 @@ _NAMED = re.compile(
 )
 _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|intertext)\s*\{([^{}]*)\}")
 _RUN = re.compile(r"[A-Za-z]+")
-_PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # words beside each other are no product
-_NAMES = re.compile(r"(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")  # AB, ABC: of segments and triangles
+_PHRASE = re.compile(r"[A-Za-z]{2,}(?:[ ,.'-]+[A-Za-z]{2,})+")  # adjacent words are not a product
+_NAMES = re.compile(r"(?<![A-Za-z])[A-Z]{2,3}(?![A-Za-z])")  # AB, ABC: segments and triangles
 _SPACING = frozenset(
     {"quad", "qquad", "enspace", "thinspace", "hspace", "rm", "bf", "it", "em"}
     | {"text", "textbf", "textit", "textrm", "textsf", "texttt"}
@@ -70,7 +70,7 @@ _COMMANDS = frozenset(
 
 
 def words_of_prose(text: str) -> str:
-    """``text`` outside of formulas, without its first links, known tags and LaTeX commands."""
+    """Remove the first links, known tags and LaTeX commands from ``text``, which holds no formulas."""
     links = 0
 
     def link(match: re.Match[str]) -> str:
@@ -82,16 +82,19 @@ def words_of_prose(text: str) -> str:
 
 
 def words_of_formula(text: str) -> str:
-    """What of a formula is natural language: the words of \\text{}, phrases, long words, and letters of other
-    scripts. ``x_{\\text{max}} = \\frac{abc}{2}`` has none, ``the answer is 5`` has three.
+    """Return the natural language of a formula: \\text{}, phrases, long words, and letters of other scripts.
+
+    ``x_{\\text{max}} = \\frac{abc}{2}`` has no words, ``the answer is 5`` has three.
     """
-    said = " ".join(_long_runs(words) for words in _TEXT.findall(text))
-    return f"{said} {_long_runs(_NAMES.sub(' ', _without_commands(_TEXT.sub(' | ', text), between=' | ')))}"
+    texts = " ".join(_long_runs(words) for words in _TEXT.findall(text))
+    return f"{texts} {_long_runs(_NAMES.sub(' ', _without_commands(_TEXT.sub(' | ', text), between=' | ')))}"
 
 
 def _without_commands(text: str, between: str = " ") -> str:
-    """A command that does not exist is its name, for a policy can put a backslash before any word.
-    ``between`` takes the place of commands other than spaces and fonts: its two sides are no phrase.
+    """Replace known commands by ``between``, or by a space for spacing and font commands.
+
+    An unknown command becomes its name, since a policy can put a backslash before any word. ``between`` keeps
+    the texts on both sides from forming a phrase.
     """
 
     def named(match: re.Match[str]) -> str:
@@ -102,7 +105,7 @@ def _without_commands(text: str, between: str = " ") -> str:
 
 
 def _long_runs(text: str) -> str:
-    """``text`` without short runs of Latin letters that stand in no phrase."""
+    """Remove short runs of Latin letters outside phrases from ``text``."""
     phrases = " ".join(_PHRASE.findall(text))
     rest = _PHRASE.sub(" ", text)
     return f"{phrases} {_RUN.sub(lambda match: match.group() if len(match.group()) > _SHORT else ' ', rest)}"

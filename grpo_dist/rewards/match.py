@@ -1,5 +1,6 @@
-"""Plain comparisons with the gold answer: as text, and as a number. Cheap, and nothing is parsed as algebra;
-`math` is the grader that knows algebra.
+"""Compares an answer with the gold as text or as a number, cheaply.
+
+`math` is the grader that parses algebra.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ import math
 import re
 import unicodedata
 
-from grpo_dist.rewards.text import boxes
+from grpo_dist.rewards.text import boxes, tagged_answer
 
-_LONGEST = 20_000  # characters of a completion that are searched, from its end
+_LONGEST = 20_000  # last characters of a completion that are searched
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# No number of an exponent, an index or a name: x_1, 10^{5}, cm^2, a2.
+# Not the number of an exponent, an index or a name: x_1, 10^{5}, cm^2, a2.
 _NUMBER = re.compile(
     rf"(?<![\w^.])(?<!\^\{{)(?<!_\{{)(?P<sign>[-−+])?"
     rf"(?:\\[dt]?frac\s*\{{\s*(?P<above>-?\d+)\s*\}}\s*\{{\s*(?P<below>\d+)\s*\}}"
@@ -22,24 +23,24 @@ _NUMBER = re.compile(
 
 
 def final_answer(completion: str) -> str:
-    """The answer that a completion ends with: its last box, else what stands between its last answer tags,
-    else its last line that is not blank; "" for blank text.
+    """Return the final answer: the last box, else the last tagged answer, else the last non-blank line.
+
+    "" for blank text.
     """
     tail = completion[-_LONGEST:]
     if found := boxes(tail):
         return found[-1]
-    before, closing, _ = tail.rpartition("</answer>")
-    if closing and "<answer>" in before:
-        return before.rpartition("<answer>")[2].strip()
+    if (tagged := tagged_answer(tail)) is not None:
+        return tagged
     lines = tail.strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 
 def exact_match(completion: str, gold: str, *, ignore_case: bool) -> float:
-    """1.0 where the final answer and ``gold`` are the same text, habits of writing aside; else 0.0.
+    """Return 1.0 if the final answer and ``gold`` are the same text after light normalisation, else 0.0.
 
-    Not compared: Unicode compatibility forms, dollar signs and LaTeX parentheses around the whole, runs of
-    white space, a last full stop; and letter case, if asked.
+    Ignored are Unicode compatibility forms, dollar signs and LaTeX parentheses around the whole, runs of
+    white space, a final full stop and, with ``ignore_case``, letter case.
 
         "so \\boxed{New  York.}" and "new york", ignore_case   1.0
         "so \\boxed{0.50}" and "0.5"                           0.0
@@ -49,12 +50,11 @@ def exact_match(completion: str, gold: str, *, ignore_case: bool) -> float:
 
 
 def numeric_match(completion: str, gold: str, *, relative: float, absolute: float) -> float:
-    """1.0 where the last number of the final answer is that of ``gold``, within a tolerance; else 0.0. NaN
-    where the gold holds no number.
+    """Return 1.0 if the last number of the final answer equals that of ``gold`` within tolerance, else 0.0.
 
-    |answer - gold| <= max(relative * |gold|, absolute). Thousands separators, fractions (``3/4``,
-    ``\\frac{3}{4}``), powers of ten (``1e-3``) and percent signs (``50\\%`` is 50) are read. Without a box or
-    tags it is the last number of the whole completion, wherever it stands.
+    The tolerance is |answer - gold| <= max(relative * |gold|, absolute). NaN if the gold holds no number.
+    Thousands separators, fractions (``3/4``, ``\\frac{3}{4}``), powers of ten (``1e-3``) and percent signs
+    (``50\\%`` is 50) are parsed. Without a box or tags, the last number of the whole completion counts.
 
         "that makes 1,234 apples in all", "1234"   1.0
         "\\boxed{\\frac{1}{3}}", "0.3333", relative 1e-3   1.0
@@ -72,7 +72,7 @@ def numeric_match(completion: str, gold: str, *, relative: float, absolute: floa
 
 
 def last_number(text: str) -> float | None:
-    """The last finite number in ``text``; None without one.
+    """Return the last finite number in ``text``; None without one.
 
     ``10\\text{ cm}^2`` -> 10, ``x_1 = -3/4`` -> -0.75
     """

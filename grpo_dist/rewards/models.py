@@ -1,10 +1,10 @@
-"""Reward models: Hugging Face classifiers that read a problem with its completions.
+"""Reward models: Hugging Face classifiers that score the completions of a problem.
 
-    outcome   sequence classifier, one score a completion; the conversation in the model's own chat template
-    process   token classifier, one score a step:   problem  step 1 <mark>  step 2 <mark> ...
+    outcome   sequence classifier, one score per completion; input in the model's own chat template
+    process   token classifier, one score per step:   problem  step 1 <mark>  step 2 <mark> ...
                                                                       ^ score 1       ^ score 2
 
-A model with one label gives its logit, one with two the probability of the second.
+The score is the logit of a model with one label, or the probability of the second of two labels.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REDUCE: dict[str, Callable[[np.ndarray], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
-    """What a reward model says of G completions. NaN: could not be scored."""
+    """Scores of G completions by one reward model. NaN: could not be scored."""
 
     rewards: np.ndarray  # float32 [G]
     step_rewards: tuple[np.ndarray, ...] | None = None  # process: G arrays float32 [S_i]
@@ -44,10 +44,10 @@ class ModelScores:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One completion as the model reads it."""
+    """Model input of one completion."""
 
     token_ids: list[int]
-    read_at: list[int]  # process: positions whose scores are those of the steps
+    read_at: list[int]  # process: positions of the step scores
 
 
 class Classifier:
@@ -67,12 +67,12 @@ class Classifier:
     def score(
         self, problem: str, completions: Sequence[str], token_ids: Sequence[np.ndarray], policy_tokenizer: Any
     ) -> ModelScores:
-        """Scores of the completions of one problem.
+        """Score the completions of one problem.
 
         Args:
-            problem: the problem as the data set has it.
+            problem: text of the problem in the data set.
             completions: G texts.
-            token_ids: int32 [C] of each, of ``policy_tokenizer``; only a process model looks at them.
+            token_ids: int32 [C] of each, by ``policy_tokenizer``; used by process models only.
         """
         if self._settings.kind == "outcome":
             scores = self._scores([self._conversation(problem, text) for text in completions])
@@ -96,8 +96,10 @@ class Classifier:
         return _Row(tokenizer(text, add_special_tokens=False)["input_ids"], [])
 
     def _marked(self, problem: str, steps: Sequence[str]) -> _Row:
-        """Steps and marks are tokenised apart, so that a mark is the same tokens behind any step, as such
-        models are trained (e.g. by TRL's PRMTrainer).
+        """Join the steps with marks.
+
+        Steps and marks are tokenised separately, so that a mark has the same tokens after any step, as in
+        training (e.g. by TRL's PRMTrainer).
         """
         settings, tokenizer = self._settings, self._tokenizer
         mark_text = settings.step_separator if settings.step_mark is None else settings.step_mark
@@ -116,7 +118,7 @@ class Classifier:
 
     @torch.no_grad()
     def _scores(self, rows: Sequence[_Row]) -> list[np.ndarray]:
-        """float32 [1] of each row, or [S] where it is read at S places; NaN for a row that is too long."""
+        """Score each row: float32 [S] for S step positions, else [1]. NaN for a row that is too long."""
         out = [np.full(max(1, len(row.read_at)), np.nan, np.float32) for row in rows]
         fits = [i for i, row in enumerate(rows) if len(row.token_ids) <= self._longest]
         if len(fits) < len(rows):
@@ -130,10 +132,13 @@ class Classifier:
         return out
 
     def _forward(self, rows: Sequence[list[int]]) -> np.ndarray:
-        """float32 [B] of an outcome model, [B, T] of a process model; right-padded."""
+        """Run the model on right-padded rows.
+
+        Returns float32 [B] for an outcome, [B, T] for a process model.
+        """
         padding = _unused_id(rows, self._model.config.get_text_config().vocab_size)
-        # A sequence classifier finds the end of a row by the padding id of its configuration. With the usual
-        # one, often EOS, it would stop short of the EOS that a completion ends with.
+        # A sequence classifier locates the end of a row by the padding id of its configuration. With EOS as
+        # padding it would skip the EOS that ends the completion.
         self._model.config.pad_token_id = padding
         self._model.config.get_text_config().pad_token_id = padding
         tokens = torch.full((len(rows), max(map(len, rows))), padding, dtype=torch.long)
@@ -151,21 +156,22 @@ class Classifier:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "reward model %s: a problem with its completion has %d tokens, the model takes %d; such "
-                "samples count as not scored",
+                "reward model %s: a problem with its completion has %d tokens, but the model takes at most "
+                "%d; such samples are not scored",
                 self._settings.name, length, self._longest,
             )  # fmt: skip
 
 
 def check_model(settings: RewardModelConfig) -> None:
-    """Raises ValueError for a model that cannot be used, by its configuration and tokenizer. Loads no
-    weights.
+    """Check configuration and tokenizer of a model without loading weights.
+
+    Raises ValueError for a model that cannot be used.
     """
     where = f"rewards.models {settings.name}: path = {settings.path}"
     local = Path(settings.path).expanduser()
     if not local.is_dir() and (local.is_absolute() or settings.path.count("/") != 1):
         raise ValueError(f"{where}: no such directory; expected a model directory or a hub id owner/name")
-    from transformers import AutoConfig
+    from transformers import AutoConfig  # heavy: only for runs with reward models
 
     try:
         config = AutoConfig.from_pretrained(
@@ -174,14 +180,14 @@ def check_model(settings: RewardModelConfig) -> None:
         _load_tokenizer(settings)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{where}: no configuration and tokenizer to read there ({str(error).splitlines()[0]}); check "
-            "the name, the network and HF_TOKEN"
+            f"{where}: configuration or tokenizer cannot be loaded ({str(error).splitlines()[0]}); check the "
+            "name, the network and HF_TOKEN"
         ) from error
     architectures = config.architectures or []
     head = _HEADS[settings.kind]
     if not settings.trust_remote_code and not any(name.endswith(head) for name in architectures):
         raise ValueError(
-            f"{where}: its architecture is {', '.join(architectures) or 'not named'}, but kind "
+            f"{where}: its architecture is {', '.join(architectures) or 'unknown'}, but kind "
             f"{settings.kind} needs one of ...{head}; use another model or kind"
         )
     if config.num_labels not in (1, 2):
@@ -191,6 +197,7 @@ def check_model(settings: RewardModelConfig) -> None:
 
 
 def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
+    # heavy, as in `check_model`
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     auto = (
@@ -200,19 +207,19 @@ def _load_model(settings: RewardModelConfig, dtype: torch.dtype) -> Any:
         _source(settings), revision=settings.revision, dtype=dtype,
         trust_remote_code=settings.trust_remote_code, output_loading_info=True,
     )  # fmt: skip
-    if info["missing_keys"]:  # transformers would fill them at random
+    if info["missing_keys"]:  # transformers would initialise them at random
         raise ValueError(
             f"rewards.models {settings.name}: path = {settings.path} has no weights for "
             f"{', '.join(sorted(info['missing_keys'])[:3])}; expected a trained classifier of kind "
             f"{settings.kind}"
         )
-    # Keys and values are for whoever goes on writing; they would be kept of all layers, for the whole batch.
+    # Nothing is generated, so a cache of keys and values of all layers would only take memory.
     model.config.get_text_config().use_cache = model.config.use_cache = False
     return model
 
 
 def _load_tokenizer(settings: RewardModelConfig) -> Any:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # heavy, as in `check_model`
 
     return AutoTokenizer.from_pretrained(
         _source(settings), revision=settings.revision, trust_remote_code=settings.trust_remote_code
@@ -225,12 +232,12 @@ def _source(settings: RewardModelConfig) -> str:
 
 
 def _longest(config: Any, tokenizer: Any) -> int:
-    """Tokens that a row may have."""
+    """Return the largest number of tokens of a row."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return min(positions or tokenizer.model_max_length, tokenizer.model_max_length)
 
 
 def _unused_id(rows: Sequence[list[int]], vocabulary: int) -> int:
-    """The smallest token id that no row has."""
+    """Return the smallest token id that occurs in no row."""
     used = set().union(*rows)
     return next(i for i in range(vocabulary) if i not in used)

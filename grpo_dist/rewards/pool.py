@@ -1,14 +1,14 @@
-"""Grading in processes that can be killed: a hard deadline per answer, whatever the answer does to a parser.
+"""Pool of killable grader processes: a hard deadline per answer, whatever the answer does to a parser.
 
 grade() threads      one each     grader processes
-    pair  ---------- pickle ---->  parse, compare       reply in time: done, the process takes the next pair
+    pair  ---------- pickle ---->  parse, compare       reply in time: the process takes the next pair
           <--------- JSON -------
-                                   no reply in time: SIGKILL, a new process; this pair alone is lost
-                                   dead: the same pair again, of a new process; dead again: it is lost
-                                   a line that is no reply to this request: as dead
+                                   deadline missed: SIGKILL and a new process; only this pair times out
+                                   process died: one retry in a new process, then an error
+                                   a line that is not the reply to this request: as if the process died
 
-Code of the user's has processes of its own, which start when it is first called: it shares none with the
-package's graders, so that it cannot change what they answer.
+User code runs in separate processes, started on first use, so that it cannot change results of the package's
+graders.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from typing import Any
 from grpo_dist.rewards.guardian import kill_descendants, kill_marked
 from grpo_dist.rewards.math import Grade
 
-_START_S = (
-    120.0  # a new process has imported the parsers by then, or a module of the user's, also on a busy machine
-)
-_TASKS_PER_PROCESS = 2000  # parsers keep caches; a process is replaced before they matter
-_ATTEMPTS = 2  # whatever ended a process need not have been the answer it was at
-_KILLED_S = 10.0  # a killed process is gone by then, unless the kernel holds it; then it is left behind
-_LONGEST_REPLY = 1 << 20  # bytes; a grader's reply is far below
-_MARK = "GRPO_DIST_GRADER"  # environment variable of a grader process and of what it starts
+_START_S = 120.0  # limit for a new process to import the parsers, or a user module, on a busy machine
+_TASKS_PER_PROCESS = 2000  # then the process is replaced, because parsers keep caches
+_ATTEMPTS = 2  # a process may die for a reason other than its current answer
+_KILLED_S = 10.0  # limit for a killed process to exit; one that the kernel holds is abandoned
+_LONGEST_REPLY = 1 << 20  # bytes; far above any reply of a grader
+_MARK = "GRPO_DIST_GRADER"  # environment variable inherited by all that a grader process starts
 _ROOT = Path(__file__).resolve().parents[2]
-# The process has the grpo_dist of this one, whatever lies in `code_paths`. Where that was found is no place
-# for the user's modules: it may be the working directory. Nor is the working directory itself (-P).
+# The child imports the grpo_dist of this process, whatever `code_paths` contain. The directory it comes from,
+# which may be the working directory, is removed from the path again; -P excludes the working directory
+# itself.
 _CHILD = (
     "import sys; sys.path.insert(0, sys.argv.pop()); import grpo_dist.rewards.child as child; "
     "del sys.path[0]; child.main()"
@@ -53,30 +52,30 @@ _CHILD = (
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call that gave no value: ``timeout`` or ``error``."""
+    """A call without a value; ``outcome`` is ``timeout`` or ``error``."""
 
     outcome: str
     detail: str
 
 
 class _Died(Failure):
-    """The process ended over the call."""
+    """The process died during the call."""
 
 
 class GraderPool:
     """``num_workers`` grader processes shared by any number of threads. Use as a context manager, or `close`.
 
-    The processes end with the one that made the pool, however that one ends.
+    The processes end with the process that made the pool, however that one ends.
 
     Args:
-        timeout_s: longest an answer may take, seconds of wall clock. Starting a process does not count.
-        memory_mb: address space a process may take beyond what it holds once started, MiB.
-        code_paths: directories where custom reward functions are found, before the usual ones: PYTHONPATH and
-            what is installed. The working directory is none of them unless it is named.
-        accept_arithmetic: whether `grade` calls ``\\boxed{3+5}`` right for 8.
+        timeout_s: deadline of an answer, seconds of wall clock. Starting a process does not count.
+        memory_mb: address space a process may add to its size at start, MiB.
+        code_paths: directories of custom reward functions, searched before PYTHONPATH and installed packages.
+            The working directory is not searched unless it is listed.
+        accept_arithmetic: whether `grade` accepts ``\\boxed{3+5}`` for 8.
 
     Raises:
-        ValueError: a number that is not positive, or a directory of ``code_paths`` that is not there.
+        ValueError: a number is not positive, or a directory of ``code_paths`` does not exist.
     """
 
     def __init__(
@@ -105,24 +104,24 @@ class GraderPool:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
 
     def grade(self, pairs: list[tuple[str, str]]) -> list[Grade]:
-        """Grades of (completion, gold answer) pairs, in order. Never raises for a pair, however malformed."""
+        """Grade (completion, gold answer) pairs, in order. Never raises for a pair, however malformed."""
         return list(self._threads.map(self._grade_one, pairs))
 
     def find(self, completions: Iterable[str]) -> list[str | None]:
-        """The answers that `grade` would compare, in order; None where there is none, or none in time."""
+        """Return the answers that `grade` would compare, in order; None for no answer or a timeout."""
         results = self._threads.map(lambda text: self._run("find", (text,)), completions)
         return [None if isinstance(result, Failure) else result for result in results]
 
     def call(self, function: str, keywords: Iterable[Mapping[str, Any]]) -> list[float | Failure]:
-        """Values of ``module:function`` for each set of keywords, in order; a Failure where there is none.
+        """Call ``module:function`` with each set of keywords, in order; a Failure for a call without a value.
 
-        The function gets those keywords that it takes. NaN where it returns None or NaN.
+        The function gets only the keywords that it accepts. None becomes NaN.
         """
         tasks = [(function, dict(k)) for k in keywords]
         return list(self._threads.map(self._call_one, tasks))
 
     def check(self, function: str) -> None:
-        """Raises ValueError when ``module:function`` cannot be loaded."""
+        """Raise ValueError if ``module:function`` cannot be loaded."""
         result = self._run("load", (function,))
         if isinstance(result, Failure):
             raise ValueError(
@@ -131,7 +130,7 @@ class GraderPool:
             )
 
     def close(self) -> None:
-        """Ends every process, when those at work are done. Safe to call twice."""
+        """End every process once running calls are done. Safe to call twice."""
         self._threads.shutdown(cancel_futures=True)
         for idle in (self._idle, self._idle_for_users):
             while not idle.empty():
@@ -152,7 +151,7 @@ class GraderPool:
                 if isinstance(pair, tuple | list)
                 else type(pair).__name__
             )
-            return Grade.of("error", f"expected a pair of texts, got {kinds}")
+            return Grade.of("error", f"expected a pair of strings, got {kinds}")
         result = self._run("grade", (*pair, self._accept_arithmetic))
         if isinstance(result, Failure):
             return Grade.of("timeout" if result.outcome == "timeout" else "error", result.detail)
@@ -168,10 +167,10 @@ class GraderPool:
         of_user = kind in ("load", "call") and not arguments[0].startswith("grpo_dist.")
         idle = self._idle_for_users if of_user else self._idle
         try:
-            # Every process comes back in this time: it is loaded, asked, and at worst killed and replaced.
+            # Bounds the time until a process is free: start, import, call, and at worst kill and restart.
             process = idle.get(timeout=_ATTEMPTS * (3 * _START_S + self._timeout_s + _KILLED_S))
         except queue.Empty:
-            return Failure("error", "no grader process came free")
+            return Failure("error", "no grader process became free")
         try:
             for _ in range(_ATTEMPTS):
                 result = process.run(kind, arguments, self._timeout_s)
@@ -183,9 +182,9 @@ class GraderPool:
 
 
 class _Process:
-    """One grader process; replaced after it was killed, had died or has done enough.
+    """One grader process, restarted after a kill, a crash or `_TASKS_PER_PROCESS` calls.
 
-    ``own``: for the package's graders, and started at once; else for the user's code, when that is called.
+    A process for the package's graders (``own``) starts at once; one for user code starts on first use.
     """
 
     def __init__(self, memory_mb: int, environment: dict[str, str], *, own: bool) -> None:
@@ -195,7 +194,7 @@ class _Process:
             self._launch()
 
     def run(self, kind: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """The result, or a Failure."""
+        """Run one request. Returns the result or a Failure."""
         try:
             packed = pickle.dumps(arguments)
         except Exception as error:
@@ -216,18 +215,18 @@ class _Process:
         except (OSError, EOFError, ValueError) as error:
             self.kill()
             return _Died("error", f"the grader process died ({error})")
-        if status == "memory":  # what is left of its heap is no place for the next answer
+        if status == "memory":  # its heap is too full for the next answer
             self.kill()
         return value if status == "ok" else Failure("error", value)
 
     def close(self) -> None:
-        """End the process and all that it has started, as the end of this one would."""
+        """End the process and its descendants by closing the lifeline, as the end of this process would."""
         if self._child is not None:
             self._lifeline.close()
             self._end()
 
     def kill(self) -> None:
-        """As `close`, by a signal; once, for then its number may be another's."""
+        """Like `close`, by a signal. Signals once, because the process id may be reused."""
         if self._child is not None:
             if self._child.poll() is None:
                 with suppress(ProcessLookupError):
@@ -235,7 +234,7 @@ class _Process:
             self._end()
 
     def _end(self) -> None:
-        """Wait until the guardian has ended all below it and itself; do it in its place where it cannot."""
+        """Wait until the guardian has killed its descendants and exited; kill them here if it cannot."""
         child, self._child = self._child, None
         assert child is not None
         status = _exit_status(child)
@@ -243,7 +242,7 @@ class _Process:
             kill_descendants(child.pid)
             child.kill()
             _exit_status(child)
-        if status in (None, -signal.SIGKILL):  # the guardian was killed, or had to be
+        if status in (None, -signal.SIGKILL):  # the guardian was killed, by us or by user code
             kill_marked(f"{_MARK}={self._mark}")
         for end in (child.stdin, child.stdout, self._lifeline):
             if end is not None:
@@ -263,7 +262,7 @@ class _Process:
                 bufsize=0,
                 env=self._environment | {_MARK: self._mark},
                 pass_fds=(held,),
-                start_new_session=True,  # an interrupt at the terminal is for the driver alone
+                start_new_session=True,  # only the driver handles an interrupt at the terminal
             )
         finally:
             os.close(held)
@@ -274,21 +273,22 @@ class _Process:
         self._loaded: set[str] = set()
 
     def _prepare(self) -> None:
-        """A process that is up and waits for a request."""
+        """Make sure that the process is running and ready for a request."""
         if self._child is None or self._tasks >= _TASKS_PER_PROCESS or self._child.poll() is not None:
             self.kill()
             self._launch()
         if not self._ready:
             try:
                 if self._line(time.monotonic() + _START_S) != "ready":
-                    raise ValueError("it did not say that it is ready")
+                    raise ValueError("it sent no ready message")
             except TimeoutError as error:
                 raise EOFError(f"not started within {_START_S:g} s") from error
             self._ready = True
 
     def _ask(self, kind: str, arguments: bytes, seconds: float) -> tuple[str, Any]:
-        """Status and value. Raises TimeoutError, EOFError when the process ended, and ValueError for a line
-        that is no reply to this request.
+        """Send one request. Returns status and value.
+
+        Raises TimeoutError, EOFError if the process ended, ValueError for a line that is not the reply.
         """
         number = secrets.token_hex(16)
         rest = memoryview(pickle.dumps((number, kind, arguments)))
@@ -300,11 +300,11 @@ class _Process:
             rest = rest[os.write(self._input, rest[: 1 << 16]) :]
         reply = self._line(end)
         if not isinstance(reply, list) or len(reply) != 3 or reply[0] != number:
-            raise ValueError("something else than the grader, as a reward function, wrote to its replies")
+            raise ValueError("other code, such as a reward function, wrote to the grader's replies")
         return reply[1], reply[2]
 
     def _line(self, end: float) -> Any:
-        """The next line of the process, parsed. Raises TimeoutError, or EOFError when the process ended."""
+        """Read and parse the next line. Raises TimeoutError, or EOFError if the process ended."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._output], [], [], max(0.0, end - time.monotonic()))
             if not ready:
@@ -321,7 +321,7 @@ class _Process:
 
 
 def _exit_status(child: subprocess.Popen[bytes]) -> int | None:
-    """None when the process is still there after a while."""
+    """Wait for the exit status; None if the process is still alive after `_KILLED_S`."""
     with suppress(subprocess.TimeoutExpired):
         return child.wait(_KILLED_S)
     return None
@@ -332,10 +332,10 @@ def _environment(code_paths: Sequence[str]) -> dict[str, str]:
     for given, directory in zip(code_paths, directories, strict=True):
         if not directory.is_dir():
             raise ValueError(
-                f"rewards.code_paths: {given!r} is not a directory (looked at {directory}); expected "
-                "directories with the modules of custom rewards"
+                f"rewards.code_paths: {given!r} is not a directory (resolved to {directory}); expected "
+                "directories with modules of custom rewards"
             )
-    # An empty entry, as in "a::b" or "a:", would be the working directory.
+    # An empty entry, as in "a::b" or "a:", would mean the working directory.
     inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = [*map(str, directories), *inherited]
     return os.environ | {

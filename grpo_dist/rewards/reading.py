@@ -1,9 +1,9 @@
-"""From text to the expressions it may stand for, by math-verify's patterns and its LaTeX parser.
+"""Parses text into expressions, by math-verify's patterns and its LaTeX parser.
 
-math-verify finds answers in text by patterns of falling priority (boxes, "the final answer is", any formula,
-any number). The same patterns are used here, with one difference: what they find outside LaTeX (``3*4+1``)
-goes to the LaTeX parser too. math-verify hands it to sympy's parse_expr, which evaluates Python. All that
-still gets there, from the LaTeX grammar, is one number at a time: digits and a point.
+math-verify finds answers in text by patterns of decreasing priority (boxes, "the final answer is", any
+formula, any number). The same patterns are used here, with one difference: a match outside LaTeX (``3*4+1``)
+goes to the LaTeX parser, too. math-verify passes it to sympy's parse_expr, which evaluates Python. Through
+the LaTeX grammar, parse_expr only ever receives one number at a time: digits and a point.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-_CONTEXT = 40  # characters on each side of a reading that are kept
+_CONTEXT = 40  # characters that are kept on each side of a match
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A sympy expression, the text that was understood so, and the words on both sides of it."""
+    """A sympy expression, the text it was parsed from, and the text on both sides."""
 
     expression: Any
     text: str
@@ -29,9 +29,9 @@ class Reading:
 
 
 def read(text: str) -> Reading | None:
-    """The answer in ``text``: a formula in ``$...$`` or ``\\boxed{...}``, or prose that has one.
+    """Parse the answer in ``text``: a formula in ``$...$`` or ``\\boxed{...}``, or prose that contains one.
 
-    The last match of the first pattern that finds anything that parses; None without. Raises MemoryError.
+    Takes the last match of the first pattern with a match that parses; None without one. Raises MemoryError.
     """
     if not text.isascii():  # digits of other scripts match \d and are names to Python
         text = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
@@ -40,7 +40,7 @@ def read(text: str) -> Reading | None:
         for match, target in sorted(
             matches, key=lambda found: (found[0].end(), -found[0].start()), reverse=True
         ):
-            expression, source = _understood(match, target)
+            expression, source = _parsed(match, target)
             if expression is not None and not isinstance(expression, str):
                 begin = max(match.start(), text.rfind(source, match.start(), match.end()))
                 end = begin + len(source)
@@ -51,7 +51,8 @@ def read(text: str) -> Reading | None:
 
 @lru_cache(maxsize=1)
 def _patterns() -> list[list[tuple[re.Pattern[str], Any]]]:
-    """math-verify's (pattern, kind of match), highest priority first, those of equal priority together."""
+    """Return math-verify's (pattern, kind of match), highest priority first, grouped by priority."""
+    # heavy: only where answers are graded
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
     from math_verify.parser import get_extraction_regexes
 
@@ -64,9 +65,9 @@ def _patterns() -> list[list[tuple[re.Pattern[str], Any]]]:
     ]
 
 
-def _understood(match: re.Match[str], kind: Any) -> tuple[Any, str]:
-    """What one match stands for, and its text; None for the first when it does not parse."""
-    from math_verify.parser import extract_match, parse_latex_cached
+def _parsed(match: re.Match[str], kind: Any) -> tuple[Any, str]:
+    """Parse one match. Returns the expression, None if it does not parse, and its text."""
+    from math_verify.parser import extract_match, parse_latex_cached  # heavy, as in `_patterns`
 
     written = match.groupdict().get("expr")
     try:
@@ -76,13 +77,13 @@ def _understood(match: re.Match[str], kind: Any) -> tuple[Any, str]:
         return parse_latex_cached(latex.replace("\n", " ").strip(" .")), written
     except MemoryError:
         raise
-    except Exception:  # the parsers' many ways to say that this is no formula
+    except Exception:  # the parsers reject text in many ways
         return None, ""
 
 
 def _imaginary(expression: Any) -> Any:
-    """i is the imaginary unit where it is the only symbol; to math-verify it is one in 1/i."""
-    from sympy import I
+    """Replace i by the imaginary unit if it is the only symbol; math-verify keeps a symbol in 1/i."""
+    from sympy import I  # heavy, as in `_patterns`
 
     symbols: set[Any] = getattr(expression, "free_symbols", set())
     if [str(symbol) for symbol in symbols] == ["i"]:

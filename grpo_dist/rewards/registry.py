@@ -1,4 +1,4 @@
-"""Rewards by name, scored and combined. A reward of one's own is a function named as ``module:function``."""
+"""Registry of rewards by name, and the scorer that combines them. Custom rewards are ``module:function``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpo_dist.rewards.judge import LLMJudge
 from grpo_dist.rewards.pool import Failure, GraderPool
 from grpo_dist.secrets import masked_text, shown_value
 
-_WARNINGS_PER_REWARD = 20  # distinct messages; a function that puts its input in them would never end
+_WARNINGS_PER_REWARD = 20  # distinct messages; a function may put its input in each
 
 REWARDS: dict[str, type[Builtin]] = {
     "math": builtin.Math,
@@ -42,8 +42,10 @@ REWARDS: dict[str, type[Builtin]] = {
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """``function``: a name of `REWARDS`, which ``kwargs`` are the settings of, or ``module:function``, which
-    is called with them.
+    """One reward function of the configuration.
+
+    ``function`` is a name of `REWARDS`, with ``kwargs`` as its settings, or ``module:function``, called with
+    them.
     """
 
     term: Term
@@ -57,8 +59,12 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of G completions: ``rewards`` float32 [G], ``parts`` before weights and gates, ``outcomes`` of the math
-    grader ("" where none ran).
+    """Scores of G completions.
+
+    Attributes:
+        rewards: float32 [G].
+        parts: float32 [G] of each reward by name, before weights and gates.
+        outcomes: [G] of the math grader; "" if no reward used it.
     """
 
     rewards: np.ndarray
@@ -67,17 +73,17 @@ class Scores:
 
 
 def reward_specs(settings: RewardsConfig) -> list[RewardSpec]:
-    """The configuration's `rewards.functions`."""
+    """Read `rewards.functions` of the configuration."""
     return [RewardSpec(_term(r.name or r.function, r), r.function, r.kwargs) for r in settings.functions]
 
 
 def model_terms(settings: RewardsConfig) -> list[Term]:
-    """How the configuration's `rewards.models` count."""
+    """Read weights and gates of `rewards.models`."""
     return [_term(model.name, model) for model in settings.models]
 
 
 def placed(settings: RewardsConfig) -> RewardsConfig:
-    """``settings`` with the judges' `cache_path` absolute: an actor may have another working directory."""
+    """Make the judges' `cache_path` absolute, since an actor may have another working directory."""
     functions = tuple(
         r.model_copy(update={"kwargs": r.kwargs | {"cache_path": str(Path(path).expanduser().absolute())}})
         if r.function == "judge" and isinstance(path := r.kwargs.get("cache_path"), str)
@@ -88,14 +94,15 @@ def placed(settings: RewardsConfig) -> RewardsConfig:
 
 
 def check_rewards(settings: RewardsConfig, *, max_new_tokens: int) -> None:
-    """Raises ValueError for a reward that cannot be used; see `reward_problems`."""
+    """Raise ValueError for the first reward that cannot be used; see `reward_problems`."""
     for problem in reward_problems(settings, max_new_tokens=max_new_tokens):
         raise ValueError(problem)
 
 
 def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator[str]:
-    """Of every reward that cannot be used, why. Loads the user's functions in a process of their own, and
-    asks a judge one question.
+    """Yield a message for every reward that cannot be used.
+
+    Loads user functions in a separate process and asks each judge one question.
     """
     custom = []
     for spec in reward_specs(settings):
@@ -117,7 +124,7 @@ def reward_problems(settings: RewardsConfig, *, max_new_tokens: int) -> Iterator
 
 
 def own_code(settings: RewardsConfig) -> Iterator[Path]:
-    """Source files of the user's reward functions that lie in `code_paths`; of a package, all of them."""
+    """Yield source files of user rewards in `code_paths`; all files of a package."""
     tops = {r.function.partition(":")[0].split(".")[0] for r in settings.functions if ":" in r.function}
     for directory in settings.code_paths:
         for top in sorted(tops):
@@ -127,16 +134,17 @@ def own_code(settings: RewardsConfig) -> Iterator[Path]:
 
 
 class Scorer:
-    """Scores completions of one problem with every reward; several threads may call it at once.
+    """Scores completions of one problem with every reward. Thread-safe.
 
-    ``failures``: how often each reward could not be given, by message. `news` has each message once.
+    ``failures`` counts the messages of samples that a reward could not score; `news` returns each message
+    once.
 
     Args:
-        models: how the scores of reward models count, which come from elsewhere; see `score`.
-        workers: scorers of the run, which share the limits of a judge.
+        models: weights and gates of reward models, whose scores are passed to `score`.
+        workers: number of scorers in the run, which share the rate limit of a judge.
 
     Raises:
-        ValueError: a reward that cannot be used, or two of one name.
+        ValueError: a reward cannot be used, or two share a name.
     """
 
     def __init__(
@@ -157,11 +165,14 @@ class Scorer:
             reward.start(workers=workers, note=partial(self._note, name))
 
     def score(self, group: CompletionGroup, modelled: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Every reward, and what they come to; ``modelled``: float [G] of each reward model.
+        """Compute every reward and their combination.
 
-        A function of the user's is called as ``function(completion=, answer=, **columns, **kwargs)`` with the
-        names it takes; an exception, a timeout, None, NaN and what is not finite as a float32 all mean "could
+        A user function is called as ``function(completion=, answer=, **columns, **kwargs)`` with the names it
+        accepts. An exception, a timeout, None, NaN and a value that is not finite as float32 all mean "could
         not be scored".
+
+        Args:
+            modelled: float [G] of each reward model.
         """
         verdicts = Verdicts(group, self._pool)
         values: dict[str, Any] = dict(modelled or {})
@@ -175,7 +186,7 @@ class Scorer:
         return Scores(combine(parts, self._terms), parts, verdicts.outcomes)
 
     def news(self) -> tuple[str, ...]:
-        """What kept samples from being scored, or was noted otherwise, and was not given out before."""
+        """Return messages not returned before: why samples were not scored, and other notes of rewards."""
         with self._lock:
             news, self._news = tuple(self._news), []
         return news
@@ -193,7 +204,7 @@ class Scorer:
         return [math.nan if isinstance(r, Failure) else r for r in results]
 
     def _note_overflow(self, name: str, values: Any, part: np.ndarray) -> None:
-        """Say which scores are lost because they are not finite; NaN and None are said to be unscored."""
+        """Note scores dropped because they are infinite. NaN and None are intended, so they need no note."""
         given = np.asarray(values, dtype=np.float64)
         for value in given[np.isnan(part) & ~np.isnan(given)]:
             self._note(name, f"gave {value:g}, which is not finite as a float32; the sample is not scored")
@@ -210,7 +221,7 @@ class Scorer:
 
 
 def make(spec: RewardSpec) -> Builtin:
-    """The built-in reward that ``spec`` asks for. Raises ValueError for kwargs it does not take."""
+    """Create the built-in reward of ``spec``. Raises ValueError for kwargs that it does not accept."""
     reward = REWARDS[spec.function]
     try:
         return reward.model_validate(dict(spec.kwargs))
@@ -233,7 +244,7 @@ def _term(name: str, settings: GatedConfig) -> Term:
 
 
 def module_and_name(function: str) -> tuple[str, str]:
-    """Of a reward of the user's. Raises ValueError for what names none."""
+    """Split the name of a user reward. Raises ValueError unless it is ``module:function``."""
     module, _, name = function.partition(":")
     if not module or not name:
         raise ValueError(
@@ -244,6 +255,6 @@ def module_and_name(function: str) -> tuple[str, str]:
 
 
 def _check_custom(spec: RewardSpec, pool: GraderPool) -> None:
-    """Raises ValueError for an unknown name, or a function that cannot be loaded."""
+    """Raise ValueError for an unknown name or a function that cannot be loaded."""
     module_and_name(spec.function)
     pool.check(spec.function)

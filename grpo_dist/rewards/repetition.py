@@ -1,4 +1,4 @@
-"""How much of a completion has been said before."""
+"""Measures repetition within a completion."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import numpy as np
 
 
 def repeated_share(token_ids: Sequence[int] | np.ndarray, *, n: int) -> float:
-    """Share of the n-grams of tokens that are repetitions of an earlier one: 1 - distinct / all, in [0, 1).
+    """Return the share of token n-grams that repeat an earlier one: 1 - distinct / all, in [0, 1).
 
     The repetition penalty of Yeo et al. 2025 (arXiv:2502.03373, section 4.3 and its appendix) over whole
-    completions. Fewer than ``n`` tokens repeat nothing.
+    completions. 0 for fewer than ``n`` tokens.
 
         [1, 2, 1, 2, 1], n = 2:   12 21 12 21 -> 1 - 2/4 = 0.5
     """

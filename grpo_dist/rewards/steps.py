@@ -1,4 +1,4 @@
-"""A completion as steps: where each ends in its text, and in its tokens."""
+"""Splits a completion into steps and locates their ends in text and tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
-    """(text of the step, character at which the next begins) of every step.
+    """Split ``text`` into steps: (text of the step, character at which the next one begins).
 
-    The steps cover ``text``: a separator belongs to the step it closes, and so do blank pieces; those at the
-    beginning belong to the first step. There is always one step, if only an empty one.
+    The steps cover ``text``: a separator and blank pieces belong to the preceding step, or to the first one.
+    There is at least one step, which may be empty.
 
         "one\\n\\ntwo\\n\\n\\n\\nthree", "\\n\\n" -> ("one", 5), ("two", 12), ("three", 17)
     """
@@ -29,14 +29,14 @@ def split_steps(text: str, separator: str) -> list[tuple[str, int]]:
 
 
 def token_ends(char_ends: Sequence[int], num_tokens: int, decoded_length: Callable[[int], int]) -> np.ndarray:
-    """int32 [S]: for each step the index of its last token, 0-based, not decreasing; the last is the last
-    token of the completion, EOS included.
+    """Return the index of the last token of each step: int32 [S], non-decreasing.
 
-    A step ends with the token that brings its last character, also where that token goes on into the next
-    step: then the next begins one token later. Found by bisection: about log2(C) decodings a step.
+    A step ends with the token that holds its last character, even if that token continues into the next step.
+    The last step ends with the last token of the completion, EOS included. Bisection needs about log2(C)
+    decodings per step.
 
     Args:
-        char_ends: character at which the step after begins, [S].
+        char_ends: character at which the following step begins, [S].
         num_tokens: C, at least 1.
         decoded_length: characters that the first n tokens decode to; must not decrease with n.
     """
@@ -51,10 +51,10 @@ def token_ends(char_ends: Sequence[int], num_tokens: int, decoded_length: Callab
 
 
 def decoded_length(tokenizer: Any, token_ids: np.ndarray) -> Callable[[int], int]:
-    """Characters that the first n of ``token_ids`` decode to, as `Rollout.text` was decoded.
+    """Return a function: number of characters in the first n of ``token_ids``, decoded like `Rollout.text`.
 
-    A character of several bytes may be spread over tokens. While it is incomplete it decodes to replacement
-    characters, which are not counted, so that it is the last of its tokens that brings it.
+    A multi-byte character may span tokens. While incomplete it decodes to replacement characters, which are
+    not counted, so it belongs to the last of its tokens.
     """
     ids = token_ids.tolist()
 

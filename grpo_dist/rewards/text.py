@@ -1,4 +1,4 @@
-"""Answers as text: finding boxes, and spelling the same thing the same way. Nothing is evaluated."""
+"""Answers as text: finds boxes and normalises notation. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_dist.rewards.wording import TEXT, as_meant, numbers_apart
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
 _INNER_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_UNBRACED = re.compile(r"(?!\\(?:boxed|fbox))\\?[\w.\-]+")  # a box there is one of its own
+_UNBRACED = re.compile(r"(?!\\(?:boxed|fbox))\\?[\w.\-]+")  # a box there is a separate box
 _BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 
 _SPACES = re.compile(r"\\[,;:!> ]|~|\\quad|\\qquad")
@@ -22,12 +22,12 @@ _VALUE = rf"(?:\d+(?:\.\d+)?|\.\d+|{_FRACTION}|\d+\s*/\s*\d+)"
 _SYMBOLS = "mm cm km dm mg kg ml mL ft in yd mi lb lbs oz hr hrs min sec pm am Hz kW m g s l h L".replace(
     " ", "|"
 )
-_WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without the space it is a product: 12xyz
+_WORDS = r"\s[A-Za-z]{3,}[A-Za-z .]*"  # without a space it is a product: 12xyz
 _IN_TEXT = r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}"
 _ORDINAL = rf"(?:st|nd|rd|th)(?:{_WORDS})?"
 _UNIT = rf"(?:(?:{_SYMBOLS})(?![A-Za-z])\.?|{_ORDINAL}|{_WORDS}|{_IN_TEXT})(?:\s*\^\s*\{{?\d\}}?)?"
 _QUANTITY = re.compile(rf"(?:\\?\$|€|£)?\s*(-?\s*{_VALUE})\s*({_UNIT}|{DEGREES})?\s*\.?")
-# Words behind a number that change its value: 3 million is not 3.
+# Words after a number that change its value: 3 million is not 3.
 _NOT_A_UNIT = re.compile(
     r"(?<![A-Za-z])(?:hundred|thousand|million|billion|trillion|dozen|half|halves|(?:third|quarter|fourth|fifth|sixth|seventh"
     r"|eighth|ninth|tenth|hundredth|thousandth)s?|squared|cubed|factorial|root|power|pi|or|and|more|less|fewer|most|least|not"
@@ -54,9 +54,10 @@ _VULGAR = re.compile("[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]")
 
 
 def boxes(text: str) -> list[str]:
-    """Contents of every ``\\boxed{...}`` and ``\\fbox{...}``, braces balanced, in order of appearance.
+    """Return the contents of every ``\\boxed{...}`` and ``\\fbox{...}`` with balanced braces, in order.
 
-    A box that is never closed is not one. ``\\boxed 5`` is a box around 5. Of nested boxes the outer counts.
+    A box that is never closed does not count. ``\\boxed 5`` is a box around 5. The outer of nested boxes
+    counts.
     """
     closed = _matching_braces(text)
     found, position = [], 0
@@ -74,8 +75,14 @@ def boxes(text: str) -> list[str]:
     return found
 
 
+def tagged_answer(text: str) -> str | None:
+    """Return the stripped text between the last pair of answer tags; None without a pair."""
+    before, closing, _ = text.rpartition("</answer>")
+    return before.rpartition("<answer>")[2].strip() if closing and "<answer>" in before else None
+
+
 def _matching_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace that is closed -> position of its closing one."""
+    """Map the position of each opening brace to that of its closing brace."""
     pairs, waiting = {}, []
     for match in _BRACES.finditer(text):
         if match.group() == "{":
@@ -86,7 +93,7 @@ def _matching_braces(text: str) -> dict[int, int]:
 
 
 def _without_inner_boxes(box: str) -> str:
-    """``\\boxed{\\boxed{5}}`` -> ``5``: the boxes go, and the braces they leave around the whole."""
+    """Remove inner boxes and the braces that remain around the whole: ``\\boxed{5}`` -> ``5``."""
     bare = _INNER_BOX.sub("", box)
     if bare == box:
         return box
@@ -98,7 +105,7 @@ def _without_inner_boxes(box: str) -> str:
 
 @lru_cache(maxsize=4096)
 def tidy(answer: str) -> str:
-    """Spellings that math-verify stumbles over, in the one it knows; still LaTeX."""
+    """Rewrite notation that math-verify cannot parse in LaTeX that it can."""
     text = as_meant(latex(as_meant(answer.strip())) if not answer.isascii() else answer.strip())
     text = re.sub(r"\\[\[\]()]", "", text).strip().strip("$").strip()
     text = _ungroup(text)
@@ -123,7 +130,7 @@ def tidy(answer: str) -> str:
 
 
 def _ungroup(text: str) -> str:
-    """1,234 -> 1234, where the comma cannot separate elements: a lone number, or a list that has ", "."""
+    """1,234 -> 1234 if the comma cannot separate elements: a lone number, or a list with ", "."""
     listed = re.search(r"[(\[{]\s*-?\d", text.replace("{,}", ",")) or len(_GROUPED.findall(text)) != 1
     if listed and not re.search(r"\d,\s+-?\d", text):
         return text
@@ -133,7 +140,7 @@ def _ungroup(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def normalise(answer: str) -> str:
-    """What is left without habits of writing. Equal results mean equal answers; others mean nothing."""
+    """Remove variations of notation. Equal results imply equal answers; different results imply nothing."""
     text = tidy(answer).strip("$ ")
     text = _SPACES.sub(" ", text)
     for _ in range(3):
@@ -163,7 +170,7 @@ def normalise(answer: str) -> str:
 
 
 def spellings(answer: str) -> list[str]:
-    """``answer`` tidied, and what else it may mean: without its label or unit, in radians, as a tuple."""
+    """Return ``answer`` tidied, and alternatives: without its label or unit, in radians, as a tuple."""
     plain = tidy(answer)
     found = [plain]
     if plain.count("=") == 1:
@@ -185,7 +192,7 @@ def spellings(answer: str) -> list[str]:
 
 
 def _last_variable_kept(text: str) -> str:
-    """``3n+2m`` -> ``3n+2{m}``: math-verify drops a last m, g, s, ... as a unit, also among variables."""
+    """``3n+2m`` -> ``3n+2{m}``: math-verify drops a final m, g, s, ... as a unit even among variables."""
     match = re.fullmatch(r"(.*[\d}]\s*)([A-Za-z])", text, re.DOTALL)
     if match is None or not re.search(
         r"[A-Za-z]", re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}|\\[A-Za-z]+", "", match[1])
@@ -195,13 +202,13 @@ def _last_variable_kept(text: str) -> str:
 
 
 def percent(plain: str) -> str | None:
-    """``28`` of a tidied ``28\\%``, None of what is no percentage."""
+    """Return ``28`` for a tidied ``28\\%``; None if it is not a percentage."""
     match = re.fullmatch(r"(.*\d.*?)\s*\\?%", plain)
     return match.group(1) if match else None
 
 
 def quantity(plain: str) -> tuple[str, str] | None:
-    """(number, unit) of a tidied number followed by a unit, or by nothing."""
+    """Split a tidied number into (number, unit), "" for no unit; None if it is not a quantity."""
     match = _QUANTITY.fullmatch(_SPACES.sub(" ", plain).strip("$ "))
     if match is None or _NOT_A_UNIT.search(match.group(2) or ""):
         return None
@@ -209,7 +216,7 @@ def quantity(plain: str) -> tuple[str, str] | None:
 
 
 def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
-    """``x=1000, y=10`` -> (("X", "1000"), ("Y", "10")): names and values of a list; "" for no name."""
+    """Split a list into names ("" for none) and values: ``x=1, y=10`` -> (("X", "1"), ("Y", "10"))."""
     found = []
     for part in re.split(r",(?![^()\[\]]*[)\]])", tidy(answer)):
         label = LABEL.match(part)
@@ -219,7 +226,7 @@ def labelled_list(answer: str) -> tuple[tuple[str, str], ...]:
 
 
 def same_list(gold: str, answer: str) -> bool:
-    """Whether two lists agree: by name where all are named, by position where one has no names."""
+    """Return whether two lists agree: by name if all elements have one, else by position."""
     ours, theirs = labelled_list(gold), labelled_list(answer)
     if any(not value for _, value in ours) or len(ours) != len(theirs):
         return False
@@ -231,7 +238,7 @@ def same_list(gold: str, answer: str) -> bool:
 
 
 def latex(text: str) -> str:
-    """Digits of any script, fractions, superscripts and mathematical signs in LaTeX; nothing invisible."""
+    """Convert Unicode digits, fractions, superscripts and symbols to LaTeX; drop invisible characters."""
     if text.isascii():
         return text
     text = "".join(c for c in text if unicodedata.category(c) != "Cf")
@@ -248,7 +255,7 @@ def latex(text: str) -> str:
 
 
 def _fraction(whole: str, fixed: str, period: str) -> str:
-    """0.1(6) -> \\frac{1}{6}, exactly."""
+    """Return a repeating decimal as an exact fraction: 0.1(6) -> \\frac{1}{6}."""
     value = Fraction(int(whole.lstrip("-") or 0)) + Fraction(int(fixed or 0), 10 ** len(fixed))
     value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
     return f"{'-' if whole.startswith('-') else ''}\\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -1,4 +1,4 @@
-"""Thoughts in tags: what a completion says outside of one that it never closes."""
+"""Thoughts in tags: resolves their settings and strips a thought that is never closed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.types import NO_THOUGHT, Thought
 
-if TYPE_CHECKING:  # a grader process needs no configuration
+if TYPE_CHECKING:  # keeps the configuration out of grader processes
     from grpo_dist.config import RewardsConfig
 
 
 def thought_for(found: Thought, settings: RewardsConfig) -> Thought:
-    """What the settings say of a thought, and where they are silent what was ``found`` in the prompt."""
+    """Override the thought ``found`` in the prompt by the settings."""
     opening, closing = settings.thought_tags or (found.opening, found.closing)
     prompt = found.prompt
     if settings.prompt_opens_thought is not None:
@@ -23,8 +23,9 @@ def thought_for(found: Thought, settings: RewardsConfig) -> Thought:
 
 
 def shown_by(completions: Sequence[str], settings: RewardsConfig) -> Thought:
-    """The thought of completions whose prompt is not known: it was opened there where one of them closes a
-    thought that it has not opened.
+    """Infer the thought of completions whose prompt is unknown.
+
+    The prompt opened it if a completion closes a thought that it has not opened.
     """
     thought = thought_for(Thought(), settings)
     if settings.prompt_opens_thought is None:
@@ -37,9 +38,9 @@ def shown_by(completions: Sequence[str], settings: RewardsConfig) -> Thought:
 
 
 def outside_thought(completion: str, thought: Thought = NO_THOUGHT) -> str:
-    """``completion`` without a thought that is never closed, "" where the prompt opened that thought.
+    """Strip a thought that is never closed; "" if the prompt opened it.
 
-    A closing tag closes every thought opened before it. ``<think>`` is found in any letter case.
+    A closing tag closes every earlier opening tag. Letter case of tags is ignored.
 
         "<think>2+2 \\\\boxed{4}"                    ""
         "<think>2+2</think>\\\\boxed{4}"             unchanged

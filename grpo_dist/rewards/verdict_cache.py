@@ -1,4 +1,4 @@
-"""Verdicts of a judge, kept in a file across runs, or in memory for one."""
+"""Cache of judge verdicts, in a file across runs or in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-_BUSY_S = 60.0  # longest another process may hold the file
+_BUSY_S = 60.0  # limit for waiting for another process that holds the file
 
 
 class VerdictCache:
-    """Yes or no by question; several threads and processes of one machine may share a file.
+    """Verdicts by question. Several threads and processes of one machine may share a file.
 
-    ``path`` None: in memory, gone with the process. Raises ValueError for a file that cannot be used. One
-    that fails later, as when its disk is full, is left for memory, and ``note`` is told so.
+    With ``path`` None the cache lives in memory. If the file fails later, e.g. because the disk is full, the
+    cache continues in memory and calls ``note``.
+
+    Raises:
+        ValueError: the file cannot be used.
     """
 
     def __init__(self, path: str | None, *, note: Callable[[str], None] | None = None) -> None:
@@ -34,7 +37,7 @@ class VerdictCache:
             ) from error
 
     def get(self, question: Any) -> bool | None:
-        """What was decided about ``question``, a JSON value; None: nothing yet."""
+        """Return the verdict on ``question``, a JSON value; None if there is none."""
         row = self._execute("SELECT equal FROM verdicts WHERE question = ?", _key(question))
         return None if row is None else bool(row[0])
 
@@ -46,15 +49,13 @@ class VerdictCache:
             self._file.close()
 
     def _execute(self, statement: str, *values: str | int) -> tuple[Any, ...] | None:
-        """The first row of the result. A verdict is worth more than its record, so a file that fails ends
-        nothing.
-        """
+        """Return the first row of the result. A failing file never ends the run."""
         with self._lock:
             try:
                 return self._file.execute(statement, values).fetchone()
             except sqlite3.Error as error:
-                reason = f"the verdicts in {self._path} cannot be read or written ({error}), memory has to do"
-                self._file = _opened(":memory:")  # the failed one is closed when it is collected
+                reason = f"the verdicts in {self._path} cannot be read or written ({error}); using memory"
+                self._file = _opened(":memory:")  # the failed connection closes when it is collected
                 row = self._file.execute(statement, values).fetchone()
         if self._note is not None:
             self._note(reason)

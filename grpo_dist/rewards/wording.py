@@ -1,4 +1,4 @@
-"""What the words and signs around a value do to it. math-verify drops most of them: 5 million is 5 to it."""
+"""Words and signs that change a value. math-verify drops most of them: to it, 5 million is 5."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SCALES = {
 }  # fmt: skip
 _SPACE = r"(?:\s|\\[,;:! ]|~|\\quad|\\qquad|\\enspace|\\thinspace|\\hspace\*?\{[^{}]*\}|\\text\s*\{\s*\})"
 TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|operatorname|mbox)"
-# K is kelvin, and 5k a product.
+# Not K (kelvin), nor 5k outside text (a product).
 _KILO = re.compile(r"(?<![\w.^])(\d{1,15}(?:\.\d{1,15})?)\s*\\text\s*\{\s*k\s*\}")
 _WORD_NAMES = "|".join(sorted(_SCALES, key=len, reverse=True))
 _SCALED = re.compile(
@@ -24,10 +24,10 @@ _STRUCK = re.compile(
     r"\\(?:[bx]?cancel|hcancel|sout|xout|st|[hv]?phantom|enclose\s*\{[^{}]*strike[^{}]*\})\s*\{[^{}]*\}"
     r"|\\cancelto\s*\{[^{}]*\}\s*\{[^{}]*\}|~~[^~]*~~|<(s|del|strike)>.*?</\1>"
 )
-_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they make another sign
+_STRUCK_CHARACTER = re.compile(r"\w[\u0335-\u0338\u20d2\u20d3\u20e5]")  # after "=" they form another sign
 _LISTED = re.compile(rf"{TEXT}\s*\{{([\s,;]*(?:or\b|and\b|,|;)[^{{}}]*\d[^{{}}]*)\}}")
 _JOINED = re.compile(rf"{TEXT}\s*\{{\s*[,;&]\s*\}}|\\(?:lor|vee|land|wedge|&)(?![A-Za-z])")
-# math-verify adds up, or puts together, numbers that only a space divides.
+# math-verify adds or joins numbers that are separated only by a space.
 _APART = re.compile(rf"(?<=\d)(?<!frac\d)(?<!frac\s\d){_SPACE}+(?=\d|\(\s*-?\d[\d.]*\s*\)\s*$)")
 _FAR_APART = re.compile(
     r"(?<=[\d)}])\s*(?:\\quad|\\qquad)(?![A-Za-z])\s*(?=-?(?:\d|\(|\\[dt]?frac|\\sqrt)|[a-z]\s*=)"
@@ -65,7 +65,7 @@ _BEHIND_A_NUMBER = re.compile(
 _NUMBER_IN_WORDS = re.compile(r"(?<![\w^{.,])\d")
 _TEXTS = re.compile(rf"{TEXT}\s*\{{([^{{}}]*)\}}")
 
-# Of an answer without a box: what stands right before and right after it.
+# Text right before and right after an answer without a box.
 _BEFORE_AN_ANSWER = re.compile(
     r"(?:\b(?:not|never|neither|nor|maybe|perhaps|possibly|probably|or|at\s+least|at\s+most|up\s+to|between"
     r"|(?:more|less|fewer|greater|smaller|larger|bigger|higher|lower|other)\s+than)\b|n't\b|=/=|~~"
@@ -83,22 +83,21 @@ _AFTER_AN_ANSWER = re.compile(
 _NOT_WORDS = rf"{TEXT}\s*\{{|[$)}}]|</"
 
 
-def is_introduced_otherwise(before: str) -> bool:
-    """Whether the words that lead to a value make it no answer: ``the answer is not``, ``x >``."""
+def is_negated_before(before: str) -> bool:
+    """Return whether the words before a value make it not the answer: ``the answer is not``, ``x >``."""
     return _BEFORE_AN_ANSWER.search(before) is not None
 
 
 def with_what_follows(text: str, after: str) -> str:
-    """``text``, and the words behind it that belong to its value: ``5``, `` million.`` -> 5 million"""
+    """Append the words after ``text`` that belong to its value: ``5``, `` million.`` -> 5 million"""
     found = _AFTER_AN_ANSWER.match(after)
     return f"{text} {re.sub(_NOT_WORDS, ' ', found.group())}".strip() if found else text
 
 
 def as_meant(text: str) -> str:
-    """``text`` with words of scale as numbers, without what is struck out, and with commas for what joins or
-    divides numbers in other ways.
+    """Evaluate words of scale, drop struck-out text, and replace other separators of numbers by commas.
 
-        5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
+    5\\text{ million}  5000000     \\cancel{4} 5   5     3\\text{, }4   3,4     2\\quad 3   2,3
     """
     text = _STRUCK_CHARACTER.sub("", text) if not text.isascii() else text
     text = _KILO.sub(r"\1 thousand", _STRUCK.sub(" ", text))
@@ -117,13 +116,14 @@ def _scaled(match: re.Match[str]) -> str:
 
 
 def numbers_apart(text: str) -> str:
-    """Numbers that only a space divides as a list, being neither a number nor a sum: ``2\\ 3`` is 2,3."""
+    """Turn numbers separated only by a space into a list: ``2\\ 3`` is 2,3, neither a number nor a sum."""
     return _APART.sub(",", _FAR_APART.sub(", ", text))
 
 
-def says_otherwise(gold: str, answer: str) -> bool:
-    """Whether ``answer`` says something of its value that ``gold`` does not, so that it is not that value:
-    a relation (``> 5``), a negation, a doubt, another number in words, a word that changes it (5 squared).
+def changes_value(gold: str, answer: str) -> bool:
+    """Return whether words or signs of ``answer``, absent from ``gold``, change its value.
+
+    These are a relation (``> 5``), a negation, a doubt, another number in words, or a modifier (5 squared).
     """
     if _ORDER.search(answer) and _ORDER.search(_CONDITION.sub("", answer)) and not _ORDERED.search(gold):
         return True
@@ -136,18 +136,18 @@ def says_otherwise(gold: str, answer: str) -> bool:
         return False
     if any(_adds(pattern, ours, theirs) for pattern in (_WORDS, _BEHIND_A_NUMBER)):
         return True
-    alone = not re.search(r"\d", _TEXTS.sub(" ", answer))  # \text{The answer is 5}: the words have the value
+    alone = not re.search(r"\d", _TEXTS.sub(" ", answer))  # \text{The answer is 5}: the value is in the text
     return _numbers_in_words(answer) > max(_numbers_in_words(gold), int(alone))
 
 
 def _adds(pattern: re.Pattern[str], gold: str, answer: str) -> bool:
-    """Whether ``pattern`` finds in ``answer`` what it does not find in ``gold``."""
+    """Return whether ``pattern`` has a match in ``answer`` that it has not in ``gold``."""
     found = {match.group() for match in pattern.finditer(answer)}
     return bool(found) and not found <= {match.group() for match in pattern.finditer(gold)}
 
 
 def _worded(text: str) -> str:
-    """Lower case, and without the commands around words."""
+    """Lower-case ``text`` and remove the commands around words."""
     return _TEXTS.sub(r" \1 ", text).lower()
 
 

@@ -179,7 +179,7 @@ def test_a_reward_that_writes_to_every_descriptor_forges_and_shifts_nothing(
 
 def test_a_forged_reply_is_an_error_that_names_the_cause(pool: GraderPool) -> None:
     found = call(pool, "forges", "")[0]
-    assert isinstance(found, Failure) and "something else than the grader" in found.detail
+    assert isinstance(found, Failure) and "other code, such as a reward function" in found.detail
 
 
 def test_a_process_that_a_reward_forks_has_no_pipe_of_the_grader(pool: GraderPool) -> None:

@@ -90,7 +90,7 @@ def test_what_is_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     """64 positions: <|user|>1+1<|assistant|> takes 5, the end of the turn 1, and so 58 characters fit."""
     scores = score(by_hand(tmp_path / "o", "outcome"), "outcome", ["3" * 58, "3" * 59])
     np.testing.assert_allclose(scores.rewards, [4.0, np.nan], rtol=1e-6)
-    assert "65 tokens, the model takes 64" in caplog.text
+    assert "65 tokens, but the model takes at most 64" in caplog.text
     scores = score(by_hand(tmp_path / "p", "process"), "process", ["1\n\n" + "3" * 60, "1"])
     np.testing.assert_allclose(scores.rewards, [np.nan, 3.0], rtol=1e-6)
     assert np.isnan(scores.step_rewards[0]).tolist() == [True, True] and scores.step_ends[0].tolist() == [
@@ -136,7 +136,7 @@ def test_models_of_another_kind_are_refused_without_loading(tmp_path, tiny_model
     assert "3 labels" in refusal(three)
     assert "no such directory" in refusal(tmp_path / "absent")
     (tmp_path / "empty").mkdir()
-    assert "no configuration and tokenizer to read" in refusal(tmp_path / "empty")
+    assert "configuration or tokenizer cannot be loaded" in refusal(tmp_path / "empty")
 
 
 def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path, tiny_model):

@@ -182,5 +182,5 @@ def test_a_pattern_of_a_run_that_finds_no_end_does_not_hang(run, tmp_path, monke
     source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})
     assert source.answer_pattern == "(a+)+b"
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
-    with pytest.raises(ValueError, match="finds no end within 1 s"):
+    with pytest.raises(ValueError, match="does not finish within 1 s"):
         read(source)
