@@ -105,9 +105,9 @@ class ColocatedPolicy:
         await self._turns.to_training()
         return await self._policy.logprobs(batch)
 
-    async def save(self, directory: Path, *, beside: bool = False) -> None:
+    async def save(self, directory: Path, *, blocking: bool = True) -> None:
         async with self._turns.training():
-            await self._policy.save(directory, beside=beside)
+            await self._policy.save(directory, blocking=blocking)
 
     async def saved(self) -> None:
         await self._policy.saved()

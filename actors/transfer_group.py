@@ -54,7 +54,7 @@ class TransferSpec:
     Attributes:
         settings: backend and bucket size.
         processes_each: receiving processes of each worker.
-        adapters_only, as_held: see `Trainer.iter_weights`.
+        adapters_only, as_held: see `FullWeights.buckets`.
     """
 
     settings: WeightSyncConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -148,7 +148,7 @@ class TrainBatch:
 
     ``num_tokens`` and ``num_sequences`` are the denominators of the whole update (all ranks, all
     micro-batches), fixed before any split, so that a selection of rows still carries them. ``None`` in an
-    optional field says "not needed".
+    optional field says "not needed". ``old_logprobs`` are known on a rank alone: see `PreparedBatch`.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -161,12 +161,10 @@ class TrainBatch:
     num_tokens: float
     num_sequences: float
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
-    policy_mask: Bool[Tensor, "B T"] | None = None  # tokens of the policy loss; None: all of loss_mask
     # Rows of one group begin with the same ``prompt_lengths`` tokens; None: nothing is known to be shared.
     group_ids: Int[Tensor, " B"] | None = None  # int64
     prompt_lengths: Int[Tensor, " B"] | None = None  # int64
-    kl_coef: float | None = None  # weight of the KL term in this update; None: that of the loss settings
-    # int64, which sample of the step a row is; None: nobody asks what becomes of its tokens.
+    # int64, which sample of the step a row is; None: per-token values are not recorded.
     row_ids: Int[Tensor, " B"] | None = None
 
     def __len__(self) -> int:
@@ -182,8 +180,8 @@ class TrainBatch:
             groups, prompts = torch.arange(len(self)), torch.zeros(len(self), dtype=torch.long)
         return Rows(self.tokens, self.lengths, self.loss_mask, groups, prompts)
 
-    def select(self, rows: list[int]) -> TrainBatch:
-        """These rows, cut to their own longest; the global denominators stay."""
+    def select(self, rows: list[int]) -> Self:
+        """Return these rows, cut to their own longest; the global denominators stay."""
         import torch
 
         index = np.array(rows, dtype=np.int64)
@@ -201,15 +199,36 @@ class TrainBatch:
         import torch
 
         values = [getattr(self, f.name) for f in fields(self)]
-        return _train_batch, tuple(v.numpy() if isinstance(v, torch.Tensor) else v for v in values)
+        arrays = tuple(v.numpy() if isinstance(v, torch.Tensor) else v for v in values)
+        return _own_tensors, (type(self), *arrays)
 
 
-def _train_batch(*values: Any) -> TrainBatch:
+@dataclass(frozen=True, slots=True)
+class PreparedBatch(TrainBatch):
+    """A batch on its rank, with what the rank computes before its weights move: ``old_logprobs``, and with
+    `algorithm.top_entropy_share` the tokens of the policy loss.
+    """
+
+    policy_mask: Bool[Tensor, "B T"] | None = None  # tokens of the policy loss; None: all of loss_mask
+
+    @classmethod
+    def of(
+        cls,
+        batch: TrainBatch,
+        *,
+        old_logprobs: Float[Tensor, "B T"] | None,
+        policy_mask: Bool[Tensor, "B T"] | None,
+    ) -> PreparedBatch:
+        values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
+        return cls(**values | {"old_logprobs": old_logprobs, "policy_mask": policy_mask})
+
+
+def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:
     import torch
 
     # Ray's arrays are read-only and lie in memory that others share; a tensor is neither.
     own: list[Any] = [torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v for v in values]
-    return TrainBatch(*own)
+    return kind(*own)
 
 
 def has_signal(rewards: np.ndarray) -> bool:

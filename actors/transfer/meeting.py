@@ -46,9 +46,9 @@ def meet(seat: Seat, timeout_s: float) -> Meeting:
         connections.close()
 
 
-def met(place: Rank) -> Rank:
-    """``place`` with the meeting point of its group. Collective over the ranks."""
-    if not place.secret:
-        return place
-    found = meet(Seat(place.host, place.port, place.rank, place.world_size, place.secret), place.timeout_s)
-    return replace(place, port=found.port, question=found.question, listening=found.listening)
+def met(rank: Rank) -> Rank:
+    """``rank`` with the meeting point of its group. Collective over the ranks."""
+    if not rank.secret:
+        return rank
+    found = meet(Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret), rank.timeout_s)
+    return replace(rank, port=found.port, question=found.question, listening=found.listening)

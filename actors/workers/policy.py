@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +53,12 @@ class PolicyWorker(Metered, Probeable):
         context = ray.get_runtime_context()
         return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
-    def start(self, place: Rank, policy: PolicyConfig, settings: dict[str, Any]) -> tuple[DeviceType, float]:
+    def start(self, rank: Rank, policy: PolicyConfig, arguments: dict[str, Any]) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`.
-        ``settings``: the further arguments of `Trainer`.
+        ``arguments``: the further ones of `Trainer`.
         """
         build_in_own_directory()
-        self._trainer = Trainer(met(place), policy, **settings)
+        self._trainer = Trainer(met(rank), policy, **arguments)
         return self._trainer.device.type, self._trainer.attention_cost
 
     @metered("update")
@@ -71,11 +70,11 @@ class PolicyWorker(Metered, Probeable):
         """
         trace, self._trace = self._trace, None
         with profiled(trace, self._profile):
-            return self._trainer.update([replace(shard, kl_coef=kl_coef) for shard in shards], bounds)
+            return self._trainer.update(shards, bounds, kl_coef=kl_coef)
 
     def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
         """The next `update`, which is that of ``step``, leaves a trace."""
-        self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.place.rank), settings
+        self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.rank.index), settings
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
@@ -85,7 +84,7 @@ class PolicyWorker(Metered, Probeable):
         return self._trainer.dtype_name, self._trainer.row_logprobs(shards)
 
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
-        return self._trainer.parameter_specs(adapters_only=adapters_only, as_held=as_held)
+        return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)
 
     def open_transfer(self, group: str, backend: TransferBackend, seat: Seat, timeout_s: float) -> None:
         self.close_transfer(group)
@@ -105,8 +104,8 @@ class PolicyWorker(Metered, Probeable):
         learn of it at once, and what they were sent is of no use.
         """
         which = {"adapters_only": adapters_only, "as_held": as_held}
-        weights = self._trainer.iter_weights(bucket_bytes, **which)
-        specs = self._trainer.parameter_specs(**which)
+        weights = self._trainer.weights.buckets(bucket_bytes, **which)
+        specs = self._trainer.weights.specs(**which)
         try:
             with one_thread():
                 return send(self._transports.get(group), weights, specs, bucket_bytes)
@@ -119,14 +118,14 @@ class PolicyWorker(Metered, Probeable):
         if to_host:
             self._trainer.offload_states()
         else:
-            self._trainer.reload_states()
+            self._trainer.state.reload()
 
-    def save(self, directory: str, beside: bool) -> None:
-        self._trainer.save(Path(directory), beside=beside)
+    def save(self, directory: str, blocking: bool) -> None:
+        self._trainer.save(Path(directory), blocking=blocking)
 
     def is_saved(self) -> bool:
         """Called beside an update."""
-        return bool(self._trainer.is_saved())
+        return bool(self._trainer.state.is_saved())
 
     def load(self, directory: str) -> None:
         self._trainer.load(Path(directory))
@@ -147,7 +146,7 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
         tau_positive=algorithm.tau_positive,
         tau_negative=algorithm.tau_negative,
         ratio_cap=algorithm.ratio_cap,
-        old_logprobs=algorithm.old_logprobs,
+        old_policy=algorithm.old_logprobs,
         top_entropy_share=algorithm.top_entropy_share,
         entropy_coef=algorithm.entropy_coef,
         aggregation=algorithm.aggregation,

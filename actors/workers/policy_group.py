@@ -36,6 +36,7 @@ from grpo_dist.config import (
 from grpo_dist.errors import StateLost, TransferLost
 from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import DeviceType
 from grpo_dist.types import TrainBatch
@@ -77,12 +78,14 @@ class PolicySpec:
         return {
             "model": self.model,
             "model_dir": self.model_dir,
-            "loss": loss_settings(self.algorithm),
-            "temperature": self.temperature,
-            "token_budget": self.token_budget,
-            "epochs": self.epochs,
-            "total_updates": self.total_updates,
-            "seed": self.seed,
+            "settings": TrainerSettings(
+                loss=loss_settings(self.algorithm),
+                temperature=self.temperature,
+                token_budget=self.token_budget,
+                epochs=self.epochs,
+                total_updates=self.total_updates,
+                seed=self.seed,
+            ),
         }
 
 
@@ -116,8 +119,8 @@ class PolicyGroup:
         self.team.watch()  # from now on they can be asked, also while they load
         size = len(self.ranks)
         secret = new_secret()
-        places = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
-        arguments = [(place, self._settings, self._trainer_arguments) for place in places]
+        ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
+        arguments = [(rank, self._settings, self._trainer_arguments) for rank in ranks]
         started = await self._each("start", arguments)
         self.device, self._attention_cost = started[0]
         self.team.starting.clear()
@@ -195,10 +198,10 @@ class PolicyGroup:
         """The reverse of `offload_states`, before anything else is asked of the ranks."""
         await self._all("move_states", False)
 
-    async def save(self, directory: Path, *, beside: bool = False) -> None:
-        """``beside``: updates may follow before the files are there, for which `saved` waits."""
+    async def save(self, directory: Path, *, blocking: bool = True) -> None:
+        """``blocking`` False: updates may follow before the files are written, for which `saved` waits."""
         async with self._deadline(self._timeouts.save_s, f"checkpoint to {directory}"):
-            await self._all("save", str(directory.absolute()), beside)
+            await self._all("save", str(directory.absolute()), blocking)
 
     async def saved(self) -> None:
         """Returns when every rank has written what it saved last. Raises StateLost when one is gone or late,

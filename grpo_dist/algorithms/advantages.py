@@ -10,7 +10,7 @@ rounding error by a deviation of the same size gives 0.06 to 0.9.
 A reward that is NaN or infinite could not be scored: under every estimator the sample leaves the statistics
 and gets advantage 0.
 
-An estimator's keywords say what else it looks at; `credit.py` hands each what it names.
+What else an estimator looks at stands in `ADVANTAGE_INPUTS`, in the line of its name.
 """
 
 from __future__ import annotations
@@ -66,27 +66,20 @@ def grpo(
     return typed_like(torch.where(spread, centred / scale, 0.0), rewards)
 
 
-def dr_grpo(
-    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
-) -> Float[Tensor, " B"]:
+def dr_grpo(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Dr. GRPO: r - mean of its group, with no division, which would weight easy and hard prompts up.
 
-    Liu et al. 2025 (arXiv:2503.20783), section 3.2. ``std`` and ``eps`` are there so that all estimators are
-    called alike. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
+    Liu et al. 2025 (arXiv:2503.20783), section 3.2. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.75 and -0.25.
     """
-    del std
-    return grpo(rewards, group_ids, std="none", eps=eps)
+    return grpo(rewards, group_ids, std="none")
 
 
-def rloo(
-    rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"], *, std: str = "none", eps: float | int = 1e-6
-) -> Float[Tensor, " B"]:
+def rloo(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Leave-one-out: r - mean of the other samples of its group = n / (n - 1) * (r - mean of the group).
 
     Ahmadian et al. 2024 (arXiv:2402.14740), equation 6. For [1, 0, 0, 1, 0, 0, 0, 0]: 0.8571429 and
     -0.2857143.
     """
-    del std, eps
     group = Groups(group_ids, is_scored(rewards))
     centred, spread = group.centre(rewards)
     factor = group.count / (group.count - 1).clamp(min=1)
@@ -99,7 +92,6 @@ def reinforce_pp(rewards: Real[Tensor, " B"], group_ids: Int[Tensor, " B"]) -> F
     Hu et al. 2025 (arXiv:2501.03262), section 3. `algorithm.whiten_advantages` is on with it unless the
     configuration says otherwise.
     """
-    del group_ids
     return typed_like(_or_zero(rewards.double()), rewards)
 
 
@@ -119,7 +111,6 @@ def remax(
 
     ``baselines``: that reward, one per sample. A sample whose own reward or baseline is not finite gets 0.
     """
-    del group_ids
     return typed_like(_or_zero(rewards.double() - baselines.double()), rewards)
 
 
@@ -191,4 +182,12 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "opo": opo,
     "pass_at_k": pass_at_k,
     "gdpo": gdpo,
+}
+# Keyword arguments of each estimator, which the caller provides; one that is not here takes none.
+ADVANTAGE_INPUTS: dict[str, tuple[str, ...]] = {
+    "grpo": ("std", "eps"),
+    "remax": ("baselines",),
+    "opo": ("lengths",),
+    "pass_at_k": ("k", "eps"),
+    "gdpo": ("parts", "weights", "std", "eps"),
 }

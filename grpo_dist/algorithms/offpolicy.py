@@ -70,13 +70,7 @@ def correction(
     Raises:
         ValueError: unknown kind or level, or bounds out of order.
     """
-    if kind not in KINDS or level not in LEVELS:
-        raise ValueError(
-            f"correction kind {kind!r}, level {level!r}: expected kind {', '.join(KINDS)} and level "
-            f"{', '.join(LEVELS)}"
-        )
-    if not 0 <= low < high:
-        raise ValueError(f"correction bounds low = {low}, high = {high}: expected 0 <= low < high")
+    _check(kind, level, low, high)
     zero = torch.zeros((), dtype=torch.float64, device=train_logprobs.device)
     log_token = torch.where(mask, train_logprobs.double() - rollout_logprobs.double(), zero)
     log_ratio = _over(level, log_token, mask)
@@ -104,6 +98,16 @@ def correction(
         "outside": (mask & outside).sum(),
     }
     return weights, stats
+
+
+def _check(kind: str, level: str, low: float | int, high: float | int) -> None:
+    if kind not in KINDS or level not in LEVELS:
+        raise ValueError(
+            f"correction kind {kind!r}, level {level!r}: expected kind {', '.join(KINDS)} and level "
+            f"{', '.join(LEVELS)}"
+        )
+    if not 0 <= low < high:
+        raise ValueError(f"correction bounds low = {low}, high = {high}: expected 0 <= low < high")
 
 
 def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

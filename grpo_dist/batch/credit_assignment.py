@@ -10,16 +10,16 @@ rewards [G] of each group     clipped, normalised                  reward_clip, 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.moments import Moments
@@ -66,15 +66,15 @@ def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list
         eps=settings.eps, moments=settings.moments,
     )  # fmt: skip
     estimator = named(ADVANTAGES, settings.estimator, "advantage")
-    advantages = estimator(rewards, ids, **_asked_for(estimator, groups, settings))
+    inputs = {name: _INPUTS[name](groups, settings) for name in ADVANTAGE_INPUTS.get(settings.estimator, ())}
+    advantages = estimator(rewards, ids, **inputs)
     follows = settings.whiten or settings.kl_coef
     return [part.numpy() for part in (advantages if follows else advantages.float()).split(sizes)]
 
 
 def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
     """float64, of all groups one after the other, within +- ``clip``; NaN where they are not finite."""
-    rewards = _finite(torch.from_numpy(np.concatenate([g.rewards for g in groups])))
-    return rewards if clip is None else rewards.clamp(-clip, clip)
+    return _clipped(_finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))), clip)
 
 
 def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> TrainBatch:
@@ -97,27 +97,45 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Credi
     return replace(batch, advantages=advantages.float())
 
 
-def _asked_for(estimator: Any, groups: Sequence[Group], settings: CreditSettings) -> dict[str, Any]:
-    """What the estimator's keywords name, and nothing else."""
-    names = inspect.signature(estimator).parameters
-    known: dict[str, Any] = {"std": settings.std, "eps": settings.eps, "k": settings.k}
-    if "lengths" in names:
-        known["lengths"] = torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
-    if "baselines" in names:
-        known["baselines"] = torch.cat([_baselines(g) for g in groups])
-        if settings.reward_clip is not None:
-            known["baselines"] = known["baselines"].clamp(-settings.reward_clip, settings.reward_clip)
-    if "parts" in names:
-        used = [name for name, weight in settings.weights.items() if weight]
-        parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in used]
-        known["parts"] = _finite(torch.from_numpy(np.stack(parts)))
-        known["weights"] = torch.tensor([settings.weights[name] for name in used])
-    return {name: value for name, value in known.items() if name in names}
+def _lengths(groups: Sequence[Group], settings: CreditSettings) -> Int[Tensor, " B"]:
+    return torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
 
 
-def _baselines(group: Group) -> Tensor:
-    assert group.baseline_reward is not None, "remax needs a greedy sample of every prompt"
-    return _finite(torch.full((len(group.rewards),), group.baseline_reward))
+def _baselines(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, " B"]:
+    """Return the reward of each prompt's greedy answer, once per sample."""
+    greedy = [g.baseline_reward for g in groups for _ in g.rewards]
+    assert None not in greedy, "remax needs a greedy sample of every prompt"
+    return _clipped(_finite(torch.tensor(greedy)), settings.reward_clip)
+
+
+def _parts(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, "K B"]:
+    """Return each reward before weighting, of the rewards whose weight is not 0."""
+    parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in _weighted(settings)]
+    return _finite(torch.from_numpy(np.stack(parts)))
+
+
+def _weights(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, " K"]:
+    return torch.tensor(list(_weighted(settings).values()))
+
+
+def _weighted(settings: CreditSettings) -> dict[str, float]:
+    return {name: weight for name, weight in settings.weights.items() if weight}
+
+
+# How each of `ADVANTAGE_INPUTS` is made.
+_INPUTS: dict[str, Callable[[Sequence[Group], CreditSettings], Any]] = {
+    "std": lambda groups, settings: settings.std,
+    "eps": lambda groups, settings: settings.eps,
+    "k": lambda groups, settings: settings.k,
+    "lengths": _lengths,
+    "baselines": _baselines,
+    "parts": _parts,
+    "weights": _weights,
+}
+
+
+def _clipped(rewards: Float[Tensor, " B"], clip: float | None) -> Float[Tensor, " B"]:
+    return rewards if clip is None else rewards.clamp(-clip, clip)
 
 
 def _finite(rewards: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""DeepSpeed's engine around the policy's model, as its configuration says."""
+"""DeepSpeed's engine around the policy's model, and a gate for its steps."""
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 import torch
@@ -11,17 +13,25 @@ from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.offload import optimizer_device
 from grpo_dist.policy.state_files import PolicyFiles
 
+# What measures the norm in a step of each of DeepSpeed's optimizers: a method, or a function of its module.
+# Where it returns a list, these are the norms of parameter groups.
+_METHODS = {
+    "DeepSpeedZeroOptimizer": "scaled_global_norm",
+    "DeepSpeedZeroOptimizer_Stage3": "_get_norm_groups",
+}
+_FUNCTIONS = {"BF16_Optimizer": "get_global_norm_of_tensors"}
+
 
 def zero3_loading(settings: dict[str, Any]) -> Any:
-    """While this object is alive transformers loads straight into ZeRO-3's partitions."""
+    """Make transformers load straight into ZeRO-3's partitions, as long as the returned object lives."""
     from transformers.integrations import HfDeepSpeedConfig
 
     return HfDeepSpeedConfig(settings)
 
 
 def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, Any]) -> Any:
-    """The engine, with the optimiser that ``policy`` says. Collective."""
-    import deepspeed
+    """Return the engine, with the optimiser of ``policy``. Collective."""
+    import deepspeed  # optional: only ranks need it
 
     deepspeed.utils.logger.setLevel("WARNING")
     o = policy.optimizer
@@ -40,12 +50,45 @@ def initialize(module: TokenLogprobs, policy: PolicyConfig, settings: dict[str, 
     return engine
 
 
-def own_files(engine: Any) -> Any:
-    """The `PolicyFiles` of ``engine`` from now on."""
+def use_policy_files(engine: Any) -> Any:
+    """Let ``engine`` read and write its checkpoints by `PolicyFiles`; return those."""
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 
     class Files(PolicyFiles, CheckpointEngine):
-        """As DeepSpeed knows them."""
+        """`PolicyFiles` of the type that DeepSpeed expects."""
 
     engine.checkpoint_engine = Files()
     return engine.checkpoint_engine
+
+
+class NormGate:
+    """Skips the steps of a DeepSpeed optimizer whose gradient norm is above ``limit``. One per optimizer.
+
+    DeepSpeed itself skips a step whose gradient norm is not a number, on all ranks and with everything
+    cleared, whatever the ZeRO stage and wherever its states are. The gate makes the norm NaN to skip a step
+    whose gradient is finite. ``norm``: the last one measured, the same on all ranks, NaN where not finite.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.limit, self.norm = math.inf, math.nan
+        kind = type(optimizer)
+        name = _METHODS.get(kind.__name__) or _FUNCTIONS[kind.__name__]
+        owner = optimizer if kind.__name__ in _METHODS else sys.modules[kind.__module__]
+        measure = getattr(owner, name)
+
+        def gated(*arguments: Any, **others: Any) -> Any:
+            measured = measure(*arguments, **others)
+            norms = measured if isinstance(measured, list) else [measured]
+            self.norm = _together([float(norm) for norm in norms])
+            if self.norm <= self.limit:
+                return measured
+            refused = [norm * math.nan for norm in norms]
+            return refused if isinstance(measured, list) else refused[0]
+
+        setattr(owner, name, gated)
+
+
+def _together(norms: list[float]) -> float:
+    """Return the norm of all groups; DeepSpeed writes -1 for one that is not finite."""
+    finite = all(math.isfinite(norm) and norm >= 0 for norm in norms)
+    return math.hypot(*norms) if finite else math.nan

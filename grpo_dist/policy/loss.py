@@ -8,16 +8,13 @@ split of the rows simply add up. The correction weight belongs to the policy los
 would bend the penalty.
 
 A sequence with a trained token whose engine log-prob is NaN has policy loss 0 under every correction, none
-included, and with ratios to the engine's log-probs. `batching.make_batch` gives such a sample an empty mask,
+included, and with ratios to the engine's log-probs. `rows.make_batch` gives such a sample an empty mask,
 so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 """
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,7 +24,7 @@ from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
-from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
+from grpo_dist.algorithms.policy_losses import POLICY_LOSS_SETTINGS, POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
 from grpo_dist.types import TrainBatch
 
@@ -39,14 +36,16 @@ class LossSettings:
     """What the objective is made of; the names are those of the registries in `grpo_dist.algorithms`."""
 
     policy_loss: str = "ppo_clip"
-    # Settings of the policy loss; None: its own default. It gets those that its signature names.
+    # Settings of the policy loss; None: its own default. `POLICY_LOSS_SETTINGS` says which it takes.
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
     tau_positive: float | None = None
     tau_negative: float | None = None
     ratio_cap: float | None = None
-    old_logprobs: str = "trainer"  # rollout: ratios are to the engine's log-probs, none are computed anew
+    # Whose log-probs ratios are taken to: the trainer's before the step, or those of the rollout engine,
+    # where the trainer computes none.
+    old_policy: str = "trainer"
     top_entropy_share: float = 1.0  # of an update's tokens that the policy loss is taken over
     entropy_coef: float = 0.0
     aggregation: str = "token-mean"
@@ -65,9 +64,11 @@ def batch_loss(
     settings: LossSettings,
     *,
     entropy: Float[Tensor, "B T"] | None = None,
+    policy_mask: Bool[Tensor, "B T"] | None = None,
+    kl_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
-    """Loss of ``batch``'s rows as their share of the whole update's, and statistics for `add_stats` and
-    `finish_stats`.
+    """Return the loss of ``batch``'s rows as their share of the whole update's, and its statistics, for
+    `add_stats` and `finish_stats`.
 
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
@@ -75,38 +76,26 @@ def batch_loss(
             is to ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed
             when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
+        policy_mask: tokens of the policy loss; None: all of the loss mask.
+        kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
+            have none in any update.
     """
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
     old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
     weights = known.to(logprobs.dtype).expand_as(logprobs)
-    if batch.policy_mask is not None:
-        weights = weights * batch.policy_mask
-    weight_stats: Stats = {}
-    if settings.correction_kind != "none":
-        importance, weight_stats = correction(
-            old, batch.rollout_logprobs, mask,
-            kind=settings.correction_kind, level=settings.correction_level,
-            low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
-        )  # fmt: skip
-        weights = weights * importance
-    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
-    advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, mask)
-    token_losses, stats = policy_loss(logprobs, old, advantages, mask, **_own_settings(policy_loss, settings))
-    token_losses = token_losses * weights
-    stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
-    policy = _aggregate(token_losses, batch, settings)
+    if policy_mask is not None:
+        weights = weights * policy_mask
+    policy, stats = _policy_term(logprobs, old, weights, batch, settings)
     loss = policy
-    kl_coef = settings.kl_coef if batch.kl_coef is None or not settings.kl_coef else batch.kl_coef
+    if not settings.kl_coef or kl_coef is None:
+        kl_coef = settings.kl_coef
     assert batch.ref_logprobs is not None or not kl_coef, "kl_coef > 0 needs reference log-probs"
     if batch.ref_logprobs is not None:
-        kl = named(KL_ESTIMATORS, settings.kl_estimator, "KL estimator")(
-            torch.where(mask, logprobs, 0.0), torch.where(mask, batch.ref_logprobs, 0.0)
-        )
-        kl_loss = _aggregate(kl, batch, settings)
+        kl_loss, kl = _kl_term(logprobs, batch.ref_logprobs, batch, settings)
         loss = loss + kl_coef * kl_loss if kl_coef else loss
-        stats |= {"kl": torch.where(mask, kl, 0.0).sum(), "loss_kl": kl_coef * kl_loss}
+        stats |= {"kl": kl, "loss_kl": kl_coef * kl_loss}
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0.0)
         stats["entropy"] = entropy.sum()
@@ -115,11 +104,48 @@ def batch_loss(
         bonus = settings.entropy_coef * _aggregate(entropy, batch, settings)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
-    # The trainer's log-probs before it moved, where they are known: with ratios to the engine's own they are
-    # not, and the first update of a step, which has not moved yet, is the one that is reported.
-    own = logprobs.detach() if settings.old_logprobs == "rollout" else old
+    # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
+    # not: the first update of a step, which has not moved yet, is then the one that is reported.
+    own = logprobs.detach() if settings.old_policy == "rollout" else old
     stats |= {"loss_policy": policy, "loss_total": loss, "tokens": mask.sum(), **_mismatch(own, batch)}
     return loss, {name: value.detach().double() for name, value in stats.items()}
+
+
+def _policy_term(
+    logprobs: Float[Tensor, "B T"],
+    old: Float[Tensor, "B T"],
+    weights: Float[Tensor, "B T"],
+    batch: TrainBatch,
+    settings: LossSettings,
+) -> tuple[Float[Tensor, ""], Stats]:
+    """Return the aggregated policy loss, each token's times its weight and correction, and its statistics."""
+    weight_stats: Stats = {}
+    if settings.correction_kind != "none":
+        importance, weight_stats = correction(
+            old, batch.rollout_logprobs, batch.loss_mask,
+            kind=settings.correction_kind, level=settings.correction_level,
+            low=settings.correction_low, high=settings.correction_high, veto=settings.correction_veto,
+        )  # fmt: skip
+        weights = weights * importance
+    policy_loss = named(POLICY_LOSSES, settings.policy_loss, "policy loss")
+    advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
+    token_losses, stats = policy_loss(logprobs, old, advantages, batch.loss_mask, **_own_settings(settings))
+    stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
+    return _aggregate(token_losses * weights, batch, settings), stats
+
+
+def _kl_term(
+    logprobs: Float[Tensor, "B T"],
+    ref_logprobs: Float[Tensor, "B T"],
+    batch: TrainBatch,
+    settings: LossSettings,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
+    """Return the aggregated KL, still without its coefficient, and its sum over trained tokens, in nats."""
+    mask = batch.loss_mask
+    kl = named(KL_ESTIMATORS, settings.kl_estimator, "KL estimator")(
+        torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
+    )
+    return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
@@ -176,15 +202,11 @@ def _effective_share(weights: float, squares: float, tokens: float) -> float:
     return weights * weights / (tokens * squares) if squares else 1.0
 
 
-@lru_cache
-def _names(function: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def _own_settings(policy_loss: Any, settings: LossSettings) -> dict[str, float]:
-    """The settings that are set and that the loss names."""
-    known = {name: getattr(settings, name) for name in _names(policy_loss) if hasattr(settings, name)}
-    return {name: value for name, value in known.items() if value is not None and name != "old_logprobs"}
+def _own_settings(settings: LossSettings) -> dict[str, float]:
+    """Return the settings of the policy loss that are set; for the others its own defaults hold."""
+    names = POLICY_LOSS_SETTINGS.get(settings.policy_loss, ())
+    own = {name: getattr(settings, name) for name in names}
+    return {name: value for name, value in own.items() if value is not None}
 
 
 def _aggregate(

@@ -24,7 +24,7 @@ class Rank:
     ``listening``: rank 0's descriptor of a socket at ``port``; None: it is yet to be made.
     """
 
-    rank: int
+    index: int
     world_size: int
     host: str
     port: int
@@ -34,32 +34,33 @@ class Rank:
     listening: int | None = None
 
 
-def join(place: Rank) -> None:
-    """Be this rank, from now on. Collective. Raises NotAMember where another process is in a rank's place."""
+def join(rank: Rank) -> None:
+    """Join the process group as ``rank``. Collective. Raises NotAMember for a process that does not know the
+    group's secret.
+    """
     # Before deepspeed is imported: it reads them.
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR=place.host, MASTER_PORT=str(place.port))
+    os.environ.update(RANK=str(rank.index), WORLD_SIZE=str(rank.world_size), LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR=rank.host, MASTER_PORT=str(rank.port))
     if device_type() == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    if name := _interface(place.host, place.port):
+    if name := _interface(rank.host, rank.port):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)  # else gloo asks for the address of the host's name
-    rank, world_size = place.rank, place.world_size
     dist.init_process_group(
         collective_backend(),
         store=meeting_point(
-            place.host,
-            place.port,
-            rank=rank,
-            world_size=world_size,
-            timeout_s=place.timeout_s,
-            listening=place.listening,
+            rank.host,
+            rank.port,
+            rank=rank.index,
+            world_size=rank.world_size,
+            timeout_s=rank.timeout_s,
+            listening=rank.listening,
         ),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=place.timeout_s),
+        rank=rank.index,
+        world_size=rank.world_size,
+        timeout=timedelta(seconds=rank.timeout_s),
     )
-    if place.secret:
-        check_members(_gathered, place.secret, place.question, rank)
+    if rank.secret:
+        check_members(_gathered, rank.secret, rank.question, rank.index)
 
 
 def _gathered(own: Tensor) -> list[Tensor]:

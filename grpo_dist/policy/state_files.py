@@ -22,23 +22,23 @@ _FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
 
 class PolicyFiles:
     """Of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it takes the place of DeepSpeed's
-    own. ``beside``: whether the next `save` returns before its file is there.
+    own. ``blocking``: whether the next `save` returns only when its file is written.
     """
 
     def __init__(self) -> None:
         self.name = "PolicyFiles"
-        self.beside = False
+        self.blocking = True
         self._writer = Background("checkpoint", pending=_FILES_PENDING)
 
     def create(self, info: Any) -> None:
         """Nothing to prepare: the directory is DeepSpeed's."""
 
     def save(self, state_dict: dict[str, Any], path: str) -> None:
-        if self.beside:
+        if self.blocking:
+            _write(state_dict, path)
+        else:
             state = snapshot(state_dict)
             self._writer.submit(lambda: _write(state, path))
-        else:
-            _write(state_dict, path)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Raises ValueError where the file holds more than values: a pickle that would run something."""

@@ -88,8 +88,8 @@ class Checkpoints:
         # Each save has its own name: an abandoned one may still write into its directory.
         partial = self._directory / f"{_PARTIAL}{final.name}_{next(self._saves)}"
         partial.mkdir(parents=True)
-        background = self._config.checkpoint.background
-        await workers.policy.save(partial / "policy", beside=background)
+        blocking = not self._config.checkpoint.background
+        await workers.policy.save(partial / "policy", blocking=blocking)
         if workers.reference is not None and self._config.reference.refresh_every:
             async with deadline(
                 self._config.cluster.timeouts.save_s,
@@ -99,7 +99,7 @@ class Checkpoints:
                 await workers.reference.save(partial / REFERENCE)
         finish = self._finish(step, partial, final, workers, progress)
         self._writing = asyncio.create_task(finish, name=f"checkpoint {step}")
-        if not background:
+        if blocking:
             await self.settle()
 
     async def settle(self) -> None:

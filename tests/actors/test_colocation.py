@@ -114,7 +114,7 @@ def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights
     asyncio.run(between())
     turn = ["engines.sleep(keep_weights=True)", "policy.reload_states()"]
     back = ["policy.offload_states()", "engines.wake_up()"]
-    assert events == [*turn, "policy.save(step, beside=False)", *back, *turn, "reference.refresh()", *back]
+    assert events == [*turn, "policy.save(step, blocking=True)", *back, *turn, "reference.refresh()", *back]
 
 
 def test_a_resumed_run_loads_and_pushes():

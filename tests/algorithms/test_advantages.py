@@ -1,6 +1,5 @@
 """Advantages against numbers worked by hand and plain loops."""
 
-import inspect
 import itertools
 import math
 import statistics
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_dist.algorithms.advantages import (
+    ADVANTAGE_INPUTS,
     ADVANTAGES,
     dr_grpo,
     gdpo,
@@ -36,8 +36,7 @@ def advantages(name, rewards, groups, std="group"):
         "std": std, "eps": 1e-6, "k": 2, "lengths": torch.full_like(groups, 3), "parts": rewards[None],
         "weights": torch.ones(1), "baselines": torch.zeros_like(rewards),
     }  # fmt: skip
-    names = inspect.signature(ADVANTAGES[name]).parameters
-    return ADVANTAGES[name](rewards, groups, **{n: v for n, v in known.items() if n in names})
+    return ADVANTAGES[name](rewards, groups, **{n: known[n] for n in ADVANTAGE_INPUTS.get(name, ())})
 
 
 @pytest.mark.parametrize(

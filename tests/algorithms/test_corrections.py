@@ -175,7 +175,7 @@ def test_a_nan_of_the_engine_drops_its_sequence_under_every_correction(kind, lev
 def test_a_nan_of_the_engine_has_the_same_loss_with_and_without_correction(kind, old):
     logprobs, rollout = torch.zeros(2, 2, requires_grad=True), torch.tensor([[0.0, math.nan], [0.0, 0.0]])
     batch = one_token_batch(rollout if old == "rollout" else torch.zeros(2, 2), rollout)
-    loss, stats = batch_loss(logprobs, batch, LossSettings(correction_kind=kind, old_logprobs=old))
+    loss, stats = batch_loss(logprobs, batch, LossSettings(correction_kind=kind, old_policy=old))
     loss.backward()
     assert loss.item() == 0.5 and logprobs.grad.tolist() == [[0.0, 0.0], [0.25, 0.25]]
     assert all(value.isfinite() for value in stats.values())

@@ -1,16 +1,17 @@
 """What all of the maths has in common: masked positions never matter, and the registries are complete."""
 
+import inspect
 from typing import get_args
 
 import pytest
 import torch
 
-from grpo_dist.algorithms.advantages import ADVANTAGES
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
 from grpo_dist.algorithms.offpolicy import correction
-from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
+from grpo_dist.algorithms.policy_losses import POLICY_LOSS_SETTINGS, POLICY_LOSSES, ppo_clip
 from grpo_dist.batch.credit_assignment import PROCESS
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support.numbers_by_hand import INF, NAN, mask_of
@@ -45,6 +46,16 @@ def test_registries_hold_what_the_configuration_offers():
     assert choices("policy_loss") == set(POLICY_LOSSES)
     assert choices("aggregation") == set(MODES)
     assert set(get_args(KLConfig.model_fields["estimator"].annotation)) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize(
+    ("registry", "table"), [(ADVANTAGES, ADVANTAGE_INPUTS), (POLICY_LOSSES, POLICY_LOSS_SETTINGS)]
+)
+def test_the_declared_inputs_are_the_keywords_of_every_function(registry, table):
+    for name, function in registry.items():
+        parameters = inspect.signature(function).parameters.values()
+        assert table.get(name, ()) == tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), name
+    assert set(table) <= set(registry)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def rank(index, port, directory, dtype, stage):
     from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
     from grpo_dist.policy.ranks import Rank
-    from grpo_dist.policy.trainer import Trainer
+    from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.types import TrainBatch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
@@ -58,12 +58,9 @@ def rank(index, port, directory, dtype, stage):
         PolicyConfig(num_workers=RANKS, zero_stage=stage, deepspeed=own if stage else {}),
         model=ModelConfig(path=directory, dtype=dtype),
         model_dir=directory,
-        loss=LossSettings(),
-        temperature=1.0,
-        token_budget=64,
-        epochs=1,
-        total_updates=9,
-        seed=0,
+        settings=TrainerSettings(
+            loss=LossSettings(), temperature=1.0, token_budget=64, epochs=1, total_updates=9, seed=0
+        ),
     )
     mask = torch.ones(4, 16, dtype=torch.bool)
     mask[:, 0] = False

@@ -19,7 +19,7 @@ def main(entries):
     from grpo_dist.config import ModelConfig, PolicyConfig
     from grpo_dist.policy.loss import LossSettings
     from grpo_dist.policy.ranks import Rank
-    from grpo_dist.policy.trainer import Trainer
+    from grpo_dist.policy.trainer import Trainer, TrainerSettings
     from grpo_dist.types import TrainBatch
 
     shape = Qwen2Config(
@@ -34,9 +34,17 @@ def main(entries):
         trainer = Trainer(
             Rank(0, 1, "127.0.0.1", free_port("127.0.0.1"), 60.0),
             PolicyConfig(zero_stage=0),
-            model=ModelConfig(path=directory), model_dir=directory, loss=LossSettings(), temperature=1.0,
-            token_budget=ROWS * TOKENS, epochs=1, total_updates=2, seed=0,
-        )  # fmt: skip
+            model=ModelConfig(path=directory),
+            model_dir=directory,
+            settings=TrainerSettings(
+                loss=LossSettings(),
+                temperature=1.0,
+                token_budget=ROWS * TOKENS,
+                epochs=1,
+                total_updates=2,
+                seed=0,
+            ),
+        )
     mask = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     mask[:, 0] = False
     batch = TrainBatch(

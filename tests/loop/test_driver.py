@@ -340,20 +340,20 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
     config = fakes.config(steps=4, algorithm={"kl": kl}, checkpoint={"every": 2})
 
     async def update(batches, *, kl_coef, bounds):
-        world.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
+        world.kl_coefs.append(kl_coef)
         return {"ref/kl": 5.0}
 
     world = fakes.World()
     world.update = update
     train(world, config, fakes.prompts(40))
     expected = [0.1, 0.12, 0.144, 0.1728]
-    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected)
+    assert world.kl_coefs == pytest.approx(expected)
     assert [world.logged[s]["ref/kl_coef"] for s in (1, 2, 3, 4)] == pytest.approx(expected)
     saved = world.saved[2]
     world = fakes.World()
     world.update = update
     train(world, config, fakes.prompts(40), start=2, progress=saved)
-    assert [b[0].kl_coef for b in world.updates] == pytest.approx(expected[2:])
+    assert world.kl_coefs == pytest.approx(expected[2:])
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -39,9 +39,9 @@ def batch_of_one_row(**changes):
     return TrainBatch(**(fields | changes))
 
 
-def loss_and_gradient(batch, settings, logprobs, entropy=None):
+def loss_and_gradient(batch, settings, logprobs, entropy=None, **of_update):
     logprobs = logprobs.clone().requires_grad_()
-    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy)
+    loss, stats = batch_loss(logprobs, batch, settings, entropy=entropy, **of_update)
     loss.backward()
     return loss.item(), logprobs.grad, finish_stats(stats)
 
@@ -117,13 +117,13 @@ def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
     assert metrics["ref/kl"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_kl_weight_of_the_batch_counts_where_there_is_a_kl_term():
+def test_the_kl_weight_of_the_update_counts_where_there_is_a_kl_term():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
     kl = (0.1065307 + 0.7182818) / 3
     for how, expected in ((LossSettings(kl_coef=0.1), 0.3), (LossSettings(kl_coef=0.0), 0.0)):
-        batch = batch_of_one_row(ref_logprobs=reference, kl_coef=0.3)
-        loss, _, metrics = loss_and_gradient(batch, how, logprobs)
+        batch = batch_of_one_row(ref_logprobs=reference)
+        loss, _, metrics = loss_and_gradient(batch, how, logprobs, kl_coef=0.3)
         assert loss == pytest.approx(-2 + expected * kl, rel=1e-6)
         assert metrics["ref/kl"] == pytest.approx(kl, rel=1e-6)
 
@@ -141,9 +141,9 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
 def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
-    batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
+    batch = batch_of_one_row(ref_logprobs=logprobs - 1)
     settings = LossSettings(kl_coef=0.5, kl_estimator="k1")
-    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
+    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs, policy_mask=kept)
     assert loss == pytest.approx(-4 / 3 + 0.5)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
 
@@ -151,7 +151,7 @@ def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else(
 def test_with_ratios_to_the_engine_the_mismatch_is_still_the_trainers():
     rollout = torch.tensor([[0.0, -1, -2, -2.5]])
     batch = batch_of_one_row(rollout_logprobs=rollout, old_logprobs=rollout)
-    settings = LossSettings(old_logprobs="rollout")
+    settings = LossSettings(old_policy="rollout")
     _, _, metrics = loss_and_gradient(batch, settings, torch.tensor([[0.0, -1, -2, -3]]))
     assert metrics["mismatch/logprob_diff_max"] == 0.5
     assert metrics["policy/ratio_mean"] == pytest.approx((2 + math.exp(-0.5)) / 3)

@@ -13,7 +13,7 @@ def test_a_file_written_beside_training_holds_what_was_saved(tmp_path):
     files = PolicyFiles()
     weight = torch.arange(6.0).view(2, 3)
     state = {"w": weight, "tied": weight, "part": weight[0], "steps": [1, {"lr": 0.1}], "none": None}
-    files.beside = True
+    files.blocking = False
     files.save(state, str(tmp_path / "state.pt"))
     weight.zero_()
     state["steps"][1]["lr"] = 7.0
@@ -51,7 +51,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     files = PolicyFiles()
     with pytest.raises(OSError, match=r"absent/state\.pt: cannot be written"):
         files.save({}, str(tmp_path / "absent" / "state.pt"))
-    files.beside = True
+    files.blocking = False
     files.save({}, str(tmp_path / "absent" / "state.pt"))
     with pytest.raises(OSError, match=r"absent/state\.pt: cannot be written"):
         while not files.written():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import random
 from pathlib import Path
 
@@ -41,6 +40,7 @@ class World:
 
     def __init__(self, jitter: bool = True, fail_on: str | None = None) -> None:
         self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
+        self.kl_coefs: list[float] = []  # of each update
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
@@ -89,7 +89,8 @@ class World:
 
     async def update(self, batches, *, kl_coef, bounds):
         self.events.append(f"update at version {self.version}")
-        self.updates.append([dataclasses.replace(batch, kl_coef=kl_coef) for batch in batches])
+        self.updates.append(batches)
+        self.kl_coefs.append(kl_coef)
         return {"loss/policy": 0.0}
 
     async def token_logprobs(self):

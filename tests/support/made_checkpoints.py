@@ -32,10 +32,10 @@ class Disk:
         self.policy, self.reference, self._fails = self, None, fails
         self._writing = writing  # an event until which the files are not there
 
-    async def save(self, directory: Path, *, beside: bool):
+    async def save(self, directory: Path, *, blocking: bool):
         directory.mkdir()
         self._directory = directory
-        if not beside:
+        if blocking:
             await self.saved()
 
     async def saved(self):

@@ -43,12 +43,12 @@ class OpenWorker(PolicyWorker):
         if rank is None:
             self._spoiled.remove()
         else:
-            factor = torch.nan if rank == self._trainer.place.rank else 1.0
+            factor = torch.nan if rank == self._trainer.rank.index else 1.0
             first = next(self._trainer.engine.module.parameters())
             self._spoiled = first.register_hook(lambda gradient: gradient * factor)
 
     def weights(self):
-        return {name: t.clone() for bucket in self._trainer.iter_weights(10_000) for name, t in bucket}
+        return {name: t.clone() for bucket in self._trainer.weights.buckets(10_000) for name, t in bucket}
 
 
 def start(
@@ -122,7 +122,7 @@ class AdaptedWorker(OpenWorker):
     """A rank whose adapters and optimiser state can be looked at."""
 
     def adapters(self):
-        buckets = self._trainer.iter_weights(10_000, adapters_only=True)
+        buckets = self._trainer.weights.buckets(10_000, adapters_only=True)
         return {name: t.clone() for bucket in buckets for name, t in bucket}
 
     def optimizer_elements(self):

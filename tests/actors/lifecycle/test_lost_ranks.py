@@ -18,7 +18,7 @@ pytestmark = pytest.mark.machine
 
 class MortalRank(OpenWorker):
     def arm(self, rank, what):
-        self._what = what if rank == self._trainer.place.rank else None
+        self._what = what if rank == self._trainer.rank.index else None
         return os.getpid()
 
     def update(self, shards, kl_coef, bounds):

@@ -40,7 +40,7 @@ class UpdatedWorker(OpenWorker):
 
     def updated(self, batch):
         self._trainer.update([batch])
-        buckets = self._trainer.iter_weights(10_000, as_held=True)
+        buckets = self._trainer.weights.buckets(10_000, as_held=True)
         return {name: t.clone() for bucket in buckets for name, t in bucket}
 
 

@@ -25,7 +25,7 @@ class MovingAdapters(PolicyWorker):
             for parameter in self._trainer.engine.module.parameters():
                 if parameter.requires_grad:
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        return {name: t.clone() for bucket in self._trainer.iter_weights(1 << 20) for name, t in bucket}
+        return {name: t.clone() for bucket in self._trainer.weights.buckets(1 << 20) for name, t in bucket}
 
     def logits(self, ids):
         """Of the model with its adapters beside the base weights, as it trains."""

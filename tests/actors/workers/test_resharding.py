@@ -20,7 +20,7 @@ class ToldWorker(OpenWorker):
         """What is in a checkpoint: name -> WEIGHTS, MOMENTS -> every number; and Adam's count of steps."""
         trainer = self._trainer
         names = [name for name, p in trainer.engine.module.named_parameters() if p.requires_grad]
-        found = SavedPolicy(directory / "state", trainer._files.mapped)
+        found = SavedPolicy(directory / "state", trainer.state.files.mapped)
         found.open(names)
         every = (WEIGHTS, *MOMENTS)
         return {name: {what: found.whole(name, what) for what in every} for name in names}, found.steps
@@ -29,7 +29,7 @@ class ToldWorker(OpenWorker):
         """Whether the weights that forwards see are those of a checkpoint, in their own precision."""
         told, _ = self.saved(directory)
         names = dict(self._trainer.engine.module.named_parameters())
-        with self._trainer._gathered(list(names.values())):
+        with self._trainer.weights.gathered(list(names.values())):
             here = {name: names[name].detach().reshape(-1) for name in told}
             return all(torch.equal(own, told[name][WEIGHTS].to(own.dtype)) for name, own in here.items())
 

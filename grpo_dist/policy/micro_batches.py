@@ -1,0 +1,70 @@
+"""A rank's rows cut into micro-batches, and each of them laid out for the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
+from grpo_dist.policy.attention import Kernel
+from grpo_dist.policy.packing import Layout, packed, padded
+from grpo_dist.types import TrainBatch
+
+Batch = TypeVar("Batch", bound=TrainBatch)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """``token_budget``: tokens of a micro-batch, at most. ``kernel``: attention over packed rows; None: rows
+    are padded. ``multiple``: a packed stream has a multiple of so many tokens.
+    """
+
+    token_budget: int
+    kernel: Kernel | None
+    multiple: int
+    device: torch.device
+
+    def plan(self, batch: TrainBatch) -> list[list[int]]:
+        """Return the rows of each micro-batch, as many of these on every rank: under ZeRO-2 and 3 each one is
+        a collective. Collective.
+        """
+        if self.kernel is None:
+            plan = micro_batches(batch.lengths.tolist(), self.token_budget)
+        else:
+            rows = batch.rows
+            lengths, groups = rows.lengths.tolist(), rows.group_ids.tolist()
+            prompts = rows.prompt_lengths.tolist()
+            plan = packed_micro_batches(lengths, groups, prompts, self.token_budget)
+        count = torch.tensor(len(plan), device=self.device)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)  # bounded: the process group has a deadline
+        return plan + [[] for _ in range(int(count) - len(plan))]
+
+    def part(self, batch: Batch, rows: list[int]) -> Batch:
+        """Return these rows on the device. Without rows: one row that goes through the model and adds
+        nothing.
+        """
+        part = batch.select(rows) if rows else _blank(batch)
+        names = [f.name for f in fields(part) if isinstance(getattr(part, f.name), Tensor)]
+        return replace(part, **{name: getattr(part, name).to(self.device) for name in names})
+
+    def layout(self, part: TrainBatch) -> Layout:
+        if self.kernel is None:
+            return padded(part.tokens, part.loss_mask)
+        return packed(part.rows, self.kernel, multiple=self.multiple)
+
+
+def _blank(batch: Batch) -> Batch:
+    """Return one row of two masked tokens, which belongs to no sample."""
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    rows: dict[str, Any] = {
+        name: torch.zeros(1, 2, dtype=value.dtype)
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.ndim == 2
+    }
+    return replace(
+        batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None, row_ids=None
+    )
