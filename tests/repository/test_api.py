@@ -1,4 +1,4 @@
-"""The package from Python: light to import, typed, and refusing before anything starts."""
+"""The Python API: light to import, typed, and it refuses errors before anything starts."""
 
 import asyncio
 import pkgutil
@@ -51,7 +51,7 @@ def test_the_import_is_light_and_gives_the_function_whatever_was_imported_before
     )
 
 
-def test_no_module_of_the_package_stands_in_the_way_of_a_public_name():
+def test_no_module_hides_a_public_name():
     modules = {module.name for module in pkgutil.iter_modules(grpo_dist.__path__)}
     assert not modules & set(grpo_dist.__all__)
     for name in grpo_dist.__all__:
@@ -65,7 +65,7 @@ def test_a_value_that_no_configuration_can_have_is_refused():
         resolved(SMALL | {"steps": object()})
 
 
-def test_a_file_a_mapping_and_a_config_come_to_the_same(tmp_path):
+def test_a_file_a_mapping_and_a_config_give_the_same_configuration(tmp_path):
     path = tmp_path / "my.yaml"
     path.write_text('model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n')
     of_file = resolved(path, ["steps=7", "+algorithm=dapo"])
@@ -76,7 +76,7 @@ def test_a_file_a_mapping_and_a_config_come_to_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("function", [train, evaluate_model])
-def test_what_cannot_be_used_is_refused_before_anything_starts(function, tmp_path):
+def test_unusable_input_is_refused_before_anything_starts(function, tmp_path):
     with pytest.raises(ConfigError, match="no such configuration file"):
         function(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="unknown key `step`; did you mean `steps`"):
@@ -86,7 +86,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(function, tmp_pat
 
 
 @pytest.mark.parametrize("function", [train, evaluate_model])
-def test_a_thread_and_a_running_event_loop_are_no_place_for_it(function):
+def test_a_thread_and_a_running_event_loop_are_refused(function):
     async def inside():
         function(SMALL)
 
@@ -106,6 +106,6 @@ def test_a_thread_and_a_running_event_loop_are_no_place_for_it(function):
     assert len(refused) == 1
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_is_marked_as_typed():
     assert (Path(grpo_dist.__file__).parent / "py.typed").is_file()
     assert 'grpo_dist = ["py.typed"]' in (ROOT / "pyproject.toml").read_text()

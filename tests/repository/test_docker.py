@@ -1,4 +1,4 @@
-"""Images and launch files: linted, pinned, small, and installed by the very steps that are tested."""
+"""Images and launch files are linted, pinned and small, and tests run their installation steps."""
 
 import os
 import re
@@ -43,25 +43,25 @@ def test_shellcheck_finds_nothing():
 
 
 def instructions(path):
-    """(word, rest) of each instruction, continued lines joined."""
+    """Return (word, rest) of each instruction, with continued lines joined."""
     text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(None, 1)) for line in text.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_images_are_pinned_staged_and_run_by_nobody_special(path):
+def test_images_are_pinned_and_staged_and_run_without_root(path):
     found = instructions(path)
     outside = [rest for word, rest in found if word == "FROM" and not rest.startswith("base")]
     assert len(outside) == 1 and re.fullmatch(r"\S+:\S+@sha256:[0-9a-f]{64} AS base", outside[0])
     assert [rest for word, rest in found if word == "FROM"][1:] == ["base AS build", "base"]
     last = dict(found[max(i for i, (word, _) in enumerate(found) if word == "FROM") :])
-    assert last["USER"] == "10001:10001"  # a number: Kubernetes can tell that it is not root
+    assert last["USER"] == "10001:10001"  # a number, so Kubernetes sees that it is not root
     assert "docker/healthcheck.sh" in last["HEALTHCHECK"]
     assert last["COPY"].startswith("--from=build ")
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
-def test_images_are_installed_by_the_script_that_is_tested(path):
+def test_images_are_installed_by_the_tested_script(path):
     (step,) = [rest for word, rest in instructions(path) if word == "RUN" and "setup.sh" in rest]
     words = [word for word in step.split() if not word.startswith("--mount=")]
     settings = dict(word.split("=", 1) for word in words if "=" in word)
@@ -72,14 +72,14 @@ def test_images_are_installed_by_the_script_that_is_tested(path):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in pinned if line[0] != "#")
 
 
-def test_the_two_images_differ_in_base_and_engine_alone():
+def test_the_two_images_differ_only_in_base_and_engine():
     gpu, cpu = (instructions(path) for path in DOCKERFILES)
     own = [(word, rest) for word, rest in cpu if word != "ARG"]
     differing = [(a[0], b[0]) for a, b in zip(gpu, own, strict=True) if a != b]
     assert differing == [("FROM", "FROM"), ("RUN", "RUN")]
 
 
-def test_the_context_is_what_the_image_needs(tmp_path):
+def test_the_build_context_has_only_what_the_image_needs(tmp_path):
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     kept = [line[1:] for line in lines if line.startswith("!")]
     assert lines[0] == "*"
@@ -96,7 +96,7 @@ def test_the_context_is_what_the_image_needs(tmp_path):
 def test_compose_has_a_head_and_workers_that_wait_for_it():
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     head, worker = services["head"], services["worker"]
-    assert head["ports"] == ["127.0.0.1:8265:8265"]  # the job server, for this machine alone
+    assert head["ports"] == ["127.0.0.1:8265:8265"]  # the job server, for this machine only
     assert "ports" not in worker and "container_name" not in worker  # it can be scaled
     assert worker["depends_on"] == {"head": {"condition": "service_healthy"}}
     for node in (head, worker):
@@ -106,8 +106,8 @@ def test_compose_has_a_head_and_workers_that_wait_for_it():
         assert set(node["volumes"]) == {"runs:/runs", "cache:/home/grpo/.cache"}
 
 
-def test_health_behind_an_init_is_that_of_its_program(tmp_path):
-    """What `docker run --init` starts goes by the name of its file."""
+def test_the_health_check_looks_behind_an_init_at_its_program(tmp_path):
+    """`docker run --init` starts a process with the name of its file."""
     init = tmp_path / "tini"
     init.write_bytes(Path(shutil.which("bash")).read_bytes())
     init.chmod(0o755)
@@ -123,7 +123,7 @@ def test_health_behind_an_init_is_that_of_its_program(tmp_path):
             first.kill()
 
 
-def test_health_is_that_of_the_cluster_or_of_the_program():
+def test_the_health_check_asks_the_cluster_or_looks_at_the_program():
     assert health() == 0
     assert health(RAY_ADDRESS=f"127.0.0.1:{free_port()}") != 0
     with subprocess.Popen(["sleep", "60"]) as program:
@@ -135,7 +135,7 @@ def test_health_is_that_of_the_cluster_or_of_the_program():
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """What is tracked, in a place of its own."""
+    """Copy the tracked files into a directory of their own."""
     directory = tmp_path_factory.mktemp("checkout")
     tracked = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -157,7 +157,7 @@ def test_an_installed_package_finds_the_templates(checkout, tmp_path):
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=HANG_S)
     here = venv / "bin/python"
-    # What it depends on comes from this environment; grpo-dist itself does not.
+    # Dependencies come from this environment, grpo-dist itself does not.
     (own,) = (venv / "lib").glob("python*/site-packages")
     (own / "dependencies.pth").write_text(
         "\n".join(p for p in sys.path if p.endswith("site-packages")) + "\n"

@@ -1,4 +1,4 @@
-"""Every command and snippet of the documents: run as a reader would, or parsed with a reason why no more."""
+"""Every command and snippet of the documents runs as a reader would run it, or is parsed, with the reason."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def shell() -> list[Block]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch, request) -> Path:
-    """A directory with the files that the document has named before the block."""
+    """Return a directory with the files that the document names before the block."""
     block: Block = request.getfixturevalue("block")
     for other in blocks(ROOT / block.document):
         if other.file and other.line < block.line:
@@ -64,7 +64,7 @@ def test_a_configuration_in_the_documents_loads(block, tmp_path):
     path = tmp_path / "shown.yaml"
     path.write_text(block.text)
     (tmp_path / "base.yaml").write_text(yaml.safe_dump(BASE))
-    if not {"model", "data"} <= set(found):  # a part of one
+    if not {"model", "data"} <= set(found):  # a part of a configuration
         path.write_text("defaults: [base.yaml]\n" + block.text)
     assert isinstance(load_config(path), Config)
 
@@ -75,7 +75,7 @@ def test_python_in_the_documents_does_what_it_says(block, place):
 
 
 @pytest.mark.parametrize("block", [b for b in of("python") if b.mode == "parsed"], ids=str)
-def test_python_that_is_not_run_compiles_and_imports_what_there_is(block):
+def test_python_that_is_only_parsed_compiles_and_its_imports_exist(block):
     compile(block.text, str(block), "exec")
     for line in (li for li in block.text.splitlines() if re.match(r"(from|import) ", li)):
         exec(line, {})
@@ -101,7 +101,7 @@ def test_every_command_in_a_text_exists(document, command):
 
 
 def check_command(command: str, document: Path) -> None:
-    """Its program, target or module is there, its options are known, its overrides fit the configuration."""
+    """Check that program, target and module exist, that options are known and that overrides fit."""
     words = shlex.split(re.sub(r"\s\[[^]]*\]", "", command).partition(" && ")[0])
     while "=" in words[0]:  # NAME=value before the command
         words = words[1:]
@@ -119,7 +119,7 @@ def check_command(command: str, document: Path) -> None:
 def check_own(words: list[str], document: Path) -> None:
     if words[1:] in ([], ["..."], ["--help"]) or words[-1] == "...":
         return
-    if len(words) == 2:  # named, not used
+    if len(words) == 2:  # a mention, not a call
         assert help_of(words[1])
         return
     args, rest = command_parser().parse_known_args(words[1:])
@@ -128,7 +128,7 @@ def check_own(words: list[str], document: Path) -> None:
     if OTHER_FILES & set(words) or of_a_model:
         return
     given = [w for w in words[3:] if "=" in w and not w.startswith("-")]
-    overrides = [w for w in given if not w.partition("=")[2].isupper()]  # NAME stands for a name
+    overrides = [w for w in given if not w.partition("=")[2].isupper()]  # NAME is a placeholder
     own = next((b for b in blocks(document) if b.file == words[2]), None)
     if words[2].startswith("configs/"):
         load_config(ROOT / words[2], overrides)
@@ -142,7 +142,7 @@ def is_shown(name: str, document: Path) -> bool:
     return any(block.file == name for block in blocks(document))
 
 
-def test_what_is_only_parsed_says_why():
+def test_every_block_that_is_only_parsed_gives_a_reason():
     """`pytest -s` lists them."""
     silent = [str(b) for b in BLOCKS if b.is_shell and not b.mode]
     assert silent == [], "above these: <!-- docs: run --> or <!-- docs: parsed: why -->"
@@ -159,9 +159,7 @@ def test_the_documents_are_found_and_their_marks_read():
     unread = [str(b) for b in BLOCKS if b.language not in ("", "yaml", "python", "sh", "bash", "diff")]
     assert unread == [], "a language that no test knows"
     marks = sum(path.read_text().count("<!-- docs: ") for path in documents())
-    assert marks == sum(bool(block.mode) for block in BLOCKS), (
-        "a mark that stands above no block, or is misspelt"
-    )
+    assert marks == sum(bool(block.mode) for block in BLOCKS), "a mark is above no block, or misspelt"
 
 
 LINKS = sorted(
@@ -180,7 +178,7 @@ def test_every_link_between_documents_leads_somewhere(document, link):
 
 
 def run_block(block: Block, place: Path) -> str:
-    """Its output, run as a reader would in ``place``."""
+    """Run a block in ``place`` as a reader would and return its output."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if block.language == "python":
         (place / "snippet.py").write_text(with_overrides(block))
@@ -189,21 +187,21 @@ def run_block(block: Block, place: Path) -> str:
         assert not block.overrides
         commands = [[sys.executable, "-m", "grpo_dist.cli", *shlex.split(c)[1:]] for c in block.commands]
         assert all(command.startswith("grpo-dist ") for command in block.commands)
-    said = ""
+    output = ""
     for command in commands:
         done = subprocess.run(
             command, cwd=place, capture_output=True, text=True, env=environment, timeout=HANG_S
         )
         assert done.returncode == 0, f"{block}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
-        said += done.stdout
-    return said
+        output += done.stdout
+    return output
 
 
 def with_overrides(block: Block) -> str:
     if not block.overrides:
         return block.text
     changed = re.sub(r'(train\("[^"]+")', rf"\1, {list(block.overrides)}", block.text)
-    assert changed != block.text, f"{block}: nothing there takes overrides"
+    assert changed != block.text, f"{block}: no call in it takes overrides"
     return changed
 
 
@@ -221,17 +219,17 @@ def test_a_command_of_the_guides_runs(block, tmp_path):
 @pytest.mark.machine
 @pytest.mark.evidence
 def test_the_tutorial_runs_from_its_first_line_to_its_last(tmp_path):
-    """All of its blocks in order, in one directory; a real engine and a real rank train two steps."""
+    """Run its blocks in order in one directory; a real engine and a real rank train two steps."""
     shown = blocks(ROOT / TUTORIAL)
     for block in shown:
         if block.file:
             (tmp_path / block.file).write_text(block.text)
-    said = {str(block): run_block(block, tmp_path) for block in shown if block.mode == "run"}
+    outputs = {str(block): run_block(block, tmp_path) for block in shown if block.mode == "run"}
     files = [b for b in shown if b.file in ("make_problems.py", "my_rewards.py", "my.yaml")]
     written = [line for b in files for line in b.text.splitlines()[1:] if line]
     assert len(written) <= 18  # and a command, or two lines of Python
     assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 500
-    assert any("ok  reward: a right and a wrong answer get math 1 and 0" in text for text in said.values())
+    assert any("ok  reward: a right and a wrong answer get math 1 and 0" in text for text in outputs.values())
     run = tmp_path / "runs/tutorial"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     before, *steps = [json.loads(line) for line in lines]

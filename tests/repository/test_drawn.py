@@ -1,4 +1,4 @@
-"""Which cases a run of the suite has."""
+"""How a run of the suite draws its cases."""
 
 from tests.support.drawn import SEED, drawn
 
@@ -9,7 +9,7 @@ def every_run(cases):
     return [case.values[0] for case in cases if not case.marks]
 
 
-def test_a_draw_follows_from_its_seed_and_over_the_seeds_every_case_comes(monkeypatch):
+def test_a_seed_decides_the_draw_and_every_case_is_drawn_by_some_seed(monkeypatch):
     seen = set()
     for seed in range(60):
         monkeypatch.setenv(SEED, str(seed))
@@ -19,7 +19,7 @@ def test_a_draw_follows_from_its_seed_and_over_the_seeds_every_case_comes(monkey
     assert seen == set(range(5))
 
 
-def test_what_is_not_drawn_is_evidence_and_there_all_are(monkeypatch):
+def test_cases_that_are_not_drawn_are_evidence_which_runs_all(monkeypatch):
     monkeypatch.setenv(SEED, "7")
     cases = drawn("a", CASES, 2)
     assert [case.values for case in cases] == CASES

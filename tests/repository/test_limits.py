@@ -1,4 +1,4 @@
-"""No test fails because the machine is slow: only a hang comes to the limits in tests."""
+"""No test fails because the machine is slow: only a hang reaches the limits in tests."""
 
 import ast
 from itertools import pairwise
@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "time", "perf_counter"}
 WAITS = {"run", "wait", "communicate", "join", "wait_procs", "check_output", "check_call"}
 SHORT_S = 600.0
-# On a simulated clock; and in a loop that asks again.
+# The first runs on a simulated clock, the second in a loop that asks again.
 HARMLESS = {"tools/plan/test_plan_simulation.py", "chaos/verdict.py"}
 
 
@@ -25,7 +25,7 @@ def reads_the_clock(node):
 
 
 def short_limits(source):
-    """Lines that compare elapsed time with a few seconds, or wait a few seconds for a process or a thread."""
+    """Return the lines that compare elapsed time with a few seconds, or wait a few seconds."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
@@ -61,7 +61,7 @@ def test_a_short_limit_is_found(line, short):
     assert bool(short_limits(line)) == short
 
 
-def test_no_limit_is_so_short_that_a_busy_machine_meets_it():
+def test_no_limit_is_so_short_that_a_busy_machine_reaches_it():
     found = {
         f"{path.relative_to(TESTS)}:{line}"
         for path in sorted(TESTS.rglob("*.py"))
@@ -71,5 +71,5 @@ def test_no_limit_is_so_short_that_a_busy_machine_meets_it():
     assert found == set()
 
 
-def test_the_limit_of_a_test_is_beyond_those_within_it(pytestconfig):
+def test_the_limit_of_a_test_is_above_those_within_it(pytestconfig):
     assert float(pytestconfig.getini("timeout")) > HANG_S > SHORT_S

@@ -1,4 +1,4 @@
-"""`make test`: both halves run, and the exit code tells of either one. `make evidence`: all cases."""
+"""`make test` runs both halves and fails if either fails; `make evidence` runs all cases."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Notes its arguments, and returns the next of the codes.
+# Logs its arguments and returns the next of the codes.
 _STUB = """#!/bin/sh
 echo "seed=$GRPO_DIST_TEST_SEED $*" >> "$LOG"
 code=${CODES%% *}; [ "$(wc -l < "$LOG")" = 1 ] || code=${CODES##* }
@@ -18,7 +18,7 @@ exit "$code"
 
 @pytest.fixture
 def made(tmp_path):
-    """Runs a target with a stand-in for Python that returns ``codes``; the exit code, and what was called."""
+    """Run a target with a stand-in for Python that returns ``codes``; return the exit code and the calls."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     (tmp_path / "python").write_text(_STUB)
@@ -44,8 +44,8 @@ def made(tmp_path):
         *((codes, True) for codes in ("1 0", "0 1", "2 5", "5 5")),
     ],
 )
-def test_both_halves_run_whatever_the_first_says_and_the_exit_code_tells(made, codes, fails):
-    """5: no test was selected. One half may have none."""
+def test_both_halves_run_and_the_exit_code_reports_a_failure_of_either(made, codes, fails):
+    """pytest returns 5 when no test is selected, which one half may do."""
     code, calls = made("test", codes, "ARGS=-k loss")
     assert (code != 0) == fails
     assert len(calls) == 2 and all(call.endswith("-k loss") for call in calls)

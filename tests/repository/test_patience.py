@@ -1,4 +1,4 @@
-"""Limits of tests, without waiting for them."""
+"""The limits of tests, on a simulated clock."""
 
 import time
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from tests.support.patience import cpu_s, wait_for_end, wait_until
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Of which every sleep takes a minute."""
+    """A clock on which every sleep takes a minute."""
     now = [0.0]
     monkeypatch.setattr("tests.support.patience.time.monotonic", lambda: now[0])
     monkeypatch.setattr("tests.support.patience.time.sleep", lambda _: now.__setitem__(0, now[0] + 60))
@@ -31,7 +31,7 @@ def test_a_process_may_take_longer_than_its_limit_while_it_makes_progress(clock)
         wait_for_end(process, lambda: 7)
 
 
-def test_time_that_others_take_is_not_counted():
+def test_time_that_other_processes_take_is_not_counted():
     with cpu_s(0.1):
         time.sleep(0.2)
     with pytest.raises(AssertionError, match=r"expected 0\.1 s at most"), cpu_s(0.1):

@@ -1,4 +1,4 @@
-"""What `make lint` refuses: calls that block a thread for as long as another likes."""
+"""`make lint` refuses calls that may block a thread for ever."""
 
 import importlib.util
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_a_deadline_bounds_only_what_is_awaited_under_it(body):
     assert len(list(check_waits.unbounded(f"async def f():\n    {body}\n"))) == 1
 
 
-def test_only_into_a_queue_without_a_size_nobody_waits_to_put():
+def test_putting_is_unbounded_only_into_a_queue_with_a_size():
     def found(*made):
         return [line for line, _ in check_waits.unbounded("\n".join([*made, "self.q.put(item)"]))]
 
@@ -104,15 +104,15 @@ def test_only_into_a_queue_without_a_size_nobody_waits_to_put():
         "async def f():\n    async with self._deadline(1):\n        if late:\n            await queue.join()",
     ],
 )
-def test_what_ends_by_itself_is_left_alone(line):
+def test_calls_that_end_by_themselves_are_accepted(line):
     assert not list(check_waits.unbounded(line))
 
 
-def test_what_is_refused_is_not_imported_by_name():
+def test_refused_functions_may_not_be_imported_by_name():
     assert list(check_waits.unbounded("import ray\nfrom ray import get, kill")) == [(2, "ray.get")]
     found = check_waits.unbounded("from queue import Empty, SimpleQueue")
     assert list(found) == [(1, "queue.SimpleQueue")]
 
 
-def test_the_code_has_none(capsys):
+def test_the_code_has_no_unbounded_wait(capsys):
     assert check_waits.main([str(ROOT / "grpo_dist"), str(ROOT / "actors")]) == 0, capsys.readouterr().out
