@@ -164,12 +164,12 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     config = load_config(path, overrides)
     if show_config:
         print(dump_config(config))
-    from grpo_dist.tools.check.command import preflight, problems, summary
+    from grpo_dist.tools.check.command import problems, run_checks, summary
 
     found = []
-    for finding in preflight(config, cluster=cluster):
-        found.append(finding)
-        _say(str(finding))
+    for result in run_checks(config, cluster=cluster):
+        found.append(result)
+        _say(str(result))
     if wrong := problems(found):
         raise wrong
     _say(summary(found))

@@ -17,30 +17,31 @@ from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.identity import data_digest, fingerprint
 from grpo_dist.runs.prepare import prepare, resolve_model
-from grpo_dist.tools.check import command
-from grpo_dist.tools.check.command import Finding, preflight, problems
+from grpo_dist.tools.check import devices, machine, settings
+from grpo_dist.tools.check.command import CHECKS, CheckResult, problems, run_checks
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from tests.support.good_inputs import GOOD, write
 
+ELSEWHERE = "on this machine, which may not be a node of the run: "
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def findings(*overrides, cluster=None):
+def results(*overrides, cluster=None):
     found = {}
-    for f in preflight(load_config("config.yaml", overrides), cluster=cluster):
-        found[f.name] = replace(f, said=f"{found[f.name].said}; {f.said}") if f.name in found else f
+    for f in run_checks(load_config("config.yaml", overrides), cluster=cluster):
+        found[f.name] = replace(f, detail=f"{found[f.name].detail}; {f.detail}") if f.name in found else f
     return found
 
 
 def wrong(found):
-    return {name: finding.said for name, finding in found.items() if finding.problem}
+    return {name: result.detail for name, result in found.items() if result.problem}
 
 
 def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
     lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
-    assert [line[4:] for line in lines] == [n for n in command._CHECKS if n != "cold start"]
+    assert [line[4:] for line in lines] == [n for n in CHECKS if n != "cold start"]
     assert all(line.startswith("ok  ") for line in lines)
     assert told.splitlines()[-1] == "14 checks passed"
     assert "name: run" not in told  # the resolved configuration is printed on request
@@ -58,7 +59,7 @@ def test_the_resolved_configuration_is_printed_on_request(here, capsys):
 
 
 def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
     assert error.startswith("error: 5 things to fix: data: ") and "missing.jsonl" in error
@@ -89,13 +90,13 @@ def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_things(her
 
 
 def test_a_reward_is_tried_without_a_model(here):
-    found = findings("model.path=/no/such/model")
+    found = results("model.path=/no/such/model")
     assert list(wrong(found)) == ["model"]
-    assert "a right and a wrong answer get math 1 and 0" in found["reward"].said
+    assert "a right and a wrong answer get math 1 and 0" in found["reward"].detail
 
 
 def test_a_run_that_would_go_on_is_looked_at_too(here):
-    assert findings()["resume"].said == "a new run, in runs/run"
+    assert results()["resume"].detail == "a new run, in runs/run"
     config = load_config("config.yaml")
     checkpoint, other = Path("runs/run/checkpoints/step_000003"), ["policy.zero_stage=1"]
     checkpoint.mkdir(parents=True)
@@ -103,38 +104,38 @@ def test_a_run_that_would_go_on_is_looked_at_too(here):
     state = CheckpointState(3, fingerprint(config), data_digest(prompts))
     (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
     (checkpoint / "config.yaml").write_text(dump_config(config))
-    goes_on = f"goes on from step 3 of {config.steps}, {checkpoint}"
-    assert findings()["resume"].said == goes_on
-    told = findings(*other)["resume"]
-    assert not told.problem and f"{goes_on}, with another layout (`policy.zero_stage` = 1 was" in told.said
-    assert "`seed` = 7 was 0" in wrong(findings("seed=7"))["resume"]
-    assert "`steps` = 2: runs/run has done 3 already" in wrong(findings("steps=2"))["resume"]
+    resumes = f"resumes from step 3 of {config.steps}, {checkpoint}"
+    assert results()["resume"].detail == resumes
+    told = results(*other)["resume"]
+    assert not told.problem and f"{resumes}, with another layout (`policy.zero_stage` = 1 was" in told.detail
+    assert "`seed` = 7 was 0" in wrong(results("seed=7"))["resume"]
+    assert "`steps` = 2: runs/run has done 3 already" in wrong(results("steps=2"))["resume"]
     write("train.jsonl", GOOD[1:])
-    assert "other training prompts" in wrong(findings())["resume"]
+    assert "other training prompts" in wrong(results())["resume"]
     write("train.jsonl", GOOD)
     Path("runs/run/DONE").write_text("3\n")
-    assert "the run is complete (3 steps)" in wrong(findings("steps=3"))["resume"]
-    assert findings("checkpoint.resume=never")["resume"].said == "a new run, in runs/run-2"
+    assert "the run is complete (3 steps)" in wrong(results("steps=3"))["resume"]
+    assert results("checkpoint.resume=never")["resume"].detail == "a new run, in runs/run-2"
 
 
 def test_one_thing_to_fix_is_said_as_it_is():
-    fine, one = Finding("disk", "fine"), Finding("ports", "none", problem=True)
+    fine, one = CheckResult("disk", "fine"), CheckResult("ports", "none", problem=True)
     assert problems([fine]) is None and str(problems([fine, one])) == "ports: none"
     assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
 
 
 def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):
     large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
-    small = findings(*large, cluster="1x2xRTX3090")
-    assert "policy: a worker needs" in small["memory"].said and small["memory"].problem
-    assert "RTX3090" in small["memory"].said and "`policy.zero_stage`" in small["memory"].said
+    small = results(*large, cluster="1x2xRTX3090")
+    assert "policy: a worker needs" in small["memory"].detail and small["memory"].problem
+    assert "RTX3090" in small["memory"].detail and "`policy.zero_stage`" in small["memory"].detail
     ranks = ["policy.num_workers=8", "policy.zero_stage=3", "batch.samples_per_prompt=8"]
     others = ["rollout.num_workers=8", "model.gradient_checkpointing=true", "batch.micro_batch_tokens=8192"]
-    roomy = findings(*large, *ranks, *others, cluster="2x8xH100")
+    roomy = results(*large, *ranks, *others, cluster="2x8xH100")
     assert not roomy["memory"].problem and not roomy["placement"].problem
-    assert "rollout 8 x 1 GPU(s)" in roomy["placement"].said
-    missing = findings(*large, "cluster.placement=separate", "policy.num_workers=4", cluster="1x2xH100")
-    assert "5 GPUs are needed" in missing["placement"].said
+    assert "rollout 8 x 1 GPU(s)" in roomy["placement"].detail
+    missing = results(*large, "cluster.placement=separate", "policy.num_workers=4", cluster="1x2xH100")
+    assert "5 GPUs are needed" in missing["placement"].detail
 
 
 def test_gpus_are_those_that_this_process_may_use(monkeypatch):
@@ -148,28 +149,28 @@ def test_gpus_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**driver))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    here = command._this_machine()
+    here = devices.this_machine()
     assert (str(here), here.card.memory) == ("1x2xNVIDIA L40S", 46 * 2**30)
 
 
 def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch):
     monkeypatch.setattr("actors.cluster.fit", lambda config: Fit("as the cluster says", 8))
     large = "model.path=Qwen/Qwen2.5-72B-Instruct"
-    found = findings(large, "cluster.address=head:6379")["memory"]
-    assert found.skipped and not found.problem and "--cluster" in found.said
-    assert "policy: " in findings("cluster.address=head:6379", cluster="1x8xH100")["memory"].said
-    assert findings(large)["memory"].problem
+    found = results(large, "cluster.address=head:6379")["memory"]
+    assert found.skipped and not found.problem and "--cluster" in found.detail
+    assert "policy: " in results("cluster.address=head:6379", cluster="1x8xH100")["memory"].detail
+    assert results(large)["memory"].problem
 
 
 def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
-    found = findings(
+    found = results(
         "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
     )
     said = wrong(found)["reward"]
-    assert "`mine:broken` could not be given" in said and "division" in said
+    assert "`mine:broken` gave no score" in said and "division" in said
     write("train.jsonl", [{"problem": f"{i} + 1", "answer": "-987654321"} for i in range(20)])
-    assert "the right one must get more" in wrong(findings())["reward"]
+    assert "the right one must get more" in wrong(results())["reward"]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
 def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, body, right, wrong_one):
     (here / "mine.py").write_text(f"def mine(completion, answer):\n    return {body}\n")
     own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
-    said = wrong(findings(*own))["reward"]
+    said = wrong(results(*own))["reward"]
     assert f"| right, {right} in all: 'The answer is \\\\boxed{{1}}.'" in said
     assert f"| wrong, {wrong_one} in all: 'The answer is \\\\boxed{{-987654321}}.'" in said
     assert "the right one must get more in all" in said
@@ -187,8 +188,8 @@ def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, 
 
 def test_weights_that_turn_a_reward_round_are_found(here):
     turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
-    assert "the right one must get more in all" in wrong(findings(turned))["reward"]
-    assert not wrong(findings("rewards.functions=[{function: format}]"))
+    assert "the right one must get more in all" in wrong(results(turned))["reward"]
+    assert not wrong(results("rewards.functions=[{function: format}]"))
 
 
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
@@ -197,27 +198,27 @@ def test_a_reward_may_ask_for_answers_of_another_form(here, form):
         f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
     )
     own = "rewards.functions=[{function: 'mine:mine'}]", f"rewards.code_paths=[{here}]"
-    found = findings(*own)
-    assert form.format("1") in found["reward"].said and not wrong(found)
+    found = results(*own)
+    assert form.format("1") in found["reward"].detail and not wrong(found)
 
 
 def test_a_thought_that_the_prompt_opens_is_closed_before_the_answer(here):
-    found = findings("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
-    assert "</T>\\nThe answer is" in found["reward"].said and not wrong(found)
+    found = results("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
+    assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
 
 
 def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
-    found = findings("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
-    assert found.skipped and "reward models are not asked" in found.said
+    found = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
+    assert found.skipped and "reward models are not asked" in found.detail
 
 
 def test_what_every_rank_of_a_gpu_cluster_refuses_is_refused_on_a_machine_without_gpus(here, monkeypatch):
-    assert not wrong(findings("policy.zero_stage=0"))
-    said = wrong(findings("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
+    assert not wrong(results("policy.zero_stage=0"))
+    said = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
     assert "`policy.zero_stage` = 0 with bfloat16" in said
     monkeypatch.setattr("actors.cluster.fit", lambda config: Fit("as the cluster says", 8))
-    there = findings("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
+    there = results("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
     assert "`policy.zero_stage` = 0 with bfloat16" in wrong(there)["settings"]
     assert "nccl" not in wrong(there)["settings"]  # which the cluster has, and this machine has not
 
@@ -236,26 +237,26 @@ def test_what_every_rank_of_a_gpu_cluster_refuses_is_refused_on_a_machine_withou
     ],
 )
 def test_settings_that_ranks_refuse_are_refused_before_them(here, overrides, words):
-    assert words in wrong(findings(*overrides))["settings"]
+    assert words in wrong(results(*overrides))["settings"]
 
 
 def test_a_model_whose_heads_cannot_be_shared_is_refused_before_it_is_loaded(here):
     own = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
-    found = wrong(findings(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
+    found = wrong(results(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
     assert "policy.sequence_parallel = 5: the model has" in found["model"]
 
 
 def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     sft = "sft={model: 'demo:tiny', data: [{path: 'demo:add3'}, {path: pairs.jsonl}], examples: 50}"
-    assert "pairs.jsonl" in wrong(findings("model.path=sft", sft))["cold start"]
+    assert "pairs.jsonl" in wrong(results("model.path=sft", sft))["cold start"]
     write("pairs.jsonl", [{"prompt": "1+1=", "completion": "2"}])
-    found = findings("model.path=sft", sft)
-    assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].said
-    assert "\n    cold start, before all others: " in found["memory"].said
+    found = results("model.path=sft", sft)
+    assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].detail
+    assert "\n    cold start, before all others: " in found["memory"].detail
 
 
 def test_a_download_that_was_cut_off_is_told_by_its_index(here):
-    model = findings()["model"].said.partition("\n")[0]
+    model = results()["model"].detail.partition("\n")[0]
     copy = here / "model"
     copy.mkdir()
     for file in Path(model).iterdir():
@@ -263,7 +264,7 @@ def test_a_download_that_was_cut_off_is_told_by_its_index(here):
             (copy / file.name).write_bytes(file.read_bytes())
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    said = wrong(findings("model.path=./model"))["model"]
+    said = wrong(results("model.path=./model"))["model"]
     assert "1 of 2 weight files are missing, e.g. model-00002-of-00002.safetensors" in said
 
 
@@ -275,24 +276,24 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
             raise metadata.PackageNotFoundError(name)
         return "0.1" if name == "deepspeed" else real(name)
 
-    monkeypatch.setattr(command.metadata, "version", version)
-    said = wrong(findings())["versions"]
+    monkeypatch.setattr(settings.metadata, "version", version)
+    said = wrong(results())["versions"]
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
 
 def test_what_is_offloaded_must_fit_into_host_memory(here, monkeypatch):
     gib = 2**30
-    monkeypatch.setattr(command, "_this_machine", lambda: parse_cluster("1x2xH100"))
+    monkeypatch.setattr(devices, "this_machine", lambda: parse_cluster("1x2xH100"))
     own = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
            "model.dtype=bfloat16", "model.gradient_checkpointing=true"]  # fmt: skip
     needed = 16 * 7_615_616_512 / gib
     for has, fits in ((256, True), (64, False)):
         memory = namedtuple("Memory", ["total"])(has * gib)
-        monkeypatch.setattr(command.psutil, "virtual_memory", lambda memory=memory: memory)
-        found = findings(*own)["memory"]
-        assert f"in host memory {needed:.1f} of this machine's {has}.0" in found.said
+        monkeypatch.setattr(devices.psutil, "virtual_memory", lambda memory=memory: memory)
+        found = results(*own)["memory"]
+        assert f"in host memory {needed:.1f} of this machine's {has}.0" in found.detail
         assert found.problem is not fits
-        assert ("`policy.offload`" in found.said) is not fits
+        assert ("`policy.offload`" in found.detail) is not fits
 
 
 def test_a_reward_model_must_fit_too(here, tmp_path):
@@ -302,23 +303,23 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(large))
     own = f"rewards.models=[{{name: judge, path: {tmp_path}}}]"
-    said = wrong(findings(own, cluster="1x3xH100"))["memory"]
+    said = wrong(results(own, cluster="1x3xH100"))["memory"]
     assert "reward model judge: a worker needs " in said and "use a smaller model" in said
 
 
 def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
-    monkeypatch.setattr(command.psutil, "virtual_memory", lambda: memory)
-    assert "all together" in wrong(findings())["memory"]
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: memory)
+    assert "all together" in wrong(results())["memory"]
 
 
 def test_what_is_of_a_node_is_said_to_be_of_this_one_where_the_run_goes_elsewhere(here, monkeypatch):
-    own, other = findings(), findings(cluster="1x1xH100")
+    own, other = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory", "ports"):
-        assert other[name].said.startswith("here, which may be no node of the run: ")
-        assert not own[name].said.startswith("here")
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    assert wrong(findings(cluster="1x1xH100"))["disk"].startswith("here, which may be no node of the run: ")
+        assert other[name].detail.startswith(ELSEWHERE)
+        assert not own[name].detail.startswith("on this machine")
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
+    assert wrong(results(cluster="1x1xH100"))["disk"].startswith(ELSEWHERE)
 
 
 def test_a_reward_of_the_users_may_know_one_form_of_answer_alone(here, monkeypatch):
@@ -330,8 +331,8 @@ def test_a_reward_of_the_users_may_know_one_form_of_answer_alone(here, monkeypat
         "    except ValueError:\n"
         "        return None\n"
     )
-    found = findings("rewards.functions=[{function: 'own:near'}]", "rewards.code_paths=[.]")["reward"]
-    assert not found.problem and "get own:near 1 and 0" in found.said, found
+    found = results("rewards.functions=[{function: 'own:near'}]", "rewards.code_paths=[.]")["reward"]
+    assert not found.problem and "get own:near 1 and 0" in found.detail, found
 
 
 @pytest.mark.parametrize(
@@ -349,11 +350,11 @@ def test_a_damaged_file_of_the_model_is_one_thing_to_fix(here, file, text):
     made = resolve_model(load_config("config.yaml"), lambda _: None, train_first=False)
     model = shutil.copytree(made, here / "own-model")
     (model / file).write_text(text)
-    found = findings(f"model.path={model}")
+    found = results(f"model.path={model}")
     assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
     assert str(model.name) in next(iter(wrong(found).values()))
     assert not found["trackers"].problem  # the others were looked at
 
 
 def test_a_cluster_that_cannot_be_read_is_one_thing_to_fix(here):
-    assert list(wrong(findings(cluster="8xH100"))) == ["settings"]
+    assert list(wrong(results(cluster="8xH100"))) == ["settings"]

@@ -1,0 +1,85 @@
+"""What every check gets, and how it reports: its result in words, or an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import actors.cluster
+from actors.cluster import Fit
+from actors.connection import address_of
+from grpo_dist.config import Config, DataSourceConfig
+from grpo_dist.data.readers import DataRow
+from grpo_dist.errors import UserError
+from grpo_dist.runs.prepare import Prepared
+from grpo_dist.runtime.hardware import DeviceType, device_type
+from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.models import ModelShape, model_of
+
+SourceRows = tuple[DataSourceConfig, list[DataRow]]
+
+
+class CheckFailed(Exception):
+    """``problems``: each is one thing to fix."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class CheckSkipped(Exception):
+    """The check needs what another check could not read."""
+
+
+class NotApplicable(Exception):
+    """The run does not have what the check is for."""
+
+
+def fail(problems: Iterable[str]) -> None:
+    """Raise CheckFailed where there are ``problems``."""
+    if found := list(problems):
+        raise CheckFailed(*found)
+
+
+@dataclass
+class Context:
+    """What the checks share. ``rows``: of `data.train` and `data.eval`; None: not read, or unreadable."""
+
+    config: Config
+    cluster: str | None
+    rows: tuple[list[SourceRows], list[SourceRows]] | None = None
+    model_dir: Path | None = None
+    prepared: Prepared | None = None
+    longest_demonstration: int | None = None
+
+    @cached_property
+    def fit(self) -> Fit | UserError:
+        """The placement on the cluster that the run would join now, or why it does not fit."""
+        try:
+            return actors.cluster.fit(self.config)
+        except UserError as error:
+            return error
+
+    @cached_property
+    def is_elsewhere(self) -> bool:
+        """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
+        return address_of(self.config) != "local" and device_type() == "cpu"
+
+    @property
+    def device(self) -> DeviceType:
+        """The device of the run's workers."""
+        if self.cluster is not None:
+            return "cuda" if parse_cluster(self.cluster).card else "cpu"
+        if isinstance(self.fit, UserError):
+            return device_type()
+        return "cuda" if self.fit.gpus else "cpu"
+
+    def shape(self) -> ModelShape:
+        """Return the sizes of the model. Raises CheckSkipped where they are unknown."""
+        try:
+            return model_of(self.config)
+        except UserError as error:
+            why = str(error) if self.model_dir is not None else "the model cannot be read"
+            raise CheckSkipped(why) from error

@@ -1,0 +1,83 @@
+"""Checks of the data, the model's files, and the prompts and demonstrations made from both."""
+
+from __future__ import annotations
+
+from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.readers import read, source_name
+from grpo_dist.runs.prepare import load_tokenizer, prepared, resolve_model
+from grpo_dist.runs.start_checks import model_problems, position_limit
+from grpo_dist.tools.check.context import CheckSkipped, Context, NotApplicable, SourceRows, fail
+from grpo_dist.tools.plan.cold_start import is_trained_first
+
+_SHOWN = 300  # characters of the first prompt, from its end
+
+
+def check_data(context: Context) -> str:
+    """Read every source of `data.train` and `data.eval`."""
+    data, wrong = context.config.data, []
+    read_sets: list[list[SourceRows]] = []
+    for sources in (data.train, data.eval):
+        found: list[SourceRows] = []
+        read_sets.append(found)
+        for source in sources:
+            try:
+                found.append((source, read(source)))
+            except (ValueError, OSError) as error:
+                wrong.append(str(error))
+    fail(wrong)
+    context.rows = read_sets[0], read_sets[1]
+    counts = [", ".join(f"{len(rows)} of {source_name(s)}" for s, rows in own) or "none" for own in read_sets]
+    return f"rows for training: {counts[0]}; held out: {counts[1]}"
+
+
+def check_model(context: Context) -> str:
+    """Find the model's files, and settings that it cannot have."""
+    notes: list[str] = []
+    model_dir = resolve_model(context.config, notes.append, train_first=False)
+    position_limit(
+        context.config, model_dir
+    )  # without a readable config.json all other checks skip the model
+    context.model_dir = model_dir
+    fail(model_problems(context.config, context.device, context.model_dir))
+    return "\n    ".join([str(context.model_dir), *notes])
+
+
+def check_cold_start(context: Context) -> str:
+    """Read and tokenise the demonstrations, as `sft` does."""
+    config, sft = context.config, context.config.sft
+    if sft is None or not is_trained_first(config):
+        raise NotApplicable
+    if context.model_dir is None:
+        raise CheckSkipped("the model cannot be read")
+    tokenizer = load_tokenizer(context.model_dir, False)
+    pairs, wrong = [], []
+    for source in sft.data:
+        try:
+            pairs += source_pairs(source, sft, tokenizer)
+        except (ValueError, OSError) as error:
+            wrong.append(str(error))
+    fail(wrong)
+    context.longest_demonstration = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    return (
+        f"{len(pairs)} demonstrations of up to {context.longest_demonstration} tokens; {sft.steps} steps of "
+        f"{sft.batch_size}"
+    )
+
+
+def check_prompts(context: Context) -> str:
+    """Prepare the prompts, and show the end of the first one as the model sees it."""
+    if context.rows is None or context.model_dir is None:
+        raise CheckSkipped(f"the {'data' if context.rows is None else 'model'} cannot be read")
+    notes: list[str] = []
+    context.prepared = found = prepared(context.config, context.model_dir, *context.rows, notes.append)
+    tokenizer = load_tokenizer(found.model_dir, context.config.model.trust_remote_code)
+    text = tokenizer.decode(found.prompts[0].token_ids)
+    dots = "..." if len(text) > _SHOWN else ""
+    lines = [
+        f"{len(found.prompts)} prompts, {sum(len(s.prompts) for s in found.eval_sets)} held out",
+        *notes,
+        f"the end of the first prompt ({len(found.prompts[0].token_ids)} tokens), whose answer is "
+        f"{found.prompts[0].answer!r}:",
+        *(f"  | {line}" for line in (dots + text[-_SHOWN:]).splitlines()),
+    ]
+    return "\n    ".join(lines)

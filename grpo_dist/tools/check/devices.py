@@ -1,0 +1,124 @@
+"""Checks of the placement and of the memory of every worker."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import psutil
+import torch
+
+from actors.placement.demands import Resources, is_colocated
+from grpo_dist.config import Config
+from grpo_dist.errors import UserError
+from grpo_dist.runtime.hardware import GIB, device_type
+from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
+from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
+from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
+from grpo_dist.tools.plan.memory import Footprint, Sizes
+from grpo_dist.tools.plan.options import footprints, memory_problems
+from grpo_dist.tools.plan.reward_models import reward_model_workers, reward_models_of
+from grpo_dist.tools.plan.roles import roles_of
+from grpo_dist.tools.plan.workload import workload_of
+
+
+def check_placement(context: Context) -> str:
+    if context.cluster is None:
+        if isinstance(context.fit, UserError):
+            raise context.fit
+        return context.fit.words
+    return roles_of(context.config, context.shape(), parse_cluster(context.cluster)).words
+
+
+def check_memory(context: Context) -> str:
+    """List the memory of one worker of each role by purpose, and compare it with what there is."""
+    if context.cluster is None and context.is_elsewhere:
+        raise CheckSkipped("this machine has no GPU; say what the cluster has, e.g. --cluster 8x8xH100")
+    config, model = context.config, context.shape()
+    cluster = parse_cluster(context.cluster) if context.cluster else this_machine()
+    card = cluster.card
+    found = footprints(
+        config,
+        model,
+        Sizes.of(config, gpu=card is not None),
+        workload_of(config, prompt_tokens=None),
+        memory=card.memory if card else 0,
+        colocated=_is_colocated(config, cluster.gpus),
+        reward_models=reward_models_of(config)[0],
+    )
+    lines = [_of_role(role, need) for role, need in found.items()]
+    wrong = memory_problems(config, found, cluster)
+    first = None
+    if is_trained_first(config):
+        first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
+        lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
+        wrong += [why] if (why := cold_start_problem(config, first, cluster)) else []
+    fail(wrong)
+    if context.cluster is None or card is None:
+        lines += _of_this_machine(config, found, first, on_gpus=card is not None)
+    return "\n    ".join([f"of one worker, on {cluster}", *lines])
+
+
+def _of_role(role: str, need: Footprint) -> str:
+    host = f"; {sum(need.host.values()) / GIB:.1f} GiB each in host memory" if need.host else ""
+    return f"{role}: {need.total / GIB:.1f} GiB each ({_parts(need)}){host}"
+
+
+def _parts(need: Footprint) -> str:
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in need.parts.items())
+
+
+def _of_this_machine(
+    config: Config, found: dict[str, Footprint], first: Footprint | None, *, on_gpus: bool
+) -> list[str]:
+    """Compare the host memory of all workers with this machine's. Raises CheckFailed where it lacks some."""
+    counts = {
+        "policy": config.policy.num_workers,
+        "rollout": config.rollout.num_workers,
+        "reference": config.reference.num_workers,
+    } | reward_model_workers(config)
+    if on_gpus:
+        total = sum(sum(need.host.values()) * counts[role] for role, need in found.items())
+        return [_fits("in host memory", total, "take back some of `policy.offload`")] if total else []
+    total = sum(need.total * counts[role] for role, need in found.items())
+    remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
+    lines = [_fits("all together", total, f"{remedy}`batch.micro_batch_tokens`")]
+    if first is not None:
+        lines.append(_fits("the cold start alone", first.total, "lower `sft.batch_size`"))
+    return lines
+
+
+def _fits(what: str, needed: int, remedy: str) -> str:
+    has = psutil.virtual_memory().total
+    text = f"{what} {needed / GIB:.1f} of this machine's {has / GIB:.1f} GiB"
+    if needed > has:
+        raise CheckFailed(f"{text}; {remedy}")
+    return text
+
+
+def _is_colocated(config: Config, gpus: int) -> bool:
+    try:
+        return is_colocated(config, Resources(os.cpu_count() or 1, gpus))
+    except UserError:  # the placement check reports it
+        return False
+
+
+def this_machine() -> ClusterShape:
+    """Return this machine's GPUs as their driver reports them, without starting anything on them."""
+    if device_type() == "cpu":
+        return ClusterShape(1, 0, None)
+    import pynvml  # installed on machines with GPUs alone
+
+    pynvml.nvmlInit()
+    try:
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        name, memory = str(pynvml.nvmlDeviceGetName(device)), pynvml.nvmlDeviceGetMemoryInfo(device).total
+    finally:
+        pynvml.nvmlShutdown()
+    count = torch.cuda.device_count()  # the driver also counts GPUs that this process may not use
+    known = card_called(name)
+    if known is None:
+        raise CheckFailed(
+            f"{name} is in no table of `plan`; name a similar one with --cluster, e.g. 1x{count}xA100"
+        )
+    return ClusterShape(1, count, replace(known, name=name, memory=memory))

@@ -1,0 +1,83 @@
+"""Checks of this machine: disk, the checkpoint that the run would resume from, shared memory and ports."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
+from grpo_dist.runs.prepare import check_writable, choose_run_dir
+from grpo_dist.runs.resume import check_data, load_state, other_layout
+from grpo_dist.runs.run import check_unfinished
+from grpo_dist.runtime.hardware import GIB
+from grpo_dist.tools.check.context import CheckFailed, Context
+from grpo_dist.tools.plan.memory import lora_parameters
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_SHARED = GIB // 2  # Docker's default is 64 MiB
+_LOG_BYTES = GIB  # metrics, samples and logs of a long run: a guess
+
+
+def check_disk(context: Context) -> str:
+    """Compare the free space with the kept checkpoints, one being written, the exported model and logs."""
+    config, model = context.config, context.shape()
+    trained = lora_parameters(config, model)
+    # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
+    checkpoint = trained * (4 + 4 + 4 + 2)
+    needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
+    where = check_writable(choose_run_dir(config))
+    free = shutil.disk_usage(where).free
+    text = (
+        f"{free / GIB:.1f} GiB free in {where}, {needed / GIB:.1f} GiB at most are needed "
+        f"({config.checkpoint.keep} checkpoints of {checkpoint / GIB:.2f} GiB and one being written, the "
+        "model, logs)"
+    )
+    if free < needed:
+        raise CheckFailed(f"{text}; lower `checkpoint.keep`, or set another `output_dir`")
+    return text
+
+
+def check_resume(context: Context) -> str:
+    """Check that the newest checkpoint belongs to this run. Its checksums are verified when it is loaded."""
+    config, run_dir = context.config, choose_run_dir(context.config)
+    found = list_checkpoints(run_dir / CHECKPOINTS)
+    if not found:
+        return f"a new run, in {run_dir}"
+    state = load_state(found[-1], config)
+    if context.prepared is not None:
+        check_data(found[-1], state, context.prepared.prompts)
+    check_unfinished(config, run_dir, state.step)
+    layout = other_layout(found[-1], config)
+    return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"
+
+
+def check_shared_memory(context: Context) -> str:
+    usage = shutil.disk_usage(_SHARED_MEMORY)
+    text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {_SHARED_MEMORY}"
+    if usage.free < _LEAST_SHARED:
+        raise CheckFailed(
+            f"{text}: Ray's objects and weight transfers need at least {_LEAST_SHARED / GIB:g} GiB; "
+            "start the container with --shm-size=8g"
+        )
+    return text
+
+
+def check_ports(context: Context) -> str:
+    """Connect to free ports of this node's address and of loopback, as actors do."""
+    from ray.util import get_node_ip_address  # grpo_dist imports without Ray
+
+    address = get_node_ip_address()
+    for host in dict.fromkeys((address, "127.0.0.1")):
+        try:
+            with (
+                socket.create_server((host, 0)) as server,
+                socket.create_connection(server.getsockname(), timeout=5),
+            ):
+                pass
+        except OSError as error:
+            raise CheckFailed(
+                f"cannot connect to a port of {host} from this machine ({error}); allow connections of this "
+                "machine to itself"
+            ) from error
+    return f"this machine can connect to {address} and loopback"

