@@ -26,7 +26,7 @@ from actors.lifecycle.probe import ask_beside, ready
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.runtime.concurrency import deadline, gather
-from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.runtime.restarts import Budget
 
 logger = logging.getLogger("grpo_dist")
@@ -42,7 +42,7 @@ class Team:
         makers: of each actor, given its name.
         start: begins the start of an actor, which can serve when what it returns is done.
         health: asks an actor how it is.
-        room: sequences that one may have in hand, see `Admission`.
+        room: sequences that one may have in hand, see `LoadBalancer`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Team:
         self._restarts, self._start_s = spec.restarts, spec.start_s
         self._irreplaceable = spec.irreplaceable
         self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
-        self.admission = Admission(len(self.workers), room, on_wait=on_wait)
+        self.load_balancer = LoadBalancer(len(self.workers), room, on_wait=on_wait)
         # What an actor that was started anew has to be given before it serves.
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
@@ -128,7 +128,7 @@ class Team:
         """
         made = 0
         while True:
-            index = await self.admission.admit(1, 1)
+            index = await self.load_balancer.admit(1, 1)
             worker, made = self.workers[index], made + 1
             try:
                 return await getattr(worker, method).remote(*arguments)
@@ -142,13 +142,13 @@ class Team:
                 raise
             finally:
                 if self.is_current(index, worker):
-                    self.admission.release(index, 1, 1)
+                    self.load_balancer.release(index, 1, 1)
 
     def lost(self, index: int, worker: Any, error: BaseException) -> None:
         """``worker``, number ``index``, answers no more: replace it. Whoever notices says so."""
         if not self.is_current(index, worker) or self._failure is not None:
             return
-        self.admission.withdraw(index)
+        self.load_balancer.withdraw(index)
         self.on_lost(index)
         try:
             delay_s = self._take(index, error)
@@ -224,7 +224,7 @@ class Team:
             await self.catch_up(worker)
         # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
         del self._replacing[index]
-        self.admission.restore(index)
+        self.load_balancer.restore(index)
 
     async def _while_it_answers(self, index: int, worker: Any, work: Coroutine[Any, Any, None]) -> None:
         """``work`` on an actor that does not serve yet, and so is not watched: ended when it hangs."""
@@ -271,7 +271,7 @@ class Team:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
-        self.admission.fail(self._failure)
+        self.load_balancer.fail(self._failure)
         self.failed.set()
 
     async def _watch(self, index: int) -> None:

@@ -25,7 +25,7 @@ from actors.lifecycle.supervisor import Team
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.rollout import RolloutWorker, outstanding
 from grpo_dist.runtime.concurrency import gather
-from grpo_dist.runtime.load_balancer import IN_HAND, Load
+from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, Load
 from grpo_dist.types import Prompt, Sampling
 
 
@@ -49,11 +49,11 @@ class RolloutPool:
             actors,
             start=lambda worker: worker.start.remote(),
             health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
-            room=IN_HAND * spec.max_num_seqs,
+            room=QUEUE_DEPTH * spec.max_num_seqs,
             on_wait=self._follow_all,
         )
         self.team.on_lost = self._forget
-        self.workers, self._admission = self.team.workers, self.team.admission
+        self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self._samplers = [self._two_returns(worker) for worker in self.workers]
         self._news_every = max(1, spec.max_num_seqs // 8)  # sequences, of an engine that groups wait for
         self._sent = [Load(0, 0)] * count
@@ -70,9 +70,9 @@ class RolloutPool:
         """
         load = outstanding(prompt, len(seeds), sampling)
         while True:
-            index = await self._admission.admit(load.sequences, load.tokens)
+            index = await self._load_balancer.admit(load.sequences, load.tokens)
             self._sent[index] = self._sent[index].plus(load)
-            if self._admission.waiting:
+            if self._load_balancer.waiting:
                 self._follow_all()
             worker = self.workers[index]
             finished, rollouts = self._sampler(index, worker).remote(prompt, list(seeds), sampling)
@@ -122,7 +122,7 @@ class RolloutPool:
         worker = self.workers[index]
         try:
             while (
-                self._admission.waiting
+                self._load_balancer.waiting
                 and self.team.is_current(index, worker)
                 and self._sent[index] != self._finished[index]
             ):
@@ -155,4 +155,4 @@ class RolloutPool:
         if finished > known:  # replies may overtake each other
             self._finished[index] = finished
             news = finished.minus(known)
-            self._admission.release(index, news.sequences, news.tokens)
+            self._load_balancer.release(index, news.sequences, news.tokens)

@@ -1,1 +1,3 @@
-"""What any process needs: concurrency, files, hardware, metering. It knows nothing of training."""
+"""What any process needs: concurrency, files, hardware, metering. Nothing here knows policy, loop or
+actors.
+"""

@@ -1,4 +1,4 @@
-"""Work beside the loop: a thread that does what it is handed, in order, and tells of its failures."""
+"""A worker thread that runs submitted work in order and reports its failures."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 
-_DEADLINE_S = 600.0  # in which a disk takes what a run writes beside the loop
+_DEADLINE_S = 600.0  # in which a disk must have taken what the thread writes
 
 
 class Background:
-    """At most ``pending`` pieces of work wait; whoever hands in more is held up until one is done.
+    """A thread with a queue of at most ``pending`` pieces of work; `submit` blocks while the queue is full.
 
-    The first failure is raised, as it was, by the next call of any method; what was handed in after it is not
-    done.
+    The next call of any method raises the first failure unchanged. Work submitted after it is skipped.
     """
 
     def __init__(self, name: str, *, pending: int) -> None:
@@ -31,16 +30,18 @@ class Background:
             raise self._too_late() from None
 
     def flush(self) -> None:
-        """Returns once everything handed in is done. Raises TimeoutError where a disk does not take it."""
+        """Wait until all submitted work is done. Raises TimeoutError where the disk does not take it in
+        time.
+        """
         self._flush(_DEADLINE_S)
 
     def is_idle(self) -> bool:
-        """Whether everything handed in is done."""
+        """Return whether all submitted work is done."""
         self._raise_failure()
         return not self._work.unfinished_tasks
 
     def close(self) -> None:
-        """`flush`, and the end of the thread, which is left where a disk takes nothing: it is a daemon."""
+        """Flush and end the thread. Where the disk takes nothing, the thread is abandoned: it is a daemon."""
         end = time.monotonic() + _DEADLINE_S
         try:
             self._work.put(None, timeout=_DEADLINE_S)
@@ -60,7 +61,7 @@ class Background:
             try:
                 if self._failure is None:
                     work()
-            except BaseException as failure:  # raised where the work came from
+            except BaseException as failure:  # the next call raises it
                 self._failure = failure
             self._work.task_done()
         self._work.task_done()

@@ -1,4 +1,4 @@
-"""Models this project makes, kept on disk under a name that follows from everything that decides them."""
+"""A disk cache of models this project makes, keyed by everything that determines them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from grpo_dist.runtime.files import publish
 
 
 def cache_dir() -> Path:
-    """``GRPO_DIST_CACHE``, else ~/.cache/grpo-dist."""
+    """Return ``GRPO_DIST_CACHE``, or ~/.cache/grpo-dist where that is not set."""
     return Path(os.environ.get("GRPO_DIST_CACHE") or Path.home() / ".cache" / "grpo-dist")
 
 
 def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) -> Path:
-    """Directory that ``make`` filled, once, for this ``decides``. Complete or absent, whenever the process
-    dies.
+    """Return the directory that ``make`` filled for this ``decides``, calling it only the first time. The
+    directory is complete or absent, whenever the process dies.
     """
     digest = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
     final = cache_dir() / f"{label}-{digest}"
@@ -34,7 +34,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
         try:
             publish(partial, final)
         except OSError:
-            if not final.is_dir():  # otherwise another process made the same one meanwhile
+            if not final.is_dir():  # another process has made the same one meanwhile
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -42,7 +42,7 @@ def cached(label: str, decides: dict[str, Any], make: Callable[[Path], None]) ->
 
 
 def fingerprint(path: Path) -> str:
-    """Of a file: its contents. Of a directory: names, sizes and times of its files."""
+    """Hash a file by its contents, a directory by the names, sizes and times of its files."""
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

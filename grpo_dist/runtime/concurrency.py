@@ -1,6 +1,4 @@
-"""Awaiting several things at once with the first failure as it was raised, and deadlines that say their
-stage.
-"""
+"""Waiting for several coroutines at once, and deadlines that name their stage."""
 
 from __future__ import annotations
 
@@ -18,11 +16,13 @@ logger = logging.getLogger("grpo_dist")
 
 T = TypeVar("T")
 
-_ASK_S = 0.2  # between two questions whether to go on waiting
+_ASK_S = 0.2  # between two checks whether to stop waiting
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Results in order. The first failure cancels the others and is raised itself, not wrapped in a group."""
+    """Return the results in order. The first failure cancels the others and is raised itself, not in a
+    group.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(c) for c in coroutines]
@@ -32,11 +32,11 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
 
 
 def in_thread(function: Callable[[], T]) -> Awaitable[T]:
-    """In a thread of its own that nobody has to wait for, not even at the end of the program."""
+    """Run ``function`` in a daemon thread, which the end of the program does not wait for."""
     future: Future[T] = Future()
 
     def run() -> None:
-        future.set_running_or_notify_cancel()  # from now on nobody can, and what is set is taken
+        future.set_running_or_notify_cancel()  # it can no longer be cancelled, so setting a result succeeds
         try:
             future.set_result(function())
         except BaseException as error:
@@ -50,8 +50,8 @@ def in_thread(function: Callable[[], T]) -> Awaitable[T]:
 async def deadline(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
 ) -> AsyncIterator[None]:
-    """Raises TimeoutError naming ``stage`` when the body takes longer, and on the lines after it what
-    ``explain`` finds out then; a TimeoutError from inside keeps its own words.
+    """Raise TimeoutError naming ``stage`` when the body takes longer than ``seconds``. The lines after the
+    first are what ``explain`` then returns. A TimeoutError of the body passes unchanged.
     """
     async with progressing(seconds, stage, explain=explain):
         yield
@@ -61,7 +61,7 @@ async def deadline(
 async def progressing(
     seconds: float, stage: str, *, explain: Callable[[], Awaitable[str]] | None = None
 ) -> AsyncIterator[Callable[[], None]]:
-    """A `deadline` for each step of the body, which calls what it gets when it has come a step further."""
+    """A `deadline` for each step of the body. The body calls the yielded function after each step."""
     timeout = asyncio.timeout(seconds)
     try:
         async with timeout:
@@ -95,11 +95,11 @@ async def unless_asked(work: Coroutine[Any, Any, T], asked: Callable[[], bool]) 
 
 
 async def sampled_again(attempt: Callable[[], Awaitable[T]]) -> T:
-    """What ``attempt`` makes of samples that it asks for; again where they are lost before all have read
-    them. With the same seeds the samples are the same. The caller holds the deadline.
+    """Return the result of ``attempt``, which samples. Repeats it where samples are lost before all readers
+    have them: the same seeds give the same samples. The caller holds the deadline.
     """
     while True:
         try:
             return await attempt()
         except SamplesLost as error:
-            logger.warning("samples are lost and asked for again: %s", error)
+            logger.warning("samples are lost and sampled again: %s", error)

@@ -1,4 +1,7 @@
-"""Results appear whole or not at all, also after a power cut: contents reach the disk before their name."""
+"""Files that appear complete or not at all, also after a power cut, backups, and locks on directories.
+
+Contents reach the disk before their name does.
+"""
 
 from __future__ import annotations
 
@@ -17,39 +20,41 @@ from typing import IO
 from grpo_dist.errors import RunEnded, UserError
 
 LOCK = ".lock"
-# Of some network file systems; the last where a directory, which cannot be opened for writing, is locked.
+# Errors of network file systems without locks. EBADF: a directory, which cannot be opened for writing.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EBADF)
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN_S = 0.1
-_FULL_BYTES = 2**20  # what a writer leaves free that was refused more
+_FULL_BYTES = 2**20  # less free space than this counts as full
 
 
 class DiskFull(RunEnded):
-    """Nothing more can be written to the directory of a run."""
+    """The disk of a run directory is full."""
 
 
 def check_room(directory: Path, error: BaseException) -> None:
-    """Raises DiskFull in place of ``error``, which ended a run in ``directory``, when that has no room left.
-    Not all who write say so: torch reports an unexpected position in its file.
+    """Raise DiskFull in place of ``error``, which ended a run in ``directory``, when that disk is full. Not
+    every writer reports it: torch complains about an unexpected position in its file.
     """
-    said = getattr(error, "errno", None) in _FULL
-    if said or shutil.disk_usage(directory).free < _FULL_BYTES:
+    reported = getattr(error, "errno", None) in _FULL
+    if reported or shutil.disk_usage(directory).free < _FULL_BYTES:
         raise DiskFull(
-            f"{directory}: No space left on device ({type(error).__name__}); make room there and start the "
-            "same command again, which goes on from the last checkpoint"
+            f"{directory}: No space left on device ({type(error).__name__}); make room there and run "
+            "the same command again to resume from the last checkpoint"
         ) from error
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Give the finished file or directory ``partial`` its name. A file replaces one of that name."""
+    """Flush the finished file or directory ``partial`` and rename it to ``final``. A file replaces one
+    there.
+    """
     flush(partial)
     os.replace(partial, final)
     _flush(final.parent)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Each gets the name of the other, at once. False: this file system cannot, and nothing was done."""
+    """Exchange two names atomically. Returns False, with nothing done, where the file system cannot."""
     flush(one)
     renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     if renameat2(_HERE, bytes(one.absolute()), _HERE, bytes(other.absolute()), _EXCHANGE) == 0:
@@ -61,7 +66,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomic and durable: a reader finds the old file or the new one, also after a crash."""
+    """Write ``text`` to ``path`` atomically: a reader finds the old file or the new one, also after a
+    crash.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     with open_new(partial) as file:
@@ -70,8 +77,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_new(path: Path) -> IO[str]:
-    """A new file to write text to. What is at ``path`` is removed, never written through: it may be a link to
-    any other file.
+    """Open a new text file for writing. Whatever is at ``path`` is removed first, never written through: it
+    may be a link to any other file.
     """
     clear(path)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
@@ -79,7 +86,7 @@ def open_new(path: Path) -> IO[str]:
 
 
 def clear(path: Path) -> None:
-    """Remove what an earlier writer has left at ``path``: a file, a directory, a link but not its target."""
+    """Remove the file, directory or link at ``path``, if there is one. The target of a link stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -97,11 +104,13 @@ def keep_backup(path: Path) -> Path:
 
 @contextmanager
 def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[None]:
-    """Within, no other process is in such a block of ``directory``. Raises UserError where one still is after
-    ``patience_s``: it is ``what``. The kernel gives the locks back when the process ends, however it ends.
+    """Hold the lock of ``directory`` for the length of the block.
+
+    Raises UserError where another process still holds it after ``patience_s``; ``what`` says what that
+    process does. The kernel releases the locks when the process ends, however it ends.
 
     Both the directory and the file `.lock` in it are locked. The file can be deleted, and then a lock on it
-    keeps nobody out; the directory cannot be locked on some network file systems.
+    excludes nobody; the directory cannot be locked on some network file systems.
     """
     end = time.monotonic() + patience_s
     while not (descriptors := _locks(directory)):
@@ -115,8 +124,8 @@ def alone(directory: Path, what: str, *, patience_s: float = 0.0) -> Iterator[No
 
 
 def _locks(directory: Path) -> list[int]:
-    """Descriptors that hold both locks; none where another process has one, or has just replaced what it
-    locked.
+    """Return the descriptors that hold both locks; none where another process holds one, or has just replaced
+    what it locked.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptors: list[int] = []
@@ -151,7 +160,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _open_lock(path: Path) -> int:
-    """Nothing is written to it: whoever can make a link in its place must not have us empty another file."""
+    """Open the lock file without truncating it: a link put in its place must not empty another file."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -165,7 +174,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether it is ours now; also where the file system has no locks."""
+    """Try to lock ``descriptor``; true also where the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -177,7 +186,7 @@ def _locked(descriptor: int) -> bool:
 
 
 def flush(path: Path) -> None:
-    """fsync a file, or a directory and everything below."""
+    """Call fsync on a file, or on a directory and everything below it."""
     for inner in (*path.rglob("*"), path):
         _flush(inner)
 

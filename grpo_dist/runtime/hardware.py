@@ -1,5 +1,5 @@
-"""What this machine has, and what follows: device, dtype, attention, collective backend. Decided here and
-nowhere else.
+"""What this machine has and what follows from it: device, dtype, micro-batch, backends, threads. Other
+modules ask here and decide nothing of this themselves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def device_type() -> DeviceType:
 def resolve_dtype(
     name: Literal["auto", "float32", "bfloat16"], device: DeviceType | None = None
 ) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU that computes in it and float32 elsewhere. A GPU of another machine
-    (``device`` is cuda where there is none here) cannot be asked, and counts as one that does.
+    """Return the dtype to compute in. ``auto`` is bfloat16 on a GPU that supports it and float32 elsewhere. A
+    GPU of another machine (``device`` is cuda, and there is none here) is taken to support it.
 
-    float32 on CPUs because there the engine is then bit-reproducible for any batch composition, and because
-    bfloat16 kernels die with an illegal instruction for some head sizes on processors without AMX.
+    float32 on CPUs has two reasons: the engine is then bit-reproducible for any batch composition, and
+    bfloat16 kernels crash with an illegal instruction for some head sizes on processors without AMX.
     """
     device = device or device_type()
     if name == "auto":
@@ -39,17 +39,19 @@ def resolve_dtype(
 
 
 def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
-    """Tokens of a micro-batch. On a CPU few: what fits its caches is faster than a larger one."""
+    """Return the tokens of a micro-batch. A CPU gets few: one that fits its caches is faster than a larger
+    one.
+    """
     return chosen or (16384 if device == "cuda" else 4096)
 
 
 def logprob_chunk_mib(chosen: int | None, device: DeviceType) -> int:
-    """Size of a block of logits, MiB."""
+    """Return the size of a block of logits, MiB."""
     return chosen or (256 if device == "cuda" else 32)
 
 
 def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "nccl"]:
-    """Backend of the ranks' process group."""
+    """Return the backend of the ranks' process group."""
     return "nccl" if (device or device_type()) == "cuda" else "gloo"
 
 
@@ -60,9 +62,10 @@ def transfer_backend(
     one_host: bool,
     colocated: bool = False,
 ) -> TransferBackend:
-    """Transport of the weights from the policy, which is on ``device``. ``one_host``: all that receive them
-    are on its machine; ``colocated``: each is on a GPU of the policy's, which NCCL refuses. Raises UserError
-    for a transport that does not reach all.
+    """Return the transport of weights from the policy, which is on ``device``, to the engines.
+
+    ``one_host``: policy and engines are on one machine. ``colocated``: each engine is on a GPU of the policy,
+    which NCCL refuses. Raises UserError for a transport that does not reach all engines.
     """
     if name == "shared_memory" and not one_host:
         raise UserError(
@@ -82,16 +85,16 @@ def transfer_backend(
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Environment of a process that may use ``threads`` CPU threads. Set before torch is imported: OpenMP
-    reads it once.
+    """Return the environment of a process that may use ``threads`` CPU threads. It must be set before torch
+    is imported, because OpenMP reads it once.
     """
     count = str(max(1, threads))
     return {
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
-        # Threads that wait for each other spin for some 50 microseconds, then sleep. Longer spinning takes
-        # the cores from others: two engines on the same two took 8.3 s a batch each with this, 12.9 s with
-        # 10000, and libgomp's own default is 300000.
+        # Waiting threads spin for some 50 microseconds, then sleep. Longer spinning takes the cores from
+        # other processes: two engines on the same two cores took 8.3 s a batch each with this value and
+        # 12.9 s with 10000; libgomp's default is 300000.
         "GOMP_SPINCOUNT": "1000",
         "TOKENIZERS_PARALLELISM": "false",
     }
@@ -99,11 +102,10 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch computes with the calling thread alone: for work that goes on in several processes at
-    once on cores that each counts as its own, where threads that wait for each other lose far more than they
-    win.
+    """Make torch compute in the calling thread alone inside the block. Where several processes share cores
+    that each counts as its own, waiting for further threads costs more than they save.
     """
-    # vLLM puts a function that does nothing in the place of `torch.set_num_threads`.
+    # vLLM replaces `torch.set_num_threads` by a function that does nothing.
     before, change = torch.get_num_threads(), torch._C.set_num_threads
     change(1)
     try:
@@ -113,11 +115,9 @@ def one_thread() -> Iterator[None]:
 
 
 def quiet_libraries() -> None:
-    """Keep what libraries say about themselves out of the terminal: progress bars of loading, guesses about
-    devices.
-    """
+    """Keep progress bars and device warnings of libraries out of the terminal."""
     if device_type() == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it looked for GPUs in vain
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no GPU
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,12 +1,12 @@
-"""Which of several workers takes the next group, and who waits while all are full.
+"""Decides which worker takes the next group, and queues groups while all workers are full.
 
-    admit(4 sequences) -> worker 1     the one with the fewest outstanding tokens that has room
+    admit(4 sequences) -> worker 1     of those with capacity, the one with the fewest outstanding tokens
     admit(4 sequences) -> waits        first come, first served
-    release(1, 4)      -> the first who waits takes worker 1
-    withdraw(1)        -> worker 1 is lost with all it had in hand; nobody is sent to it until restore(1)
+    release(1, 4)      -> the first waiting group takes worker 1
+    withdraw(1)        -> worker 1 is lost with its groups, and gets no other until restore(1)
 
-A decision costs O(log workers), and a release wakes only those who have room now: with a thousand groups
-waiting for 64 engines the driver does not look at all of them each time a group is finished.
+A decision costs O(log workers), and a release wakes only groups that fit now: with a thousand groups waiting
+for 64 engines, the driver does not visit all of them each time a group is finished.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Sequences an engine may have in hand, as a multiple of what it decodes at once: enough to keep it full, few
-# enough that the rest waits in the pool, where it can still go to whichever engine is free first.
-IN_HAND = 2
+# Sequences assigned to an engine, as a multiple of what it decodes at once: enough to keep it full, few
+# enough that the rest waits in the pool, where the first free engine can take it.
+QUEUE_DEPTH = 2
 
 
 class Load(NamedTuple):
-    """So many sequences, and the prompt and completion tokens they may come to at most."""
+    """A number of sequences, and the most prompt and completion tokens they may have."""
 
     sequences: int
     tokens: int
@@ -37,24 +37,27 @@ class Load(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Hand:
-    """What a worker has in hand. ``stamp`` counts its changes: an older entry of the heap says nothing."""
+class _Slot:
+    """The load of one worker. ``stamp`` counts its changes: heap entries with an older stamp are stale."""
 
     sequences: int = 0
     tokens: int = 0
     stamp: int = 0
 
 
-class Admission:
-    """``room``: sequences a worker may have in hand; an idle worker takes any group, even a larger one.
-    ``on_wait`` is called whenever a group begins to wait.
+class LoadBalancer:
+    """Assigns groups to workers.
+
+    Args:
+        room: sequences a worker may be assigned; an idle worker takes any group, even a larger one.
+        on_wait: called whenever a group starts to wait.
     """
 
     def __init__(self, workers: int, room: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
         self._room, self._on_wait = room, on_wait
-        self._loads = [_Hand() for _ in range(workers)]
-        # (tokens, worker, stamp) of workers that may have room. One that had none for a group leaves, until
-        # something of it is released.
+        self._loads = [_Slot() for _ in range(workers)]
+        # (tokens, worker, stamp) of workers that may have capacity. A full one leaves the heap until one of
+        # its groups is released.
         self._open = [(0, i, 0) for i in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
@@ -62,63 +65,63 @@ class Admission:
 
     @property
     def waiting(self) -> bool:
-        """Whether a group waits for room."""
+        """True while a group waits for a worker."""
         return bool(self._waiting)
 
     async def admit(self, sequences: int, tokens: int) -> int:
-        """The worker that takes the group, whose load it is from now on until `release`. Raises what `fail`
-        was given.
+        """Return the worker that takes the group; the load counts as its own until `release`. Raises the
+        error passed to `fail`.
         """
         if self._failure is not None:
             raise self._failure
         index = None if self._waiting else self._take(sequences, tokens)
         if index is not None:
             return index
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.append((sequences, tokens, place))
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((sequences, tokens, turn))
         self._on_wait()
         try:
-            return await place
+            return await turn
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # admitted and cancelled in the same moment
-                self.release(place.result(), sequences, tokens)  # bounded: it is done
+            if turn.done() and not turn.cancelled():  # admitted and cancelled in the same moment
+                self.release(turn.result(), sequences, tokens)  # bounded: it is done
             raise
 
     def release(self, index: int, sequences: int, tokens: int) -> None:
-        """So much of worker ``index`` is finished; those who waited for it longest go on."""
-        if index in self._withdrawn:  # it has nothing in hand any more
+        """Subtract finished load from worker ``index``, and assign the groups that waited longest."""
+        if index in self._withdrawn:  # its load was dropped with it
             return
         self._change(index, -sequences, -tokens)
         self._serve()
 
     def withdraw(self, index: int) -> None:
-        """Worker ``index`` is lost: what it had in hand is nobody's, and it is given nothing."""
+        """Take worker ``index`` out of service: it is lost with its load."""
         self._withdrawn.add(index)
         load = self._loads[index]
-        self._loads[index] = _Hand(stamp=load.stamp + 1)  # no entry of the heap speaks of it any more
+        self._loads[index] = _Slot(stamp=load.stamp + 1)  # makes all its heap entries stale
 
     def restore(self, index: int) -> None:
-        """There is a worker ``index`` again, with nothing in hand."""
+        """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
         self._change(index, 0, 0)
         self._serve()
 
     def fail(self, error: BaseException) -> None:
-        """Raise ``error`` at all who wait and all who come."""
+        """Raise ``error`` in all waiting and all future calls of `admit`."""
         self._failure = error
         while self._waiting:
-            place = self._waiting.popleft()[2]
-            if not place.done():
-                place.set_exception(error)
+            turn = self._waiting.popleft()[2]
+            if not turn.done():
+                turn.set_exception(error)
 
     def _serve(self) -> None:
         while self._waiting:
-            wanted, cost, place = self._waiting[0]
-            if not place.done():  # a cancelled one only leaves the queue
+            wanted, cost, turn = self._waiting[0]
+            if not turn.done():  # a cancelled one only leaves the queue
                 taken = self._take(wanted, cost)
                 if taken is None:
                     return
-                place.set_result(taken)
+                turn.set_result(taken)
             self._waiting.popleft()
 
     def _take(self, sequences: int, tokens: int) -> int | None:

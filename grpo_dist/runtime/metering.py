@@ -1,4 +1,4 @@
-"""What a worker did since it was last asked: seconds busy by stage, when, how much, and its memory.
+"""What a worker did since the last reading: seconds busy by stage, time spans, counts, and its memory.
 
     class Worker(Metered):
         @metered("sample")
@@ -25,7 +25,7 @@ import psutil
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
-_SPANS_KEPT = 1000  # of a worker nobody asks, the newest
+_SPANS_KEPT = 1000  # the newest, of a worker that is not read
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Of one worker, since it was last asked. Bytes are the largest since it began, of all its processes."""
+    """What one worker did since the last reading. Bytes are peaks since its start, over all its processes."""
 
     busy_s: dict[str, float] = field(default_factory=dict)  # stage -> seconds
     spans: tuple[Span, ...] = ()
@@ -49,7 +49,7 @@ class Usage:
 
 
 class Meter:
-    """Several threads and coroutines may be in it at once."""
+    """Counts the busy time of stages. Several threads and coroutines may be inside at once."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -78,7 +78,7 @@ class Meter:
             self._counts[name] = self._counts.get(name, 0.0) + amount
 
     def read(self) -> Usage:
-        """What came together since the last call; a stage that is still busy counts up to now."""
+        """Return what was counted since the last call. A stage that is still busy counts up to now."""
         peaks = peak_memory(), peak_gpu_memory()
         with self._lock:
             now = time.time()
@@ -97,7 +97,7 @@ class Meter:
 
 
 class Metered:
-    """A worker whose `metered` methods are counted."""
+    """A worker whose `metered` methods are timed."""
 
     def __init__(self) -> None:
         self.meter = Meter()
@@ -107,7 +107,7 @@ class Metered:
 
 
 def metered(stage: str) -> Callable[[F], F]:
-    """Counts a method of a `Metered` as ``stage`` while it runs."""
+    """Decorate a method of a `Metered` worker: it counts as ``stage`` while it runs."""
 
     def decorate(method: F) -> F:
         if inspect.iscoroutinefunction(method):
@@ -130,8 +130,8 @@ def metered(stage: str) -> Callable[[F], F]:
 
 
 def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
-    """Per role of the workers ("rollout-0" -> rollout): mean seconds busy in each stage, counts, and the
-    largest worker's memory.
+    """Return the metrics of each role ("rollout-0" -> rollout): mean seconds busy in each stage, counts, and
+    the memory of its largest worker.
 
         {"rollout-0": 3 s of sample, "rollout-1": 1 s of sample} -> {"time/rollout_sample_busy_s": 2.0, ...}
     """
@@ -150,16 +150,14 @@ def usage_metrics(usage: Mapping[str, Usage]) -> dict[str, float]:
 
 
 def peak_memory() -> int:
-    """Most resident bytes each process of this tree has had, added up. Pages that processes share count in
-    each.
-    """
+    """Return the sum of the peak resident bytes of each process in this tree. Shared pages count in each."""
     me = psutil.Process()
     return sum(_high_water(process.pid) for process in (me, *me.children(recursive=True)))
 
 
 def peak_gpu_memory() -> int:
-    """Most bytes that torch has held on this process's GPU. Where another process of the worker computes, as
-    an engine's does, what is in use now on its GPUs, by whomever. 0 without a GPU.
+    """Return the most bytes that torch has held on this process's GPU; 0 without a GPU. Where another process
+    of the worker computes, as in an engine: the bytes now in use on its GPUs, by any process.
     """
     if not torch.cuda.is_available():
         return 0
@@ -169,8 +167,8 @@ def peak_gpu_memory() -> int:
 
 
 def device_bytes_in_use(visible: str) -> int:
-    """Of the GPUs in ``visible``, as CUDA_VISIBLE_DEVICES names them, by number or by UUID. Asks the driver:
-    asking CUDA would put a context of hundreds of megabytes onto the device.
+    """Return the bytes in use on the GPUs in ``visible``, named as in CUDA_VISIBLE_DEVICES by number or UUID.
+    NVML is asked: CUDA would create a context of hundreds of megabytes on each device.
     """
     import pynvml
 
@@ -190,17 +188,19 @@ def device_bytes_in_use(visible: str) -> int:
 def _high_water(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:  # it ended meanwhile
+    except OSError:  # the process has ended meanwhile
         return 0
     peaks = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(peaks[0]) * 1024 if peaks else 0
 
 
 class Stopwatch:
-    """Seconds per named phase of a step: ``with watch("update"): ...``; ``spans`` says when they were."""
+    """Measures the phases of a step: ``with watch("update"): ...``. ``spans`` has the begin and end of
+    each.
+    """
 
     def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
-        """``begins`` is told of each phase."""
+        """``begins`` is called with the name of each phase when it begins."""
         self._begins = begins
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
         self.spans: list[Span] = []
@@ -215,7 +215,7 @@ class Stopwatch:
             self.spans.append(Span(phase, begin, begin + time.perf_counter() - clock))
 
     def phases(self) -> dict[str, float]:
-        """What was timed so far."""
+        """Return the seconds measured so far, as metrics."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             name = f"time/{span.stage}_s"

@@ -1,4 +1,6 @@
-"""Where the processes of a torch process group meet, and how they prove that all of them belong there."""
+"""The store where the processes of a torch process group meet, and the check that all of them belong to
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ class NotAMember(RuntimeError):
 def meeting_point(
     host: str, port: int, *, rank: int, world_size: int, timeout_s: float, listening: int | None = None
 ) -> dist.TCPStore:
-    """The store at ``host:port``, which rank 0 keeps: there and at no other address of its machine, which is
-    where torch's own would listen. ``listening``: descriptor of rank 0's socket there, if it has one already.
+    """Connect to the store at ``host:port``. Rank 0 serves it at this address alone; torch's own store would
+    listen at every address of the machine. ``listening``: descriptor of rank 0's socket, if it is open
+    already.
     """
     if rank == 0 and listening is None:
         listening = socket.create_server((host, port)).detach()
@@ -37,7 +40,7 @@ def meeting_point(
 
 
 def own_address(host: str, port: int) -> str:
-    """The address this machine uses to reach ``host``. No packet is sent."""
+    """Return the address this machine uses to reach ``host``. Sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
@@ -46,18 +49,18 @@ def own_address(host: str, port: int) -> str:
 def check_members(
     gather: Callable[[Tensor], Sequence[Tensor]], secret: bytes, question: bytes, rank: int
 ) -> None:
-    """Raises NotAMember unless every process of a group knows ``secret``. Collective, by ``gather``, which
-    takes a uint8 [32] of this rank and gives those of all. ``question``: the same on all ranks, and new.
+    """Raise NotAMember unless every process of a group knows ``secret``.
 
-    The store and the connections of gloo and NCCL ask nobody for a secret, so this asks over them, before
-    anything else is sent.
+    A collective: all ranks call it with the same new ``question``. ``gather`` takes this rank's uint8 [32]
+    and returns those of all ranks. The store, gloo and NCCL authenticate nobody, so this check runs over them
+    before anything else is sent.
     """
     own = torch.frombuffer(bytearray(_proof(secret, question, rank)), dtype=torch.uint8)
     for other, proof in enumerate(gather(own)):
         if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, question, other)):
             raise NotAMember(
-                f"rank {other} of a process group does not know the secret of the group, so that nothing is "
-                "sent to it; another program of this network has joined in its place"
+                f"rank {other} of a process group does not know the secret of the group: another program "
+                "of this network has joined in its place; nothing was sent to it"
             )
 
 

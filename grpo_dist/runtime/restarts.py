@@ -1,4 +1,4 @@
-"""How often what is lost is started again, and how long that waits."""
+"""A budget of restarts, with exponential backoff."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from grpo_dist.config import RestartsConfig
 
 _LONGEST_S = 60.0
-_DOUBLINGS = 64  # at most: a number of two to the power of a thousand restarts would be too large
+_DOUBLINGS = 64  # at most: two to the power of a thousand restarts would overflow
 
 
 class Budget:
-    """Of one actor, or of a whole role. None of ``settings``: nothing is started again."""
+    """The restarts of one actor, or of a whole role. With ``settings`` None there are none."""
 
     def __init__(
         self, settings: RestartsConfig | None, *, clock: Callable[[], float] = time.monotonic
@@ -23,7 +23,7 @@ class Budget:
         self.used = 0  # in all
 
     def take(self) -> float | None:
-        """Seconds to wait before the restart that this is; None: none is left."""
+        """Use one restart. Returns the seconds to wait before it, or None when no restart is left."""
         if self._settings is None:
             return None
         now = self._clock()
@@ -37,13 +37,13 @@ class Budget:
         return float(min(self._settings.backoff_s * 2**doubled, _LONGEST_S))
 
     def __str__(self) -> str:
-        """Of the restart last taken: "restart 2 of 3"."""
+        """Describe the restart last taken, e.g. "restart 2 of 3"."""
         allowed = self._settings.max_per_worker if self._settings else 0
         return f"restart {len(self._recent)} of {allowed}"
 
     @property
     def spent(self) -> str:
-        """Why there is none left, to go behind what was lost; nothing where none was ever allowed."""
+        """Say why no restart is left, to be appended to a failure; "" where none was ever allowed."""
         if self._settings is None or not self._recent:
             return ""
         return (

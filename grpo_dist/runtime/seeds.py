@@ -1,4 +1,4 @@
-"""Seeds that depend on what they are for, never on when or where they are used."""
+"""Seeds that depend on their purpose, never on when or where they are used."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import hashlib
 
 
 def request_seed(run_seed: int, step: int, uid: str, sample: int) -> int:
-    """Seed of one sampling request, 0 <= seed < 2^63. ``step`` -1 stands for evaluations,
-    -2 for rejection sampling.
+    """Return the seed of one sampling request, 0 <= seed < 2^63. ``step`` is -1 for evaluations and -2 for
+    rejection sampling.
 
-    A run repeats because a request's seed follows from these four alone, whatever engine serves it and in
-    which company.
+    A request's seed follows from these four values alone, whichever engine serves it in whichever batch. That
+    makes a run repeatable.
     """
     key = f"{run_seed}\x1f{step}\x1f{uid}\x1f{sample}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def derived_seed(run_seed: int, purpose: str) -> int:
-    """A seed for another generator of the same run, 0 <= seed < 2^63."""
+    """Return a seed for another generator of the same run, 0 <= seed < 2^63."""
     return request_seed(run_seed, 0, f"\x1epurpose {purpose}", 0)

@@ -1,11 +1,12 @@
-"""Where a process is, found out without its help: it may be in C code that holds the interpreter, or stopped.
+"""Stack dumps of another process without its cooperation: it may be stopped, or in C code that holds the
+interpreter.
 
-    whoever looks                process that listens
+    inspecting process           listening process
       /proc: is it stopped?
       a signal ----------------> handler in C: stacks of all threads --> memory of this process
       the stacks <-------------- read there through /proc
 
-A process sets up the handler once, and nothing that it does later costs it anything for that.
+A process installs the handler once, which costs nothing afterwards.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ import psutil
 
 from grpo_dist.runtime.concurrency import gather
 
-_SIGNAL = signal.SIGRTMIN + 8  # nobody's: schedulers and libraries have uses for SIGUSR1 and SIGUSR2
+_SIGNAL = signal.SIGRTMIN + 8  # unused elsewhere: schedulers and libraries use SIGUSR1 and SIGUSR2
 _REACT_S = 3.0  # a process runs its signal handlers within microseconds, unless the kernel holds it
-_TURN_S = 2.0  # where somebody else looks at the same time
-_WHOLE_S = 3.5  # one that reacts and gets little of the processor is heard so long; all at most 5.5 s
+_TURN_S = 2.0  # to wait for another process that inspects at the same time
+_WHOLE_S = 3.5  # for a whole dump of a process that gets little CPU time; 5.5 s in all
 _POLL_S = 0.02
 _FRAMES, _STACKS = 25, 8  # shown: innermost frames of a stack, stacks of a process
 
 
 def listen() -> None:
-    """From now on others can find out where this process is. Once is enough, more does no harm."""
+    """Let other processes dump the stacks of this one. Calling it again changes nothing."""
     _listen(os.getpid())
 
 
@@ -82,7 +83,7 @@ async def _with_children(process: int) -> str:
     except (psutil.NoSuchProcess, ProcessLookupError, FileNotFoundError):
         return "dead"
     except OSError as error:
-        return f"its process cannot be looked at ({error})"
+        return f"its process cannot be inspected ({error})"
     return texts[0] + "".join(f"\nits process {p}: {t}" for p, t in zip(own, texts[1:], strict=True))
 
 
@@ -91,35 +92,37 @@ async def _look(process: int) -> str:
     if status["State"][0] in "ZX":
         return "dead"
     if status["State"][0] in "Tt":
-        return f"stopped, as by SIGSTOP (state {status['State']}); SIGCONT would let it go on"
+        return f"stopped, as by SIGSTOP (state {status['State']}); SIGCONT resumes it"
     memory = _memory(process)
     if memory is None or not int(status["SigCgt"], 16) >> (_SIGNAL - 1) & 1:
-        return f"not begun: its process still loads the code of a worker (state {status['State']})"
+        return f"starting: its process still loads the code of a worker (state {status['State']})"
     with memory.open("rb") as file:
         if not await _locked(file):
-            return f"others wait for its reaction to a signal, for {_TURN_S:g} s"
+            return f"another process has been dumping its stacks for {_TURN_S:g} s"
         dump = await _dump(process, file)
     if not dump:
         state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()
         return f"no reaction to a signal in {_REACT_S:g} s (state {state}, in the kernel at {kernel})"
-    # Each once: threads are at the same place.
+    # Each stack once: several threads may share it.
     stacks = list(dict.fromkeys(text for thread in _threads(dump) if (text := _text(thread))))
     return "in\n" + "\nand in\n".join(stacks[:_STACKS]) if stacks else "in no call, it waits for work"
 
 
 def _status(process: int) -> dict[str, str]:
-    """Raises FileNotFoundError or ProcessLookupError where it is gone."""
+    """Return the status fields of ``process``. Raises FileNotFoundError or ProcessLookupError where it is
+    gone.
+    """
     return _status_of(Path(f"/proc/{process}"))
 
 
 def _status_of(task: Path) -> dict[str, str]:
-    """Of a process or thread in /proc."""
+    """Return the status fields of a process or thread in /proc."""
     lines = (task / "status").read_text().splitlines()
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def _memory(process: int) -> Path | None:
-    """Into which the process writes its stacks, if it listens."""
+    """Return the memory file to which the process writes its stacks; None where it does not listen."""
     for file in Path(f"/proc/{process}/fd").iterdir():
         try:
             target = os.readlink(file)
@@ -131,8 +134,8 @@ def _memory(process: int) -> Path | None:
 
 
 async def _locked(file: IO[bytes]) -> bool:
-    """Whether this file is ours in time, until it is closed. One looker after the other: of two signals a
-    process may see one, and a dump begun for somebody else is no whole one.
+    """Try for a while to lock ``file`` until it is closed. Processes inspect one after the other: two signals
+    may arrive as one, and a dump begun for another process is incomplete.
     """
     end = time.monotonic() + _TURN_S
     while time.monotonic() < end:
@@ -145,7 +148,9 @@ async def _locked(file: IO[bytes]) -> bool:
 
 
 async def _dump(process: int, file: IO[bytes]) -> str:
-    """What the handler of ``process`` writes into its memory ``file``; "" where it does not begin in time."""
+    """Return what the handler of ``process`` writes to its memory ``file``; "" where it does not start in
+    time.
+    """
     others, before = _in_handler(process), os.fstat(file.fileno()).st_size
     size, begin = before, time.monotonic()
     os.kill(process, _SIGNAL)
@@ -159,18 +164,18 @@ async def _dump(process: int, file: IO[bytes]) -> str:
 
 
 def _ended(process: int, others: set[str]) -> bool:
-    """Whether the handler has run. That nothing more comes does not tell: a process that gets no processor
-    stops in the middle of its dump.
+    """Return whether the handler has finished. A pause in its output does not show that: a process without
+    CPU time stops in the middle of its dump.
     """
     pending = int(_status(process)["ShdPnd"], 16) >> (_SIGNAL - 1) & 1
     return not pending and _in_handler(process) <= others
 
 
 def _in_handler(process: int) -> set[str]:
-    """Threads for which our signal is blocked, as it is in a thread that runs our handler."""
+    """Return the threads in which our signal is blocked, as it is while our handler runs."""
     found = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             if int(_status_of(thread)["SigBlk"], 16) >> (_SIGNAL - 1) & 1:
                 found.add(thread.name)
     return found
@@ -182,7 +187,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 @cache
 def _plumbing() -> tuple[str, ...]:
-    """Files where threads wait for work, and through which calls come into an actor."""
+    """Return the files where threads wait for work, and those through which calls enter an actor."""
     folders = [*_folders("ray"), *asyncio.__path__, *concurrent.futures.__path__]
     files = [os.path.join(folder, "_monitor.py") for folder in _folders("tqdm")]
     files += [str(threading.__file__), str(selectors.__file__)]
@@ -190,32 +195,32 @@ def _plumbing() -> tuple[str, ...]:
 
 
 def _folders(package: str) -> list[str]:
-    """Of a package that may be there, without importing it."""
+    """Return the folders of ``package`` without importing it; none where it is not installed."""
     spec = find_spec(package)
     return list(spec.submodule_search_locations or []) if spec else []
 
 
 def _threads(dump: str) -> list[list[FrameSummary]]:
-    """Of what `faulthandler` wrote: the frames of each thread, most recent call last."""
+    """Parse the output of `faulthandler`: the frames of each thread, most recent call last."""
     threads = [_FRAME.findall(text) for text in _THREAD.split(dump)]
     return [[FrameSummary(f, int(n), name) for f, n, name in reversed(thread)] for thread in threads]
 
 
 def _of_coroutine(coroutine: Any) -> list[FrameSummary]:
-    """Frames of a coroutine that waits, most recent call last."""
+    """Return the frames of a waiting coroutine, most recent call last."""
     frames = []
     while coroutine is not None:
         if (frame := getattr(coroutine, "cr_frame", None)) is not None:
             frames.append(FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         coroutine = getattr(coroutine, "cr_await", None)
-        if type(coroutine).__name__ == "coroutine_wrapper":  # of one that C awaits, as Ray does
+        if type(coroutine).__name__ == "coroutine_wrapper":  # awaited from C, as Ray does
             coroutine = next(iter(gc.get_referents(coroutine)), None)
     return frames
 
 
 def _text(stack: list[FrameSummary]) -> str:
-    """As Python writes it, without the way into the actor and that of imports; "" where there is nothing
-    else.
+    """Format ``stack`` as Python does, without the frames that lead into the actor and those of imports; ""
+    where nothing else is left.
     """
     own = list(dropwhile(lambda frame: frame.filename.startswith(_plumbing()), stack))
     own = [frame for frame in own if not frame.filename.startswith("<frozen importlib")]

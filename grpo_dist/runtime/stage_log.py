@@ -1,14 +1,14 @@
-"""What a run does while no step ends: its start, evaluations, its last export.
+"""A log of what a run does between steps: its start, evaluations, its last export.
 
     20:14:03     6.1 s  engines: load the model, compile, and answer a first request
     20:14:18    21.1 s  waiting: engines 15.0 s (rollout-0); policy ranks 15.0 s (policy-0, policy-1)
     20:14:29    32.3 s  engines: done in 26.2 s
 
 Every stage has a line when it begins and one when it ends, with the time of day and the seconds since the
-command started. While stages last, there is a line at least every 20 s that says which, and what each waits
-for. A live view shows the same in place of the lines that say that something begins or lasts.
+command started. While stages are open, a line at least every 20 s names them and what each waits for. A live
+view replaces the lines for stages that begin or are open.
 
-One process has one terminal, so it has one log; where none is kept, `stage` does nothing.
+One process has one terminal, so it has one log. Without a log, `stage` does nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 from grpo_dist.secrets import masked
 
-_EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes a thread late
+_EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
 
 
 @dataclass
 class Stage:
-    """``waits_for``: in words, asked while the stage lasts. ``quiet``: one of many of its kind, which has
-    lines only where it lasts.
+    """An open stage. ``waits_for`` describes what it waits for now. ``quiet``: one of many of its kind, which
+    has lines only when it takes long.
     """
 
     name: str
@@ -40,14 +40,16 @@ class Stage:
 
     def lasts(self, now: float) -> str:
         waits = self.note
-        with suppress(Exception):  # it looks at what another thread changes
+        with suppress(Exception):  # it reads what another thread changes
             waits = self.waits_for() or self.note
         return f"{self.name} {seconds_text(now - self.begin)}" + (f" ({waits})" if waits else "")
 
 
 class StageLog:
-    """Safe to use from several threads. ``say`` prints a line. It is called without the lock: a live view
-    prints under a lock of its own, and asks for the open stages while it holds that.
+    """The log of a process, safe to use from several threads.
+
+    ``say`` prints a line. It is called without the log's lock: a live view prints under a lock of its own,
+    and asks for the open stages while holding that.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class StageLog:
         return stage
 
     def end(self, stage: Stage, *, failed: bool = False) -> None:
-        """Call it once for every stage."""
+        """Log the end of ``stage``. Call it once for every stage."""
         with self._lock:
             self._open.remove(stage)
         if not stage.quiet or stage.shown:
@@ -83,19 +85,19 @@ class StageLog:
             self._print(f"{stage.name}: {'failed after' if failed else 'done in'} {took}")
 
     def note(self, text: str) -> None:
-        """How far the newest stage is."""
+        """Set how far the newest stage is."""
         with self._lock:
             for stage in self._open[-1:]:
                 stage.note = text
 
     def open_stages(self) -> list[str]:
-        """Those that last now, in words."""
+        """Describe the open stages."""
         with self._lock:
             now = self._clock()
             return [stage.lasts(now) for stage in self._open]
 
     def beat(self) -> None:
-        """Say what lasts, where nothing was said for a while."""
+        """Log the open stages, where nothing was logged for a while."""
         with self._lock:
             now = self._clock()
             if not self._open or self.has_view:
@@ -109,7 +111,7 @@ class StageLog:
         self._print(f"waiting: {line}")
 
     def run(self) -> None:
-        """Until `close`."""
+        """Log open stages until `close`."""
         while not self._ended.wait(1.0):
             self.beat()
 
@@ -118,7 +120,7 @@ class StageLog:
 
     def _print(self, text: str) -> None:
         self._last = self._clock()
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # the terminal is closed
             elapsed = seconds_text(self._last - self._start)
             self._say(f"{time.strftime('%H:%M:%S')}  {elapsed:>8}  {text}")
 
@@ -144,23 +146,23 @@ def stages_logged(say: Callable[[str], None] | None = None, *, enabled: bool = T
 
 @contextmanager
 def stage(name: str, what: str = "", waits_for: Callable[[], str] = str) -> Iterator[None]:
-    """A stage for the length of the block. ``what``: its first line. See `Stage`."""
+    """Log a stage for the length of the block. ``what``: text of its first line. See `Stage`."""
     log = _current
     if log is None:
         yield
         return
-    begun = log.begin(name, what, waits_for, quiet=False)
+    opened = log.begin(name, what, waits_for, quiet=False)
     try:
         yield
     except BaseException:
-        log.end(begun, failed=True)
+        log.end(opened, failed=True)
         raise
-    log.end(begun)
+    log.end(opened)
 
 
 class LoopStages:
-    """The stages of a training loop by its phases: the first step, evaluations, checkpoints. Later steps have
-    a line each when they are done, and none before.
+    """Turns the phases of a training loop into stages: the first step, evaluations, checkpoints. Later steps
+    are not stages: the console has a line for each when it is done.
     """
 
     def __init__(self) -> None:
@@ -170,7 +172,7 @@ class LoopStages:
         self._name = ""
 
     def phase(self, name: str) -> None:
-        """What the loop begins now."""
+        """Record the phase that the loop begins."""
         self._phase = name
         if name == "evaluate":
             self._begin("evaluation", "held-out problems are sampled and scored", quiet=self._stepped)
@@ -182,7 +184,7 @@ class LoopStages:
             self._begin("first step", "samples, rewards and an update", lambda: self._phase)
 
     def logged(self, *, step: bool) -> None:
-        """Numbers came of a step, or of an evaluation."""
+        """Record that metrics of a step or of an evaluation were logged."""
         self._stepped = self._stepped or step
         self.end()
 
@@ -203,24 +205,24 @@ class LoopStages:
 
 
 def open_stages() -> list[str]:
-    """Those that last now, in words."""
+    """Describe the open stages."""
     return _current.open_stages() if _current is not None else []
 
 
 def note(text: str) -> None:
-    """How far the newest stage is, in words."""
+    """Set how far the newest stage is, in words."""
     if _current is not None:
         _current.note(text)
 
 
 def shown_by_view(shown: bool) -> None:
-    """Whether a live view shows what lasts."""
+    """Set whether a live view shows the open stages."""
     if _current is not None:
         _current.has_view = shown
 
 
 def print_line(text: str) -> None:
-    """In one piece, from any thread."""
+    """Print a line in one piece, from any thread."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

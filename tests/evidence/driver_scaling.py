@@ -32,7 +32,7 @@ from grpo_dist.batch.sharding import shard
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.observe import Tracker
-from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef, Workers
 from tests.support.made_records import LONGEST, made_group, made_prompts, made_rollouts
@@ -124,14 +124,14 @@ class Instant:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]) -> None:
         rng = np.random.default_rng(0)
-        self._admission = Admission(config.rollout.num_workers, _CAPACITY)
+        self._load_balancer = LoadBalancer(config.rollout.num_workers, _CAPACITY)
         self._groups = {p.uid: made_group(p, made_rollouts(p.uid, SAMPLES_PER_PROMPT, rng)) for p in prompts}
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
         tokens = len(seeds) * (len(prompt.token_ids) + sampling.max_new_tokens)
-        index = await self._admission.admit(len(seeds), tokens)
+        index = await self._load_balancer.admit(len(seeds), tokens)
         await asyncio.sleep(0)
-        self._admission.release(index, len(seeds), tokens)
+        self._load_balancer.release(index, len(seeds), tokens)
         return self._groups[prompt.uid].rollouts
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:

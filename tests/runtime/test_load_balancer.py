@@ -1,4 +1,4 @@
-"""Admission: the least loaded worker with room, first come first served, at a cost that does not grow."""
+"""The load balancer takes the least loaded worker with room, first come first served, at a constant cost."""
 
 import asyncio
 import heapq
@@ -7,29 +7,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.runtime.load_balancer import LoadBalancer
 from tests.support.patience import HANG_S
 
 
 def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_that_has_room():
     async def session():
-        admission = Admission(3, room=4)
-        assert [await admission.admit(2, tokens) for tokens in (50, 10, 30)] == [0, 1, 2]
-        assert await admission.admit(2, 5) == 1
-        assert await admission.admit(2, 5) == 2  # worker 1 has the fewest tokens and no room
-        admission.release(0, 2, 50)
-        assert await admission.admit(9, 1) == 0  # idle: it takes also what is larger than its room
+        load_balancer = LoadBalancer(3, room=4)
+        assert [await load_balancer.admit(2, tokens) for tokens in (50, 10, 30)] == [0, 1, 2]
+        assert await load_balancer.admit(2, 5) == 1
+        assert await load_balancer.admit(2, 5) == 2  # worker 1 has the fewest tokens and no room
+        load_balancer.release(0, 2, 50)
+        assert await load_balancer.admit(9, 1) == 0  # idle: it takes also what is larger than its room
 
     asyncio.run(session())
 
 
 def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
     async def session():
-        admission = Admission(1, room=4)
+        load_balancer = LoadBalancer(1, room=4)
         order = []
 
         async def one(name, sequences):
-            await admission.admit(sequences, 1)
+            await load_balancer.admit(sequences, 1)
             order.append(name)
 
         await one("running", 4)
@@ -37,10 +37,10 @@ def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
         await asyncio.sleep(0)
         waiting[1].cancel()
         await asyncio.sleep(0)
-        admission.release(0, 2, 0)
+        load_balancer.release(0, 2, 0)
         await asyncio.sleep(0)
         assert order == ["running"]  # there is room for the small one, but the large one came first
-        admission.release(0, 2, 1)
+        load_balancer.release(0, 2, 1)
         await asyncio.gather(*waiting, return_exceptions=True)
         assert order == ["running", "large", "small"]
 
@@ -49,49 +49,49 @@ def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
 
 def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
     async def session():
-        admission = Admission(1, room=1)
-        await admission.admit(1, 1)
-        waiting = asyncio.create_task(admission.admit(1, 1))
+        load_balancer = LoadBalancer(1, room=1)
+        await load_balancer.admit(1, 1)
+        waiting = asyncio.create_task(load_balancer.admit(1, 1))
         await asyncio.sleep(0)
-        admission.release(0, 1, 1)
+        load_balancer.release(0, 1, 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
         async with asyncio.timeout(HANG_S):
-            assert await admission.admit(1, 1) == 0
+            assert await load_balancer.admit(1, 1) == 0
 
     asyncio.run(session())
 
 
 def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back():
     async def session():
-        admission = Admission(2, room=4)
-        assert [await admission.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
-        waiting = asyncio.create_task(admission.admit(4, 5))
-        admission.withdraw(0)
-        admission.release(0, 4, 10)  # word of what the lost one did comes late
+        load_balancer = LoadBalancer(2, room=4)
+        assert [await load_balancer.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
+        waiting = asyncio.create_task(load_balancer.admit(4, 5))
+        load_balancer.withdraw(0)
+        load_balancer.release(0, 4, 10)  # word of what the lost one did comes late
         await asyncio.sleep(0)
         assert not waiting.done()
-        admission.release(1, 4, 20)
+        load_balancer.release(1, 4, 20)
         assert await waiting == 1
-        waiting = asyncio.create_task(admission.admit(4, 5))
+        waiting = asyncio.create_task(load_balancer.admit(4, 5))
         await asyncio.sleep(0)
-        admission.restore(0)
+        load_balancer.restore(0)
         assert await waiting == 0
-        admission.release(0, 4, 5)
-        assert await admission.admit(1, 1) == 0  # the one with nothing in hand, counted as such
+        load_balancer.release(0, 4, 5)
+        assert await load_balancer.admit(1, 1) == 0  # the one with nothing in hand, counted as such
 
     asyncio.run(session())
 
 
 def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
     async def session():
-        admission = Admission(1, room=1)
-        await admission.admit(1, 1)
-        waiting = asyncio.create_task(admission.admit(1, 1))
+        load_balancer = LoadBalancer(1, room=1)
+        await load_balancer.admit(1, 1)
+        waiting = asyncio.create_task(load_balancer.admit(1, 1))
         await asyncio.sleep(0)
-        admission.fail(RuntimeError("no engine is left"))
-        for late in (waiting, admission.admit(1, 1)):
+        load_balancer.fail(RuntimeError("no engine is left"))
+        for late in (waiting, load_balancer.admit(1, 1)):
             with pytest.raises(RuntimeError, match="no engine is left"):
                 await late
 
@@ -109,11 +109,11 @@ def test_every_group_runs_within_the_room_and_what_is_free_is_used(workers, room
     """Against a plain search over all workers."""
 
     async def session():
-        admission = Admission(workers, room)
+        load_balancer = LoadBalancer(workers, room)
         sequences, tokens, running = [0] * workers, [0] * workers, []
 
         async def one(size, cost):
-            index = await admission.admit(size, cost)
+            index = await load_balancer.admit(size, cost)
             running.append((index, size, cost))
             assert sequences[index] == 0 or sequences[index] + size <= room
             sequences[index] += size
@@ -128,7 +128,7 @@ def test_every_group_runs_within_the_room_and_what_is_free_is_used(workers, room
             index, size, cost = running.pop(order.randrange(len(running)))
             sequences[index] -= size
             tokens[index] -= cost
-            admission.release(index, size, cost)
+            load_balancer.release(index, size, cost)
         await asyncio.gather(*tasks)
 
     asyncio.run(session())
@@ -149,14 +149,14 @@ def test_the_work_for_a_group_does_not_grow_with_those_that_wait(monkeypatch, wo
 
             return call
 
-        async def one(admission):
-            index = await admission.admit(8, 1000)
+        async def one(load_balancer):
+            index = await load_balancer.admit(8, 1000)
             await asyncio.sleep(0)
-            admission.release(index, 8, 1000)
+            load_balancer.release(index, 8, 1000)
 
         async def session():
-            admission = Admission(workers, room=64)
-            await asyncio.gather(*(one(admission) for _ in range(groups)))
+            load_balancer = LoadBalancer(workers, room=64)
+            await asyncio.gather(*(one(load_balancer) for _ in range(groups)))
 
         with monkeypatch.context() as patch:
             patch.setattr(heapq, "heappush", counted(heapq.heappush))

@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_dist.errors import StateLost
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runs.resume import ResumePoint
-from grpo_dist.runtime.load_balancer import Admission
+from grpo_dist.runtime.load_balancer import LoadBalancer
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.rank_failures import RESTART_S
 from grpo_dist.tools.plan.trace import SimulationTrace
@@ -44,11 +44,11 @@ class SimulatedFailures:
         self,
         rates: FailureRates,
         engines: Sequence[Engine],
-        admission: Admission,
+        load_balancer: LoadBalancer,
         trace: SimulationTrace,
         seed: int,
     ) -> None:
-        self._rates, self._engines, self._admission, self._trace = rates, engines, admission, trace
+        self._rates, self._engines, self._load_balancer, self._trace = rates, engines, load_balancer, trace
         self.failed_engines = self.rank_restarts = 0
         self._down: set[int] = set()  # engines that are restarting
         self._rank_failed = asyncio.Event()
@@ -71,7 +71,7 @@ class SimulatedFailures:
             async with self._trace.span(f"rollout-{index}", "restart"):
                 await asyncio.sleep(self._rates.restart_s)
             self._down.discard(index)
-            self._admission.restore(index)
+            self._load_balancer.restore(index)
 
     async def _fail_ranks(self, rng: random.Random) -> None:
         while True:
@@ -80,7 +80,7 @@ class SimulatedFailures:
 
     def _drop_requests(self, index: int) -> None:
         """Fail the requests of an engine, and give it no new ones."""
-        self._admission.withdraw(index)
+        self._load_balancer.withdraw(index)
         self._engines[index].fail()
 
     async def run_ranks(self, stage: str, seconds: float) -> None:
@@ -105,7 +105,7 @@ class SimulatedFailures:
         for index, engine in enumerate(self._engines):
             engine.resume()
             if index not in self._down:  # the others return when their own restart ends
-                self._admission.restore(index)
+                self._load_balancer.restore(index)
 
 
 class InMemoryCheckpoints:

@@ -32,7 +32,7 @@ class SimulatedCluster:
         engines = [_engine(scenario, trace, i) for i in range(count)]
         self.rollouts = TimedRollouts(engines, rates, scenario.workload, scenario.capacity, trace)
         self.failures = SimulatedFailures(
-            scenario.failures, engines, self.rollouts.admission, trace, config.seed
+            scenario.failures, engines, self.rollouts.load_balancer, trace, config.seed
         )
         rewards = TimedRewards(
             rates,

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.concurrency import gather
-from grpo_dist.runtime.load_balancer import IN_HAND, Admission
+from grpo_dist.runtime.load_balancer import QUEUE_DEPTH, LoadBalancer
 from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.engines import Engine, EngineLost
 from grpo_dist.tools.plan.failures import SimulatedFailures
@@ -35,7 +35,7 @@ class TimedRollouts:
     ) -> None:
         self.engines, self._rates, self._workload, self._trace = engines, rates, workload, trace
         self._loop = asyncio.get_running_loop()
-        self.admission = Admission(len(engines), IN_HAND * capacity, on_wait=self._note_queue)
+        self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * capacity, on_wait=self._note_queue)
         self._driver = asyncio.Lock()
         self._waiting = 0
         self.version = 0  # of the weights that the engines hold
@@ -71,7 +71,7 @@ class TimedRollouts:
     async def _admitted(self, sequences: int, tokens: int) -> int:
         self._waiting += 1
         try:
-            return await self.admission.admit(sequences, tokens)
+            return await self.load_balancer.admit(sequences, tokens)
         finally:
             self._waiting -= 1
 
@@ -79,7 +79,7 @@ class TimedRollouts:
         self.longest_queue = max(self.longest_queue, self._waiting)
 
     def _releasing(self, index: int, tokens: int) -> Callable[[], None]:
-        return lambda: self.admission.release(index, 1, tokens)
+        return lambda: self.load_balancer.release(index, 1, tokens)
 
     async def abandon(self) -> None:
         """Do nothing: simulated runs lose policy ranks, but roll back no step."""

@@ -159,5 +159,5 @@ def test_samples_that_are_lost_are_drawn_again_the_same(who, changes, caplog):
 
     world = LosesSamples(who)
     assert trained(world) == trained(fakes.World())
-    told = sum("samples are lost and asked for again" in line for line in caplog.messages)
+    told = sum("samples are lost and sampled again" in line for line in caplog.messages)
     assert told == world.lost and (told > 0) == (who is not None)

@@ -109,7 +109,7 @@ def test_requests_of_a_killed_engine_come_out_as_if_nothing_had_happened(world):
         process = await world.rollouts.workers[0].process.remote()
         under_way = asyncio.create_task(world.sample_all())
         await asyncio.sleep(0.2)
-        assert world.rollouts.team.admission._loads[0].sequences  # it has work
+        assert world.rollouts.team.load_balancer._loads[0].sequences  # it has work
         os.kill(process, signal.SIGKILL)
         disturbed = await under_way
         assert all(same(a, b) for a, b in zip(undisturbed, disturbed, strict=True))

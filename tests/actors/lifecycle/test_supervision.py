@@ -86,7 +86,7 @@ def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster
             async with asyncio.timeout(HANG_S):
                 while len(rollouts.team.alive()) < 2 or _lives(process):
                     await asyncio.sleep(0.05)
-            assert all(hand.sequences == hand.tokens == 0 for hand in rollouts.team.admission._loads)
+            assert all(hand.sequences == hand.tokens == 0 for hand in rollouts.team.load_balancer._loads)
             assert rollouts.team.restarted() == 1.0 and rollouts.team.restarted() == 0.0
             assert await rollouts.workers[0].process.remote() != process
         await rollouts.shutdown()
