@@ -1,13 +1,15 @@
-"""A real job whose parts are killed, hung, cut off and starved at random moments: ``python -m tests.chaos``.
+"""Runs a real job and kills, stops, cuts off and starves its parts at random moments: ``python -m
+tests.chaos``.
 
-    room.py     a small disk and a /dev/shm of its own, so that one can fill and the other be counted
-    job.py      the run: started, listened to, started again when it ends early
+    sandbox.py  a small disk and a private /dev/shm, so that one can fill and the other be counted
+    job.py      the run: started, logged, and started again when it ends early
     find.py     its processes, and no others
-    faults.py   what can happen to it
-    events.py   what happened to it, and when it was over
-    play.py     faults at moments drawn from a seed, one group after the other is over
-    verdict.py  what must be true afterwards
+    faults.py   faults that can strike it
+    nodes.py    a cluster of several nodes for it
+    events.py   faults that struck, and when the job recovered
+    play.py     strikes groups of faults, one after the other, at moments drawn from a seed
+    verdict.py  conditions that must hold afterwards
     report.py   the table
 
-Nothing of the product knows of it: what is done to a job comes from outside, as it would in a cluster.
+Nothing in the package knows about it: faults come from outside, as in a cluster.
 """

@@ -1,6 +1,6 @@
 """``python -m tests.chaos [--short] [--each 20] [--steps 200] [--seed 0] [--only KIND ...] [key=value ...]``.
 
-Exit code 0: after all that was done to them, every promise held for all jobs.
+Exit code 0: every promise held for all jobs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_dist.loop.ledger import imbalance
 from grpo_dist.observe import LEDGER
 from tests.support import made_classifiers
 
-from . import room, verdict
+from . import sandbox, verdict
 from .events import SUPERVISED, Event
 from .faults import TornFile, in_starts, in_steps, of_nodes
 from .job import CONFIG, Job, python_path
@@ -31,37 +31,37 @@ from .report import goodput, step_s, table
 
 _DISK_MB = 256
 _PROMPTS_PER_STEP = 4  # as in job.yaml
-_FAILED_JOBS = 3  # then more of them would tell nothing new
+_FAILED_JOBS = 3  # further jobs would show nothing new
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     base = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # sockets below have short paths
-    place = room.enter(base / "disk", disk_mb=_DISK_MB)
+    box = sandbox.enter(base / "disk", disk_mb=_DISK_MB)
     problems = []
     for kind in (Chaos, ChaosOfNodes):
-        whole = kind(options, base, place)
+        whole = kind(options, base, box)
         try:
             problems += whole.run() if whole.kinds else []
         finally:
             whole.close()
     if problems:
-        shutil.copytree(place.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
+        shutil.copytree(box.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
         print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
         print("\n".join(f"  {problem}" for problem in problems))
         return 1
-    room.leave(place.disk)
+    sandbox.leave(box.disk)
     shutil.rmtree(base, ignore_errors=True)
     print("every promise held")
     return 0
 
 
 class Chaos:
-    """The undisturbed run, and then as many jobs as it takes until all has happened."""
+    """Runs one undisturbed job, then jobs until all planned faults have struck."""
 
-    def __init__(self, options: argparse.Namespace, base: Path, place: room.Room) -> None:
-        self._options, self._base, self._place = options, base, place
+    def __init__(self, options: argparse.Namespace, base: Path, box: sandbox.Sandbox) -> None:
+        self._options, self._base, self._box = options, base, box
         self._limits = verdict.BUSY if options.short else verdict.MEASURED
         self._nodes: Nodes | None = None
         self._rng = Random(options.seed)
@@ -74,8 +74,9 @@ class Chaos:
         self._classifier = made_classifiers.random(base / "classifier", "outcome")
 
     def run(self) -> list[str]:
-        """What is wrong, in words; empty when nothing is. The next job comes also after one that broke a
-        promise, but not after one that is stuck.
+        """Run all jobs and return broken promises.
+
+        Continues after a broken promise, but not after a stuck job.
         """
         calm = self._job("undisturbed")
         if not self._play(calm, Plan([], [])) or not self._held(calm, self._of_every_job(calm, [])):
@@ -90,7 +91,7 @@ class Chaos:
                 break
             shares.append(goodput(job.steps(), own_s))
             failed += not self._held(job, self._judge(job, undisturbed))
-            job.family.kill()  # what it left behind has been told: the next job is to have no part in it
+            job.family.kill()  # leftovers were reported; they must not affect the next job
             self._shared = _shared_memory()
         print(table(self._events, self._skipped))
         if shares:
@@ -99,7 +100,7 @@ class Chaos:
         return self._problems
 
     def close(self) -> None:
-        """No process of a job is left, also when somebody asks a second time to end."""
+        """Kill all processes of all jobs, even on a second interrupt."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for job in self._jobs:
@@ -107,16 +108,16 @@ class Chaos:
 
     @property
     def kinds(self) -> list[str]:
-        """What it is to go through."""
+        """Kinds of faults that were selected."""
         return [kind for kind in _kinds() if kind in (self._options.only or _kinds())]
 
     def _plan(self) -> Plan:
         options = self._options
         if options.short:
-            return Plan(short_groups(self._place.refusal), in_starts())
+            return Plan(short_groups(self._box.refusal), in_starts())
         wanted = self.kinds
         starting = [f for f in in_starts() for _ in range(options.each) if f.kind in wanted]
-        groups = [g for g in long_groups(self._place.refusal, wanted) for _ in range(options.each)]
+        groups = [g for g in long_groups(self._box.refusal, wanted) for _ in range(options.each)]
         self._rng.shuffle(groups)
         self._rng.shuffle(starting)
         return Plan(groups, starting)
@@ -126,18 +127,18 @@ class Chaos:
         own = [f"steps={self._options.steps}", f"rewards.models={models}"]
         log = self._base / f"{name}.log"
         overrides = [*own, *self._options.overrides]
-        job = Job(self._place.disk / name, self._temporary(), log, overrides, self._nodes)
+        job = Job(self._box.disk / name, self._temporary(), log, overrides, self._nodes)
         self._jobs.append(job)
         return job
 
     def _temporary(self) -> Path:
-        """Where Ray has its sessions."""
+        """Return the directory of Ray's sessions."""
         directory = self._base / "ray"
         directory.mkdir(exist_ok=True)
         return directory
 
     def _play(self, job: Job, plan: Plan) -> bool:
-        """Whether the job came to its end; if not, that is a problem."""
+        """Play the plan. Returns whether the job finished; otherwise records a problem."""
         play = Play(job, plan, steps=self._options.steps, rng=self._rng, say=self._say)
         try:
             play.run()
@@ -151,13 +152,13 @@ class Chaos:
         return True
 
     def _held(self, job: Job, found: Mapping[str, str | None]) -> bool:
-        """Whether every promise did; those that did not are among the problems."""
+        """Record broken promises as problems. Returns whether there were none."""
         broken = [f"{job.disk.name}: {name}: {problem}" for name, problem in found.items() if problem]
         self._problems += broken
         return not broken
 
     def _judge(self, job: Job, undisturbed: verdict.Lines) -> dict[str, str | None]:
-        """By promise: None, or what is wrong."""
+        """Check every promise: None, or what is wrong."""
         lines = verdict.read_metrics(job.run_dir)
         said = {launch: job.said(launch) for launch in range(len(job.begins))}
         mine = [event for event in self._events if event.at >= job.begins[0]]
@@ -171,8 +172,8 @@ class Chaos:
             "orphans": verdict.orphans(job.family, self._limits.agents_s),
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
-            # A sample that nobody could score is another number, and rightly so; and when weights come to
-            # samples in flight, or to an engine that comes back, is a matter of moments.
+            # An unscored sample rightly changes the numbers. And timing decides when samples in flight, or a
+            # returning engine, get new weights.
             "same numbers": None if otherwise else other,
         }
         self._say(f"{job.disk.name}: {len(mine)} events, {len(job.begins)} launches")
@@ -184,7 +185,7 @@ class Chaos:
         return found
 
     def _of_every_job(self, job: Job, events: Sequence[Event]) -> dict[str, str | None]:
-        """Also of one to which nothing was done."""
+        """Check the promises that also hold for an undisturbed job."""
         lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
         return {
             "finished": verdict.unfinished(lines, steps),
@@ -196,7 +197,7 @@ class Chaos:
         }
 
     def _mismatched(self, lines: verdict.Lines) -> str | None:
-        """Samples that may be older than the weights have other log-probs under these."""
+        """Compare log-probs, unless samples may be older than the weights."""
         return None if self._staleness else verdict.mismatched(lines)
 
     @property
@@ -208,18 +209,16 @@ class Chaos:
         return self._override("weight_sync.mode", "drain") == "keep"
 
     def _fresher(self, events: Sequence[Event]) -> bool:
-        """An engine that came back while the policy was ahead of what the others sample with has its weights:
-        newer ones than the one before it had.
-        """
+        """Return whether a replaced engine may have sampled with newer weights than the lost one."""
         return self._staleness > 0 and any(event.role == "rollout" for event in events)
 
     def _override(self, key: str, default: str) -> str:
-        """What the command line says of ``key``, which `job.yaml` does not set."""
+        """Return the value of ``key`` from the command line; `job.yaml` does not set it."""
         given = dict(text.split("=", 1) for text in self._options.overrides)
         return given.get(key, default)
 
     def _left_in_memory(self) -> str | None:
-        in_use = _mapped() if self._place.refusal else ()  # then others are at work there, too
+        in_use = _mapped() if self._box.refusal else ()  # a shared /dev/shm has files of others
         return verdict.left_in_memory(self._shared, _shared_memory(), in_use)
 
     def _say(self, message: str) -> None:
@@ -227,7 +226,7 @@ class Chaos:
 
 
 class ChaosOfNodes(Chaos):
-    """The same on a cluster of several nodes, of which some are lost."""
+    """The same on a cluster of several nodes, some of which are lost."""
 
     @property
     def kinds(self) -> list[str]:
@@ -255,10 +254,10 @@ class ChaosOfNodes(Chaos):
         return super()._job(f"nodes-{name}")
 
     def _left_in_memory(self) -> str | None:
-        return verdict.left_in_memory(self._shared, _shared_memory(), _mapped())  # nodes have theirs
+        return verdict.left_in_memory(self._shared, _shared_memory(), _mapped())  # nodes have own files
 
 
-# What can be told apart comes at once: recovering is what takes long.
+# Faults that can be distinguished strike together, because recovery takes long.
 _AT_ONCE = (
     *(tuple(f"{name} {role}" for role in (*SUPERVISED, "grader")) for name in ("SIGKILL", "SIGSTOP")),
     ("disk full", "torn file"),
@@ -266,7 +265,7 @@ _AT_ONCE = (
 
 
 def long_groups(refusal: str | None, wanted: Collection[str]) -> list[Group]:
-    """One event of each of the ``wanted`` kinds."""
+    """Return groups with one event of each of the ``wanted`` kinds."""
     torn = TornFile(kills=refusal is not None or "disk full" not in wanted)
     kinds = {fault.kind: fault for fault in [*in_steps(refusal), torn] if fault.kind in wanted}
     at_once = [[kinds.pop(kind) for kind in group if kind in kinds] for group in _AT_ONCE]
@@ -274,9 +273,10 @@ def long_groups(refusal: str | None, wanted: Collection[str]) -> list[Group]:
 
 
 def short_groups(refusal: str | None) -> list[Group]:
-    """Those without the moments that a job seldom comes to, and without the two signals to a driver in its
-    steps: each would be one more start of everything, which is what takes long. Two starts get them instead;
-    and where there is no disk to fill, the torn file's driver is killed in its steps.
+    """Return groups without rare moments and without signals to the driver during steps.
+
+    Each of those signals would cost a complete restart, so two starts get them instead. Without a disk to
+    fill, the driver of the torn file is killed during its steps.
     """
     left_out = ("SIGKILL driver", "SIGTERM driver", " at ")
     wanted = [kind for kind in _kinds() if not any(part in kind for part in left_out)]
@@ -292,18 +292,20 @@ def _ended(job: Job, events: Sequence[Event]) -> str | None:
 
 
 def _shared_memory() -> list[str]:
-    return [path.name for path in room.SHARED_MEMORY.iterdir()]
+    return [path.name for path in sandbox.SHARED_MEMORY.iterdir()]
 
 
 def _mapped() -> set[str]:
-    """Names of the files of shared memory that any process has mapped."""
+    """Return the names of shared-memory files that any process has mapped."""
     found = set()
     for process in psutil.process_iter():
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except OSError:
             continue
-        found |= {line.rsplit("/", 1)[1] for line in maps.splitlines() if f" {room.SHARED_MEMORY}/" in line}
+        found |= {
+            line.rsplit("/", 1)[1] for line in maps.splitlines() if f" {sandbox.SHARED_MEMORY}/" in line
+        }
     return found
 
 

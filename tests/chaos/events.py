@@ -1,4 +1,4 @@
-"""What happened to the job, and when it was over."""
+"""Faults that struck the job, and when it recovered."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import psutil
 from .find import lives
 from .job import Job
 
-# Roles whose workers are replaced in the job, and said to be.
+# Roles whose workers the job replaces and reports.
 SUPERVISED = ("rollout", "reward", "reward-model-quality", "reference")
-# Those, and the one that goes back to a checkpoint as a whole.
+# Those, and the one that restarts from a checkpoint as a whole.
 MISSED = (*SUPERVISED, "policy")
 
 
 @dataclass
 class Event:
-    """``kind`` befell the job ``at`` that time; the victim was at ``phase``, and ``step`` steps were done."""
+    """A fault of ``kind`` at time ``at``. The victim was in ``phase``, and ``step`` steps were finished."""
 
     kind: str
     at: float
@@ -26,20 +26,22 @@ class Event:
     phase: str
     role: str | None = None
     victim: psutil.Process | None = None
-    noticed: float | None = None  # when the job said that the worker is lost
+    noticed: float | None = None  # when the job reported the loss of the worker
     recovered: float | None = None
-    exit_code: int | None = None  # of the launch, where that ended before this was over
-    launch_ended: int | None = None  # its number
-    torn: str | None = None  # the file of a checkpoint that was damaged then
+    exit_code: int | None = None  # of the launch, if it ended before recovery
+    launch_ended: int | None = None  # number of that launch
+    torn: str | None = None  # the checkpoint file that was damaged
 
     def look(self, job: Job) -> bool:
-        """Whether it is over: the victim is gone, the one in its place serves, or all have gone back, and the
-        run is a step further than before.
+        """Return whether the job has recovered.
+
+        The victim is gone, its replacement serves or the run restarted from a checkpoint, and the run is a
+        step further than before.
         """
         if self.victim is not None and lives(self.victim):
             return False
         if self.victim is not None and self.role is None and self.exit_code is None:
-            return False  # the driver is gone, and its launch will be found to have ended
+            return False  # the driver is gone, but `Job.poll` has not reported the end of its launch yet
         since = self.at
         if self.role in MISSED and self.exit_code is None:
             self.noticed = self.noticed or self._said(job, "is lost")
@@ -48,7 +50,7 @@ class Event:
             if served is None:
                 return False
             since = served
-        # What ended a launch may have let it finish some more steps before.
+        # The launch may have finished further steps before it ended.
         after = self.at if self.launch_ended is None else job.ends[self.launch_ended].at
         if self.role == "policy" and self.exit_code is None:
             again = [x.at for x in list(job.lines) if x.at > self.at and "resuming from" in x.text]
@@ -62,8 +64,9 @@ class Event:
         return True
 
     def _said(self, job: Job, words: str) -> float | None:
-        """When the job first said so of this role, after this event. What Ray prints from a thread of its own
-        may stand before it in the same line, up to the "m" that ends a colour.
+        """Return when the job first printed ``words`` about this role after this event.
+
+        Output of another Ray thread may precede it on the line, up to the "m" that ends a colour code.
         """
         of_role = re.compile(rf"{self.role}-\d+ {words}")
         lines = (line for line in list(job.lines) if line.at > self.at)

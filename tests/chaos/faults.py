@@ -1,7 +1,7 @@
-"""What can happen to a job.
+"""Faults that can strike a job.
 
-Of each kind ``ready`` tells whether there is something to harm, ``strike`` does it and says what it did, and
-``while_down`` is called when the job has ended of it, before it is started again.
+``ready`` tells whether there is a victim, ``strike`` harms it and returns the event, and ``while_down`` is
+called when the job has ended because of it, before the next launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import psutil
 
-from . import room
+from . import sandbox
 from .events import SUPERVISED, Event
 from .find import doing, is_stopped, role_of
 from .job import Job
@@ -28,7 +28,7 @@ _PIDFD_GETFD = 438  # the number of the system call, on every architecture
 
 
 class Skip(Exception):
-    """Why this kind cannot be had on this machine."""
+    """Why this kind of fault is impossible on this machine."""
 
 
 class Fault(Protocol):
@@ -40,18 +40,18 @@ class Fault(Protocol):
 
 
 class Plain:
-    """What most kinds have in common."""
+    """Defaults of most kinds."""
 
     def ready(self, job: Job) -> bool:
         return job.is_warm()
 
     def while_down(self, job: Job, rng: Random, event: Event) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True)
 class Worker(Plain):
-    """A worker gets SIGKILL, or is stopped as if it hung; with ``at`` only in the middle of that call."""
+    """Kills a worker, or stops it as if it hung; with ``at``, only during that call."""
 
     role: str
     number: signal.Signals
@@ -68,7 +68,7 @@ class Worker(Plain):
         return [p for p in job.family.of_role(self.role) if self.at in (None, doing(p))]
 
     def strike(self, job: Job, rng: Random) -> Event:
-        # What was at it a moment ago may be done; then it is a worker of that role all the same.
+        # The call may have ended meanwhile; then any worker of the role is the victim.
         victim = rng.choice(self._victims(job) or job.family.of_role(self.role))
         event = event_of(self, job, doing(victim), role=self.role, victim=victim)
         victim.send_signal(self.number)
@@ -77,7 +77,7 @@ class Worker(Plain):
 
 @dataclass(frozen=True)
 class NodeLoss(Plain):
-    """The node that has a worker of ``role`` is gone, with all that is on it."""
+    """Kills the node of a worker of ``role`` with all that runs on it."""
 
     role: str
 
@@ -102,7 +102,7 @@ class NodeLoss(Plain):
 
 @dataclass(frozen=True)
 class Driver(Plain):
-    """The driver gets a signal that ends it."""
+    """Sends the driver a signal that ends it."""
 
     number: signal.Signals
     starting: bool = False
@@ -122,26 +122,27 @@ class Driver(Plain):
 
 @dataclass(frozen=True)
 class FullDisk(Plain):
-    """Not a byte more fits where the run writes. There is room again when the run has ended of it."""
+    """Fills the disk of the run, and frees it when the run has ended because of it."""
 
-    refusal: str | None  # see `room.Room`
+    refusal: str | None  # see `sandbox.Sandbox`
     kind: str = "disk full"
 
     def strike(self, job: Job, rng: Random) -> Event:
         if self.refusal:
             raise Skip(self.refusal)
         event = event_of(self, job, "running", victim=job.driver)
-        room.fill(job.disk)
+        sandbox.fill(job.disk)
         return event
 
     def while_down(self, job: Job, rng: Random, event: Event) -> None:
-        room.make_room(job.disk)
+        sandbox.free(job.disk)
 
 
 @dataclass(frozen=True)
 class TornFile(Plain):
-    """The driver is killed, and one of its files is torn or changed before it comes again. Not ``kills``:
-    another fault of its group ends the run.
+    """Kills the driver and truncates or changes one of its files before the next launch.
+
+    Without ``kills``, another fault of the group ends the run.
     """
 
     kills: bool = True
@@ -165,7 +166,7 @@ class TornFile(Plain):
 
 @dataclass(frozen=True)
 class CutConnection(Plain):
-    """A TCP connection between two of the job's processes is reset under both."""
+    """Resets a TCP connection between two processes of the job, at both ends."""
 
     kind: str = "connection cut"
 
@@ -174,7 +175,7 @@ class CutConnection(Plain):
 
     def strike(self, job: Job, rng: Random) -> Event:
         found = connections(job)
-        pair = rng.choice(sorted({c.pair for c in found}))  # not the pair with the most connections, mostly
+        pair = rng.choice(sorted({c.pair for c in found}))  # each pair is equally likely
         chosen = rng.choice([c for c in found if c.pair == pair])
         event = event_of(self, job, pair)
         reset(chosen)
@@ -195,9 +196,7 @@ class Connection:
 
 
 def connections(job: Job) -> list[Connection]:
-    """Established ones between workers, driver, and Ray's own processes, by an end that is a worker or the
-    driver.
-    """
+    """Return established connections of workers and driver with each other and with Ray."""
     ends: dict[tuple[str, int], str] = {}
     candidates = []
     for process in job.family.living():
@@ -216,8 +215,9 @@ def connections(job: Job) -> list[Connection]:
 
 
 def reset(connection: Connection) -> None:
-    """Both ends get ECONNRESET: pidfd_getfd(2) gives this process the very socket, and connecting that to
-    nothing resets it.
+    """Give both ends ECONNRESET.
+
+    pidfd_getfd(2) duplicates the socket into this process, and connecting it to AF_UNSPEC resets it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     pidfd = os.pidfd_open(connection.process.pid)
@@ -226,19 +226,19 @@ def reset(connection: Connection) -> None:
     finally:
         os.close(pidfd)
     if taken < 0:
-        raise Skip(f"sockets of another process cannot be had ({os.strerror(ctypes.get_errno())})")
+        raise Skip(f"sockets of another process are not accessible ({os.strerror(ctypes.get_errno())})")
     with closing(socket.socket(fileno=taken)):
         nothing = ctypes.create_string_buffer(16)  # struct sockaddr of AF_UNSPEC
         libc.connect(taken, nothing, 16)
 
 
 def checkpoints(job: Job) -> list[Path]:
-    """Oldest first."""
+    """Return checkpoint directories, oldest first."""
     return sorted((job.run_dir / "checkpoints").glob("step_*"))
 
 
 def tear_checkpoint(job: Job, rng: Random) -> str:
-    """A random file of the newest is cut off, or one bit of it is another; its name in there."""
+    """Truncate a random file of the newest checkpoint, or flip one bit. Returns its relative name."""
     newest = checkpoints(job)[-1]
     path = rng.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
     content = bytearray(path.read_bytes())
@@ -252,7 +252,7 @@ def tear_checkpoint(job: Job, rng: Random) -> str:
 
 
 def tear_line(job: Job, rng: Random) -> None:
-    """The next line of a record that grows was half written when the driver was killed."""
+    """Append half a line to a log file, as if the driver was killed while writing."""
     path = job.run_dir / rng.choice(["metrics.jsonl", "ledger.jsonl"])
     last = path.read_bytes().splitlines()[-1]
     with path.open("ab") as file:
@@ -260,7 +260,7 @@ def tear_line(job: Job, rng: Random) -> None:
 
 
 def in_steps(refusal: str | None) -> list[Fault]:
-    """One of each kind that comes while the job is in its steps. ``refusal``: see `room.Room`."""
+    """Return one fault of each kind that strikes during steps. ``refusal``: see `sandbox.Sandbox`."""
     hurt = [
         Worker(role, number)
         for role in (*SUPERVISED, "grader", "policy")
@@ -277,10 +277,10 @@ def in_steps(refusal: str | None) -> list[Fault]:
 
 
 def of_nodes() -> list[Fault]:
-    """One of each kind that comes to a job on a cluster of several nodes."""
+    """Return one fault of each kind for a job on several nodes."""
     return [NodeLoss(role) for role in ("rollout", "policy", "reward")]
 
 
 def in_starts() -> list[Fault]:
-    """One of each kind that comes while the job starts."""
+    """Return one fault of each kind that strikes while the job starts."""
     return [Driver(signal.SIGKILL, starting=True), Driver(signal.SIGTERM, starting=True)]

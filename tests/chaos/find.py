@@ -1,6 +1,6 @@
-"""The processes of one job: those that bear its mark, those that come from them, and those seen before.
+"""Finds the processes of one job: those with its mark, their descendants, and those seen before.
 
-Nothing else is ever signalled: other jobs run on the same machine.
+No other process is ever signalled, because other jobs run on the same machine.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import suppress
 
 import psutil
 
-MARK = "GRPO_DIST_CHAOS"  # in the environment of the job, which all that it starts inherits
+MARK = "GRPO_DIST_CHAOS"  # environment variable that all processes of the job inherit
 
 _ROUNDS, _GONE_S = 10, 5.0
 
-# How the command line of a worker begins, or what is in it.
+# Text in the command line of a worker.
 _TITLES = {
     "rollout": "ray::RolloutWorker",
     "reward": "ray::RewardWorker",
@@ -28,14 +28,14 @@ _OF_RAY = ("/ray/core/", "/ray/_private/", "/ray/dashboard/", "ray::IDLE", "Agen
 
 
 class Family:
-    """The processes of the job whose environment says ``MARK`` = ``mark``, but those that are ``spared``."""
+    """Processes with ``MARK`` = ``mark`` in their environment, except those that are ``spared``."""
 
     def __init__(self, mark: str, spared: Callable[[psutil.Process], bool] = lambda _: False) -> None:
         self._mark, self._spared = mark, spared
         self._known: dict[int, psutil.Process] = {}
 
     def living(self) -> list[psutil.Process]:
-        """All that live now, zombies left out; those that lost parent and environment are remembered."""
+        """Return all live processes except zombies. Those that lost parent and environment are remembered."""
         for process in psutil.process_iter():
             if process.pid not in self._known and self._belongs(process):
                 self._known[process.pid] = process
@@ -43,12 +43,12 @@ class Family:
         return [process for process in self._known.values() if not self._spared(process)]
 
     def of_role(self, role: str) -> list[psutil.Process]:
-        """Workers of ``role`` that live and are not stopped, by pid."""
+        """Return workers of ``role`` that are alive and not stopped, by pid."""
         found = [p for p in self.living() if _has_role(p, role) and not is_stopped(p)]
         return sorted(found, key=lambda p: p.pid)
 
     def kill(self) -> None:
-        """End what is left of the job, also what its last processes have started meanwhile."""
+        """Kill all processes of the job, including those started meanwhile."""
         for _ in range(_ROUNDS):
             left = self.living()
             for process in left:
@@ -67,17 +67,17 @@ class Family:
 
 
 def is_of_ray(process: psutil.Process) -> bool:
-    """Whether it is a node's own: a server or an agent of Ray, or one of its processes that no actor has."""
+    """Return whether the process is Ray's own: a server, an agent, or an idle worker."""
     return any(text in title(process) for text in _OF_RAY)
 
 
 def role_of(process: psutil.Process) -> str | None:
-    """None: not one of the job's workers."""
+    """Return the role of a worker; None for another process."""
     return next((role for role, text in _TITLES.items() if text in title(process)), None)
 
 
 def _has_role(process: psutil.Process, role: str) -> bool:
-    """The guardian of a grader has the same command line. It serves nobody, so that nobody would miss it."""
+    """Match a worker by command line, except the guardian of a grader: its loss would go unnoticed."""
     wanted = _TITLES[role]
     if wanted not in title(process):
         return False
@@ -87,20 +87,20 @@ def _has_role(process: psutil.Process, role: str) -> bool:
 
 
 def title(process: psutil.Process) -> str:
-    """Its command line; empty for one that is gone."""
+    """Return the command line; "" for a process that is gone."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def doing(process: psutil.Process) -> str:
-    """What Ray says a worker is at: ``sample`` of ``ray::RolloutWorker.sample``, or ``idle``."""
+    """Return the method a worker runs, from its Ray title: ``ray::RolloutWorker.sample`` -> ``sample``."""
     name = title(process).split()[0] if title(process) else ""
     return name.partition(".")[2] or "idle" if name.startswith("ray::") else "running"
 
 
 def lives(process: psutil.Process) -> bool:
-    """Not gone, not a zombie, and not another process under the same number."""
+    """Return whether the process is alive: no zombie, and no other process with the same id."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

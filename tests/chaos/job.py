@@ -1,4 +1,4 @@
-"""The run: the same command, started again until it has ended well; all it says, with the time."""
+"""The run: one command, started again until it succeeds, and its output with times."""
 
 from __future__ import annotations
 
@@ -34,17 +34,22 @@ class Line:
 @dataclass(frozen=True)
 class End:
     at: float
-    code: int  # as of `subprocess`: -n for signal n
+    code: int  # as in `subprocess`: -n for signal n
 
 
 def python_path() -> str:
-    """With what a job's processes import."""
+    """Return the PYTHONPATH of the job's processes."""
     return os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
 
 
 class Job:
-    """``directory``: its `output_dir`. ``temporary``: where Ray has its sessions; a short path, for there are
-    sockets below it. ``log``: gets all that it says. ``nodes``: what it runs on instead of a Ray of its own.
+    """One training run over all its launches.
+
+    Args:
+        directory: its `output_dir`.
+        temporary: directory of Ray's sessions; a short path, because it holds sockets.
+        log: file that receives all output.
+        nodes: cluster to run on; None for a Ray of its own.
     """
 
     def __init__(
@@ -85,12 +90,12 @@ class Job:
             errors="replace",
         )
         self.begins.append(time.monotonic())
-        # What a killed driver leaves behind may hold the pipe open: nobody waits for this thread.
+        # Processes of a killed driver may keep the pipe open, so nothing waits for this thread.
         Thread(target=self._listen, args=(self._process, len(self.ends)), daemon=True).start()
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
+        """Process id of the driver."""
         return self._process.pid
 
     @property
@@ -102,31 +107,31 @@ class Job:
         return len(self.begins) > len(self.ends)
 
     def poll(self) -> End | None:
-        """The end of this launch, once."""
+        """Return the end of this launch, once."""
         if not self.is_up or (code := self._process.poll()) is None:
             return None
         self.ends.append(End(time.monotonic(), code))
         return self.ends[-1]
 
     def signal(self, number: signal.Signals) -> None:
-        """To the driver, which may be gone."""
+        """Send a signal to the driver, which may be gone."""
         self._process.send_signal(number)
 
     def steps(self) -> list[tuple[float, int]]:
-        """When which step was finished, over all launches."""
+        """Return (time, step) of every finished step, over all launches."""
         found = ((line.at, _STEP.match(line.text)) for line in list(self.lines))
         return [(at, int(match[1])) for at, match in found if match]
 
     def last_step(self) -> int:
-        """The furthest that any launch came."""
+        """Return the last finished step of all launches."""
         return max((step for _, step in self.steps()), default=0)
 
     def is_warm(self) -> bool:
-        """Whether this launch has finished a step."""
+        """Return whether a launch is running and has finished a step."""
         return self.is_up and self.was_warm()
 
     def was_warm(self) -> bool:
-        """The same of the last launch, also when it has ended."""
+        """Return whether the last launch, running or ended, finished a step."""
         return any(at > self.begins[-1] for at, _ in self.steps())
 
     def said(self, launch: int) -> str:

@@ -1,10 +1,10 @@
-"""A cluster of several nodes on this machine, for a job that loses some of them.
+"""A cluster of several nodes on this machine, for a job that loses nodes.
 
-    head        1 CPU-less node: its own processes, and workers that need no CPU
-    node 1..3   one CPU each: an engine, or a rank, and what else Ray puts there
+    head        no CPU: Ray's own processes, and workers that need no CPU
+    node 1..3   one CPU each: an engine or a rank, and what else Ray places there
 
-A node is a raylet with processes of its own. To lose it is to kill all of them, as if its machine had been
-switched off. An empty node joins in its place, as from an autoscaler.
+A node is a raylet with its processes. Losing a node kills all of them, as if the machine were switched off.
+An empty node then joins, as from an autoscaler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STORE_BYTES = 128 * 2**20
 
 
 class Nodes:
-    """``temporary``: where Ray has its sessions. ``path``: of Python, for workers."""
+    """``temporary`` holds Ray's sessions; ``path`` is the PYTHONPATH of workers."""
 
     def __init__(self, temporary: Path, path: str) -> None:
         from ray.cluster_utils import Cluster
@@ -54,19 +54,19 @@ class Nodes:
         return self._node_of(worker) is not None
 
     def lose(self, worker: psutil.Process) -> None:
-        """The node of ``worker``; another one joins."""
+        """Kill the node of ``worker`` and add another."""
         node = self._node_of(worker)
         assert node is not None
         raylet = psutil.Process(_raylet(node))
         gone = [raylet, *raylet.children(recursive=True)]
-        for process in gone:  # the raylet first: it starts nothing anew
+        for process in gone:  # the raylet first, so that it restarts nothing
             with suppress(psutil.Error):
                 process.kill()
         self._cluster.remove_node(node, allow_graceful=False)
         self._add()
 
     def close(self) -> None:
-        """No node is left, nor what is on it."""
+        """Kill all nodes with their processes."""
         Family(self.mark).kill()
 
     def _add(self) -> None:
@@ -81,7 +81,7 @@ class Nodes:
 
     @contextmanager
     def _variables(self) -> Iterator[None]:
-        """Within, what is started has them."""
+        """Set the environment of processes started within."""
         before = {name: os.environ.get(name) for name in self._environment}
         os.environ.update(self._environment)
         try:
@@ -95,5 +95,5 @@ class Nodes:
 
 
 def _raylet(node) -> int:  # type: ignore[no-untyped-def]
-    """Its process."""
+    """Return the process id of the node's raylet."""
     return node.all_processes["raylet"][0].process.pid

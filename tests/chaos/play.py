@@ -1,4 +1,4 @@
-"""Faults at random moments: a group of them strikes, and when all are over, the next does."""
+"""Strikes groups of faults at random moments; the next group follows when the job has recovered."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from .faults import Fault, Skip
 from .job import Job
 
 _POLL_S = 0.05
-_FAMILY_S = 0.5  # between two looks at who belongs to the job
-STILL_S = 1800.0  # a job that finishes no step for so long is stuck, also on a busy machine
-_LEFT = 4  # steps: nearer to its end nothing is done to a job
-_USELESS = 3  # launches in a row that finish no step, though nothing was done to them
-_BETWEEN_S = 2.0  # at most, from the end of one group to the next
-_STARTING_S = 20.0  # a start is disturbed within it
+_FAMILY_S = 0.5  # interval of scans for processes of the job
+STILL_S = 1800.0  # without a finished step for so long, a job is stuck, even on a busy machine
+_LEFT = 4  # no fault strikes in the last steps of a job
+_USELESS = 3  # consecutive undisturbed launches without a finished step
+_BETWEEN_S = 2.0  # longest pause between groups
+_STARTING_S = 20.0  # a start is disturbed within this time
 
 Group = Sequence[Fault]
 
 
 class Stuck(Exception):
-    """The job does not get on, or does not start any more."""
+    """The job makes no progress or no longer starts."""
 
 
 @dataclass
 class Plan:
-    """What is still to happen: groups while the job is in its steps, one after the other, and single faults
-    while it starts, at every other start.
-    """
+    """Remaining faults: groups that strike during steps, and single ones that strike every other start."""
 
     groups: list[Group]
     starting: list[Fault]
@@ -40,27 +38,27 @@ class Plan:
 
 
 class Play:
-    """One job and what it goes through; ``events`` are what it did. ``say`` is told of each."""
+    """Plays a plan on one job. ``events`` are the faults that struck; each is reported to ``say``."""
 
     def __init__(self, job: Job, plan: Plan, *, steps: int, rng: Random, say: Callable[[str], None]) -> None:
         self._job, self._plan, self._steps, self._rng, self._say = job, plan, steps, rng, say
         self.events: list[Event] = []
         self.skipped: dict[str, str] = {}
         self._open: list[tuple[Fault, Event]] = []
-        self._surprise: float | None = None  # when the start that is under way is disturbed
+        self._surprise: float | None = None  # when the current start will be disturbed
         self._looked = 0.0
         self._moved = time.monotonic()
-        self._told = 0
+        self._seen_steps = 0
         self._useless = 0
         self._done = False
 
     def run(self) -> None:
-        """Until the job is done. What it does not come to stays in the plan."""
+        """Run until the job finishes. Faults that did not strike stay in the plan."""
         self._launch()
         groups = self._plan.groups
         while groups and self._wait(self._job.is_warm):
             self._pause(_BETWEEN_S)
-            # Some want a certain moment: then at once.
+            # Some faults wait for a certain moment and then strike at once.
             if self._wait(lambda: all(f.ready(self._job) for f in groups[0])):
                 if self._job.last_step() > self._steps - _LEFT:
                     break
@@ -84,7 +82,7 @@ class Play:
         self._wait(lambda: time.monotonic() >= until)
 
     def _wait(self, condition: Callable[[], bool]) -> bool:
-        """Until ``condition``, then true, or until the job is done. One that ends before is started again."""
+        """Wait for ``condition``; False if the job finishes first. Restarts a launch that ends early."""
         while not self._done:
             self._tend()
             if condition():
@@ -97,7 +95,7 @@ class Play:
         if now - self._looked > _FAMILY_S:
             self._job.family.living()
             self._looked = now
-        # Before the job is asked whether it has ended: what was over by then has not been cut short.
+        # Before polling the job: events that are over by then were not cut short by its end.
         self._open = [(fault, event) for fault, event in self._open if not event.look(self._job)]
         if (end := self._job.poll()) is not None:
             self._ended(end.code)
@@ -105,15 +103,15 @@ class Play:
             self._surprise = None
             if self._plan.starting[0].ready(self._job):
                 self._strike(self._plan.starting.pop(0))
-        if (count := len(self._job.steps())) != self._told:
-            self._told, self._moved = count, now
+        if (count := len(self._job.steps())) != self._seen_steps:
+            self._seen_steps, self._moved = count, now
         elif now - self._moved > STILL_S:
             raise Stuck(f"no step finished for {STILL_S:.0f} s after step {self._job.last_step()}")
 
     def _ended(self, code: int) -> None:
         self._useless = 0 if self._open or self._job.was_warm() else self._useless + 1
         for fault, event in self._open:
-            if event.exit_code is None:  # the first launch that it ended
+            if event.exit_code is None:  # the first launch that this event ended
                 event.exit_code, event.launch_ended = code, len(self._job.ends) - 1
                 fault.while_down(self._job, self._rng, event)
         if code == 0:

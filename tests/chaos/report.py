@@ -1,4 +1,4 @@
-"""What the events cost, by kind; and how much of the time was work."""
+"""Recovery times by kind of event, and goodput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD = ("kind", "events", "ended the run", "noticed", "recovered", "p95", "slow
 
 
 def table(events: Sequence[Event], skipped: dict[str, str]) -> str:
-    """A line for each kind; seconds after the event, medians but where said."""
+    """Format one line per kind: median seconds after the event, unless the heading says otherwise."""
     kinds = list(dict.fromkeys(event.kind for event in events))
     rows = [_HEAD, *(_row(kind, [e for e in events if e.kind == kind]) for kind in kinds)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
@@ -43,13 +43,15 @@ def _seconds(values: list[float], percentile: float) -> str:
 
 
 def step_s(steps: Sequence[tuple[float, int]]) -> float:
-    """Seconds of a step, from when each was finished; the first, which warms up, left out."""
+    """Return seconds per step, without the first step, which warms up."""
     return (steps[-1][0] - steps[0][0]) / (len(steps) - 1)
 
 
 def goodput(steps: Sequence[tuple[float, int]], undisturbed_s: float) -> float:
-    """Share of the time from the first finished step to the last that the undisturbed run would have taken:
-    what is missing went into noticing, starting again and steps that were done twice.
+    """Return the time of the undisturbed run / the time of this one, from the first to the last finished
+    step.
+
+    The rest was spent on detection, restarts and repeated steps.
     """
     wall_s = steps[-1][0] - steps[0][0]
     return (steps[-1][1] - steps[0][1]) * undisturbed_s / wall_s

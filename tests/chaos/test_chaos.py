@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_dist.loop.ledger import imbalance
-from tests.chaos import room, verdict
+from tests.chaos import sandbox, verdict
 from tests.chaos.__main__ import Chaos, ChaosOfNodes, _ended, _kinds, _options, long_groups, short_groups
 from tests.chaos.events import Event
 from tests.chaos.faults import Connection, CutConnection, NodeLoss, Skip, Worker, reset
@@ -38,13 +38,13 @@ def changed(step, **values):
     return [line | values if line["step"] == step else line for line in LINES]
 
 
-def test_a_step_that_is_missing_or_there_twice_is_told():
+def test_a_missing_or_repeated_step_is_reported():
     assert verdict.unfinished(LINES, 4) is None
     assert "[1, 2, 3, 4], expected 1 to 5" in verdict.unfinished(LINES, 5)
     assert "[1, 2, 3, 4, 4]" in verdict.unfinished([*LINES, LINES[-1]], 4)
 
 
-def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended():
+def test_all_kinds_are_played_and_a_file_is_torn_only_after_its_driver_ended():
     everything = [kind for kind in _kinds() if "starting" not in kind]
     assert sorted(f.kind for group in long_groups(None, everything) for f in group) == sorted(everything)
     assert {len(group) for group in long_groups(None, everything)} == {1, 2, 5}
@@ -61,23 +61,23 @@ def test_all_kinds_are_played_and_a_file_is_torn_only_when_its_driver_has_ended(
     assert set(everything) - short == {"SIGKILL driver", "SIGTERM driver", *at_syncs} and len(at_syncs) == 4
 
 
-def test_the_long_form_has_as_many_of_each_kind_as_asked_for(tmp_path):
-    """Also of reward models, of ranks that stop in the middle of a sync, and of nodes."""
+def test_the_long_form_has_the_requested_number_of_each_kind(tmp_path):
+    """Including reward models, ranks stopped during a sync, and nodes."""
     options, counts = _options(["--each", "20"]), Counter()
     for form in (Chaos, ChaosOfNodes):
-        whole = form(options, tmp_path / form.__name__, room.Room(tmp_path, None))
+        whole = form(options, tmp_path / form.__name__, sandbox.Sandbox(tmp_path, None))
         plan = whole._plan()
         counts.update(fault.kind for fault in [f for group in plan.groups for f in group] + plan.starting)
     assert set(counts.values()) == {20}
     models = ("SIGKILL reward-model-quality", "SIGSTOP reward-model-quality")
     nodes = ("node of rollout lost", "node of policy lost", "node of reward lost")
     assert {*models, "SIGSTOP policy at send_weights", *nodes, *_kinds()} == set(counts)
-    assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", room.Room(tmp_path, None)).kinds
-    only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", room.Room(tmp_path, None))
+    assert not ChaosOfNodes(_options(["--short"]), tmp_path / "short", sandbox.Sandbox(tmp_path, None)).kinds
+    only = ChaosOfNodes(_options(["--only", nodes[1]]), tmp_path / "only", sandbox.Sandbox(tmp_path, None))
     assert only.kinds == [nodes[1]] and not Chaos.kinds.fget(only)
 
 
-def test_the_node_that_is_lost_has_a_worker_of_the_role(monkeypatch):
+def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
     workers, lost = [SimpleNamespace(pid=1), SimpleNamespace(pid=2)], []
     monkeypatch.setattr("tests.chaos.faults.doing", lambda worker: "sample")
     nodes = SimpleNamespace(holds=lambda worker: worker.pid == 2, lose=lost.append)
@@ -94,7 +94,7 @@ def test_the_node_that_is_lost_has_a_worker_of_the_role(monkeypatch):
         NodeLoss("rollout").strike(job, Random(0))
 
 
-def test_processes_of_nodes_are_no_part_of_a_job_on_them():
+def test_processes_of_nodes_do_not_belong_to_a_job_on_them():
     mine = uuid.uuid4().hex
     command = [sys.executable, "-c", "input()  # ray::IDLE"]
     with subprocess.Popen(command, env=os.environ | {MARK: mine}) as idle:
@@ -105,7 +105,7 @@ def test_processes_of_nodes_are_no_part_of_a_job_on_them():
             idle.kill()
 
 
-def test_on_a_busy_machine_a_loss_may_be_noticed_late_and_not_never():
+def test_on_a_busy_machine_a_loss_may_be_noticed_late_but_not_never():
     late = lost("SIGKILL rollout", at=100.0, noticed=160.0)
     assert "after 60.0 s" in verdict.unnoticed([late])
     assert verdict.unnoticed([late], verdict.BUSY) is None
@@ -120,7 +120,7 @@ def test_on_a_busy_machine_a_loss_may_be_noticed_late_and_not_never():
     assert "never seen" in verdict.unrecovered([gone], [gone], 110.0, verdict.BUSY)
 
 
-def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
+def test_a_repeated_ledger_line_does_not_balance(tmp_path):
     path = tmp_path / "ledger.jsonl"
     lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
     path.write_text("".join(lines))
@@ -129,7 +129,7 @@ def test_a_ledger_line_that_is_there_twice_does_not_balance(tmp_path):
     assert "once each" in imbalance(path, steps=2, prompts_per_step=2)
 
 
-def test_books_that_the_run_itself_finds_wrong_are_told():
+def test_a_ledger_that_the_run_itself_rejects_is_reported():
     end = "trained.\nledger: 8 prompts sampled = 8 trained\n"
     assert verdict.unbalanced(end) is None
     warned = end + "but the ledger does not balance: ledger.jsonl: prompt p3 was sampled 2 times. Bye\n"
@@ -138,7 +138,7 @@ def test_books_that_the_run_itself_finds_wrong_are_told():
 
 
 @pytest.mark.parametrize(("version", "fresh"), [(0, False), (1, True), (2, False)])
-def test_a_token_of_other_weights_than_the_step_is_told(tmp_path, version, fresh):
+def test_a_token_of_other_weights_than_the_step_is_reported(tmp_path, version, fresh):
     samples = tmp_path / "samples"
     samples.mkdir()
     for step, versions in ((1, [0, 0]), (2, [1, version])):
@@ -151,14 +151,14 @@ def test_a_token_of_other_weights_than_the_step_is_told(tmp_path, version, fresh
     assert verdict.stale(tmp_path, 2) == "step 1 has no samples"
 
 
-def test_log_probs_of_other_weights_are_told():
+def test_log_probs_of_other_weights_are_reported():
     assert verdict.mismatched(changed(2, **{"mismatch/logprob_diff_max": 9e-7})) is None
     assert "step 2: log-probs differ by up to 2.0e-01" in verdict.mismatched(
         changed(2, **{"mismatch/logprob_diff_max": 0.2})
     )
 
 
-def test_another_number_is_told_and_another_clock_is_not():
+def test_a_different_number_is_reported_and_a_different_time_is_not():
     assert verdict.difference(changed(2, **{"time/step_s": 9.0, "restarts/rollout": 1.0}), LINES) is None
     assert verdict.difference(changed(3, **{"reward/mean": 0.31}), LINES).startswith(
         "step 3, reward/mean: 0.31"
@@ -166,14 +166,14 @@ def test_another_number_is_told_and_another_clock_is_not():
     assert verdict.unscored(changed(3, **{"reward/unscored": 1.0})) == [3]
 
 
-def test_another_accuracy_is_told():
+def test_a_different_accuracy_is_reported():
     assert verdict.inaccurate(changed(1, **{"reward/mean": 0.12}), LINES) is None
     better = [line | {"reward/mean": 0.9 + line["reward/mean"] / 10} for line in LINES]
     assert "mean reward 0.9250, undisturbed 0.2500" in verdict.inaccurate(better, LINES)
 
 
 def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
-    """Its parent is gone, and with it the way to find it by descent."""
+    """Its parent is gone, so it cannot be found by descent."""
     mine = uuid.uuid4().hex
     family, others = Family(mine), Family("another")
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -186,12 +186,12 @@ def test_an_orphan_is_found_by_its_environment_and_only_it_is_ended():
     assert verdict.orphans(family, seconds=HANG_S) is None
 
 
-def test_a_file_of_shared_memory_that_nobody_uses_is_told():
+def test_an_unused_file_of_shared_memory_is_reported():
     assert verdict.left_in_memory(["a"], ["a", "b"], in_use=["b"]) is None
     assert verdict.left_in_memory(["a"], ["a", "b"]) == "1 file(s) of shared memory: b"
 
 
-def test_a_loss_that_nobody_noticed_in_time_is_told():
+def test_a_loss_that_was_not_noticed_in_time_is_reported():
     late = Event("SIGKILL rollout", at=100.0, step=3, phase="sample", role="rollout", noticed=120.0)
     assert verdict.unnoticed([late]) == "SIGKILL rollout at step 3 was noticed after 20.0 s"
     late.noticed = 101.0
@@ -204,7 +204,7 @@ def lost(kind, at, recovered=None, **values):
     return Event(kind, at=at, step=3, phase="sample", role="rollout", recovered=recovered, **values)
 
 
-def test_a_stage_that_hangs_for_no_reason_is_told():
+def test_a_stage_that_hangs_without_a_fault_is_reported():
     late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
     assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 70.0)]) is None
     assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
@@ -212,7 +212,7 @@ def test_a_stage_that_hangs_for_no_reason_is_told():
         assert verdict.hung([late], far).startswith("stage sample: batch 7 sampled came to no end in 120 s")
 
 
-def test_an_engine_that_never_comes_back_is_told_also_when_the_other_one_finishes_the_job():
+def test_an_engine_that_never_returns_is_reported_even_if_the_other_one_finishes_the_job():
     finished = {"exit_code": 0, "launch_ended": 0}
     gone = lost("SIGKILL rollout", at=50.0, **finished)
     others = [lost("SIGKILL rollout", 0.0, 25.0), lost("SIGSTOP rollout", 30.0, 78.5, noticed=44.0)]
@@ -240,7 +240,7 @@ def ended_by(kind, code, launch=0):
     return Event(kind, at=0.0, step=3, phase="sample", exit_code=code, launch_ended=launch)
 
 
-def test_an_end_of_what_should_be_survived_is_told():
+def test_an_end_by_a_fault_that_should_be_survived_is_reported():
     found = verdict.ended([1, 0], [ended_by("SIGKILL policy", 1)])
     assert found == "SIGKILL policy at step 3 ended the run with 1, expected no end"
     found = verdict.ended([143, 0], [ended_by("SIGTERM driver", 143)])
@@ -252,7 +252,7 @@ def test_an_end_of_what_should_be_survived_is_told():
     assert verdict.ended([0], [ended_by("SIGKILL policy", 0)]) is None  # the job's own end
 
 
-def test_an_end_without_a_reason_is_told_also_next_to_one_with_a_reason():
+def test_an_end_without_a_fault_is_reported_next_to_one_with_a_fault():
     assert verdict.ended([0], []) is None
     assert verdict.ended([1, 1, 0], []) == "launch 0 ended with 1, and nothing had been done to it"
     starting = ended_by("SIGTERM driver, starting", -15, launch=1)
@@ -263,7 +263,7 @@ def test_an_end_without_a_reason_is_told_also_next_to_one_with_a_reason():
 
 
 def falling_job(codes):
-    """A job whose launches finish a step each, and end with ``codes`` whatever is done to them."""
+    """A job whose launches finish one step each and end with ``codes``."""
     job = SimpleNamespace(begins=[], ends=[], lines=[], family=SimpleNamespace(living=list))
 
     def poll():
@@ -277,7 +277,7 @@ def falling_job(codes):
     return job
 
 
-def test_what_a_job_did_on_its_own_is_known_after_the_play():
+def test_ends_without_a_fault_are_known_after_the_play():
     job = falling_job([1, 1, 0])
     play = Play(job, Plan([], []), steps=3, rng=Random(0), say=lambda _: None)
     play.run()
@@ -286,8 +286,8 @@ def test_what_a_job_did_on_its_own_is_known_after_the_play():
     assert "launch 0 ended with 1" in verdict.ended(codes, play.events)
 
 
-def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
-    whole = Chaos(_options(["--steps", "4"]), tmp_path, room.Room(tmp_path, None))
+def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path, monkeypatch):
+    whole = Chaos(_options(["--steps", "4"]), tmp_path, sandbox.Sandbox(tmp_path, None))
     job = falling_job([])
     job.begins, job.ends, job.run_dir = [1.0, 2.0], [End(1.5, 1), End(60.0, 0)], tmp_path
     job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
@@ -308,10 +308,10 @@ def test_a_job_is_asked_for_recovery_and_for_the_reason_of_every_end(tmp_path, m
     ("overrides", "role", "told"),
     [([], "rollout", True), (["max_staleness=1"], "policy", True), (["max_staleness=1"], "rollout", False)],
 )
-def test_other_numbers_are_told_but_for_those_of_an_engine_that_came_back_ahead(
+def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahead(
     tmp_path, monkeypatch, overrides, role, told
 ):
-    whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, room.Room(tmp_path, None))
+    whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, sandbox.Sandbox(tmp_path, None))
     job = falling_job([])
     job.begins, job.ends, job.run_dir = [1.0], [End(60.0, 0)], tmp_path
     job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
@@ -321,7 +321,7 @@ def test_other_numbers_are_told_but_for_those_of_an_engine_that_came_back_ahead(
     assert bool(whole._judge(job, LINES)["same numbers"]) == told
 
 
-def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
+def test_an_event_that_was_over_when_the_job_ended_is_not_cut_short():
     job = falling_job([0])
     play = Play(job, Plan([], []), steps=2, rng=Random(0), say=lambda _: None)
     job.begins = [1.0, 3.0]
@@ -336,7 +336,7 @@ def test_what_was_over_when_the_job_ended_has_not_been_cut_short():
 def chaos(tmp_path, monkeypatch):
     """Jobs that only count: each takes a group from the plan, and breaks the promises that `broken` says."""
     options = _options(["--only", "SIGKILL rollout", "--each", "9"])
-    whole = Chaos(options, tmp_path, room.Room(tmp_path, "everyone's"))
+    whole = Chaos(options, tmp_path, sandbox.Sandbox(tmp_path, "everyone's"))
     whole.broken, whole.stuck, whole.calm_codes, names = {}, None, [0], []
 
     def job(name):
@@ -365,30 +365,30 @@ def chaos(tmp_path, monkeypatch):
     return whole
 
 
-def test_the_next_job_comes_also_after_one_that_broke_a_promise(chaos):
+def test_jobs_continue_after_one_that_broke_a_promise(chaos):
     chaos.broken = {"job2": "one never was", "job4": "another never was"}
     assert chaos.run() == ["job2: noticed: one never was", "job4: noticed: another never was"]
     assert chaos.played == [f"job{i}" for i in range(1, 10)]
 
 
-def test_no_job_comes_after_three_that_broke_a_promise(chaos):
+def test_jobs_stop_after_three_that_broke_a_promise(chaos):
     chaos.broken = dict.fromkeys(("job1", "job3", "job4"), "never")
     assert len(chaos.run()) == 3 and chaos.played == ["job1", "job2", "job3", "job4"]
 
 
-def test_no_job_comes_after_one_that_is_stuck(chaos):
+def test_jobs_stop_after_a_stuck_one(chaos):
     chaos.stuck = "job2"
     assert chaos.run() == ["job2: finished: no step"]
     assert chaos.played == ["job1"]
 
 
-def test_an_undisturbed_run_that_was_started_again_is_none(chaos):
+def test_an_undisturbed_run_that_was_restarted_is_rejected(chaos):
     chaos.calm_codes = [1, 0]
     assert chaos.run() == ["undisturbed: survived: launch 0 ended with 1, and nothing had been done to it"]
     assert chaos.played == []
 
 
-def test_an_end_that_does_not_say_why_is_told():
+def test_an_end_without_an_explanation_is_reported():
     full = Event("disk full", at=0.0, step=3, phase="running", exit_code=1, launch_ended=0)
     assert "disk full at step 3" in verdict.silent([full], {0: "killed"})
     assert verdict.silent([full], {0: "OSError: [Errno 28] No space left on device"}) is None
@@ -400,8 +400,8 @@ def test_an_end_that_does_not_say_why_is_told():
     assert verdict.silent([torn], {0: "", 1: said}) is None
 
 
-def test_what_ended_the_run_is_made_good_by_a_later_launch_alone():
-    """It finishes the step it is in, and saves it, before it ends as it was asked to."""
+def test_only_a_later_launch_recovers_from_the_end_of_a_run():
+    """A terminated driver finishes and saves its step before it ends."""
     steps = [(1.0, 1), (2.5, 2), (3.0, 3)]
     job = SimpleNamespace(lines=[], steps=lambda: steps, ends=[End(4.0, 75)])
     event = Event("SIGTERM driver", at=2.0, step=1, phase="running", exit_code=75, launch_ended=0)
@@ -410,7 +410,7 @@ def test_what_ended_the_run_is_made_good_by_a_later_launch_alone():
     assert event.look(job) and event.recovered == 30.0
 
 
-def test_recovery_is_the_one_in_its_place_and_a_further_step():
+def test_recovery_needs_a_replacement_and_a_further_step():
     job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
     event = Event("SIGKILL rollout", at=2.0, step=1, phase="sample", role="rollout")
     assert not event.look(job)
@@ -440,7 +440,7 @@ def test_a_connection_is_reset_under_both_of_its_ends():
         assert child.stdout.readline() == "reset\n"
 
 
-def test_workers_of_a_role_are_those_of_this_job_that_run():
+def test_workers_of_a_role_are_running_workers_of_this_job():
     mine = uuid.uuid4().hex
     family = Family(mine)
     code = "import time; time.sleep(60)  # grpo_dist.rewards.child"
@@ -457,8 +457,8 @@ def test_workers_of_a_role_are_those_of_this_job_that_run():
             child.kill()
 
 
-def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ended():
-    """Otherwise nobody would make room again on the disk that it ended of."""
+def test_the_end_of_a_driver_is_over_only_when_its_launch_has_ended():
+    """Otherwise the full disk that ended it would never be freed."""
     gone = SimpleNamespace(is_running=lambda: False)
     job = SimpleNamespace(lines=[], steps=lambda: [(1.0, 1), (5.5, 2)])
     event = Event("disk full", at=2.0, step=1, phase="running", victim=gone)
@@ -471,7 +471,7 @@ def test_an_end_of_the_driver_is_over_only_when_its_launch_is_known_to_have_ende
 # It ends itself when its job finishes no step for long.
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_a_job_that_loses_one_of_everything_ends_as_if_nothing_had_happened(tmp_path):
+def test_a_job_that_loses_one_of_everything_ends_like_the_undisturbed_one(tmp_path):
     """The short form. It prints what recovery took; run `make chaos` for twenty of each kind."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "tests.chaos", "--short", "--steps", "24", "rollout.num_workers=1"]

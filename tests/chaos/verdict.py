@@ -1,4 +1,4 @@
-"""What must be true of a job that has been through all that. Each check gives None, or what is wrong."""
+"""Conditions that must hold after the faults. Each check returns None, or what is wrong."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .find import Family, title
 from .job import Line
 
 Lines = Sequence[Mapping[str, Any]]
-# What a machine does differently at every run, and what tells of workers that were replaced.
+# Metrics that differ between runs: clocks, memory, and counts of replaced workers.
 CLOCK = ("time/", "throughput/", "memory/", "restarts/", "sync/")
-_MISMATCH = 1e-5  # nats, of rollout and trainer in float32 under the same weights
+_MISMATCH = 1e-5  # nats between rollout and trainer in float32 with equal weights
 _KILLED, _ASKED = -signal.SIGKILL, 75
-# Kinds that end a launch, with its exit codes. One that is asked before Python has begun is ended by it.
+# Kinds that end a launch, with its exit codes. SIGTERM before Python handles signals ends the process itself.
 _ENDS: Mapping[str, tuple[int, ...]] = {
     "SIGKILL driver": (_KILLED,),
     "SIGKILL driver, starting": (_KILLED,),
@@ -38,9 +38,12 @@ _LATE_STAGE = re.compile(r"stage (.+?): not finished within ([\d.]+) s")
 
 @dataclass(frozen=True)
 class Limits:
-    """``noticed_s``: the job notices a lost worker within it; ``node_s``: a lost node. ``agents_s``: how long
-    Ray's own processes take to see that their raylet is gone. ``slower``: how many times as long as the
-    slowest other recovery of its role one may take.
+    """Deadlines of the checks.
+
+    Attributes:
+        noticed_s, node_s: until a lost worker, a lost node is reported.
+        agents_s: until Ray's own processes exit after their raylet.
+        slower: factor by which a recovery may exceed the slowest other one of its role.
     """
 
     noticed_s: float = 15.0
@@ -50,14 +53,14 @@ class Limits:
 
 
 MEASURED = Limits()
-# Where other work may take the processor: that something comes at all is what counts.
+# For a busy machine: only that something happens at all counts.
 BUSY = Limits(noticed_s=900.0, node_s=900.0, agents_s=900.0, slower=20.0)
-_LOOK_S = 10.0  # that the job takes at most to find out where everybody is, before it says so
-_LATE_S = 2.0  # by which two busy cores may hold up a watch
+_LOOK_S = 10.0  # in which the job locates its processes before it reports a late stage
+_LATE_S = 2.0  # by which two busy cores may delay a watchdog
 
 
 def unbalanced(said: str) -> str | None:
-    """By what the run itself says at its end: it knows whose turn each step was."""
+    """Check the ledger audit that the run prints at its end."""
     if "\nledger: " not in said:
         return "no totals at the end of the run"
     _, warned, what = said.partition("the ledger does not balance: ")
@@ -69,13 +72,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def unfinished(lines: Lines, steps: int) -> str | None:
-    """A step without a line of metrics, or with two."""
+    """Check that every step has exactly one line of metrics."""
     found = [line["step"] for line in lines]
     return None if found == list(range(1, steps + 1)) else f"metrics of steps {found}, expected 1 to {steps}"
 
 
 def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
-    """A sample of weights older than allowed, or newer than there were."""
+    """Check that no token has a version older than allowed, or of the future."""
     for step in range(1, steps + 1):
         path = run_dir / "samples" / f"step_{step:06d}.parquet"
         if not path.exists():
@@ -88,14 +91,14 @@ def stale(run_dir: Path, steps: int, max_staleness: int = 0) -> str | None:
 
 
 def mismatched(lines: Lines) -> str | None:
-    """An engine that served other weights than it said: the trainer's log-probs are then others."""
+    """Check that engines sampled with the weights they reported, by the trainer's log-probs."""
     worst = max(lines, key=lambda line: line.get("mismatch/logprob_diff_max") or 0.0)
     found = worst.get("mismatch/logprob_diff_max") or 0.0
     return None if found < _MISMATCH else f"step {worst['step']}: log-probs differ by up to {found:.1e} nats"
 
 
 def difference(lines: Lines, undisturbed: Lines) -> str | None:
-    """The first number that is not that of the undisturbed run, clocks and restarts left out."""
+    """Return the first metric that differs from the undisturbed run, except clocks and restarts."""
     for ours, theirs in zip(lines, undisturbed, strict=False):
         for key in sorted(ours.keys() | theirs.keys()):
             if not key.startswith(CLOCK) and ours.get(key) != theirs.get(key):
@@ -104,12 +107,12 @@ def difference(lines: Lines, undisturbed: Lines) -> str | None:
 
 
 def unscored(lines: Lines) -> list[int]:
-    """Steps with samples that nobody could score, after which other numbers are as they should be."""
+    """Return steps with unscored samples, after which metrics may differ."""
     return [line["step"] for line in lines if line.get("reward/unscored")]
 
 
 def inaccurate(lines: Lines, undisturbed: Lines) -> str | None:
-    """A mean reward further from that of the undisturbed run than two standard errors of the difference."""
+    """Check that the mean reward is within two standard errors of the undisturbed run's."""
     ours, theirs = ([line["reward/mean"] for line in own if line["reward/mean"] is not None]
                     for own in (lines, undisturbed))  # fmt: skip
     error = (statistics.variance(ours) / len(ours) + statistics.variance(theirs) / len(theirs)) ** 0.5
@@ -120,9 +123,7 @@ def inaccurate(lines: Lines, undisturbed: Lines) -> str | None:
 
 
 def orphans(family: Family, seconds: float) -> str | None:
-    """Processes of the job that still live ``seconds`` after it ended: Ray's agents take a while to see that
-    their raylet is gone.
-    """
+    """Check that no process lives ``seconds`` after the end; Ray's agents notice a lost raylet late."""
     end = time.monotonic() + seconds
     while (left := family.living()) and time.monotonic() < end:
         psutil.wait_procs(left, timeout=1)
@@ -130,13 +131,13 @@ def orphans(family: Family, seconds: float) -> str | None:
 
 
 def left_in_memory(before: Iterable[str], after: Iterable[str], in_use: Iterable[str] = ()) -> str | None:
-    """Files of shared memory that are there ``after`` and were not ``before``, less those that others use."""
+    """Check for new files of shared memory, except those in use by others."""
     left = sorted(set(after) - set(before) - set(in_use))
     return f"{len(left)} file(s) of shared memory: {', '.join(left[:5])}" if left else None
 
 
 def unnoticed(events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
-    """A lost worker that nobody missed, or too late."""
+    """Check that every lost worker was reported in time."""
     for event in events:
         if event.role in MISSED and event.exit_code is None:
             if event.noticed is None:
@@ -148,9 +149,7 @@ def unnoticed(events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
 
 
 def hung(said: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
-    """A stage whose deadline passed without anything that was done to the job in that time, or so shortly
-    before that it was not noticed yet.
-    """
+    """Check that no stage missed its deadline without a fault during it, or just before it."""
     for line in said:
         if late := _LATE_STAGE.search(line.text):
             begin = line.at - _LOOK_S - float(late[2]) - limits.noticed_s - _LATE_S
@@ -162,12 +161,12 @@ def hung(said: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURE
 def unrecovered(
     events: Sequence[Event], everywhere: Sequence[Event], last_step_at: float, limits: Limits = MEASURED
 ) -> str | None:
-    """Something that was survived and never made good. ``everywhere``: events of all jobs so far.
+    """Check that the job recovered from every fault it survived. ``everywhere`` holds events of all jobs so
+    far.
 
-    The job may have come to its end before it could: that counts for one that had no more time until the
-    last step than recovery of its role took at most elsewhere, both from when it was noticed, which takes
-    long for a stopped worker alone. Where none was ever seen to recover, it counts for nothing: with two
-    engines a job of a few steps ends soon enough to hide one that never comes back.
+    The end of the job is an excuse if the time from detection to the last step was shorter than the slowest
+    recovery of this role elsewhere. Without any observed recovery it is no excuse: a short job with two
+    engines could hide one that never returns.
     """
     for event in events:
         if event.recovered is not None or event.exit_code:
@@ -185,8 +184,9 @@ def unrecovered(
 
 
 def ended(codes: Sequence[int], events: Sequence[Event]) -> str | None:
-    """A launch that ended though nothing was done to it, or of something it should have survived, or with
-    another exit code than it should. ``codes``: of all launches; those that end well need no reason.
+    """Check the exit codes of all launches.
+
+    A failed launch needs a fault that may end it, and the exit code of that fault.
     """
     for launch, code in enumerate(codes):
         own = [event for event in events if event.launch_ended == launch]
@@ -201,7 +201,7 @@ def ended(codes: Sequence[int], events: Sequence[Event]) -> str | None:
 
 
 def silent(events: Sequence[Event], said: Mapping[int, str]) -> str | None:
-    """An end for want of room, or a damaged checkpoint, that the run did not say. ``said``: by launch."""
+    """Check that the output names a full disk and damaged checkpoints. ``said`` is the output by launch."""
     for event in events:
         if event.kind == "disk full" and event.launch_ended is not None:
             text = said.get(event.launch_ended, "")

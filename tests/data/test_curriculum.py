@@ -1,4 +1,4 @@
-"""The draw of prompts by pass rate: in proportion to p (1 - p), no prompt twice, from seed and step alone."""
+"""Draws by pass rate: in proportion to p (1 - p), without repeats, deterministic in seed and step."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def seen(uid, right, scored=16):
     return made
 
 
-def test_prompts_come_in_proportion_to_what_they_can_teach():
+def test_prompts_are_drawn_in_proportion_to_their_learning_signal():
     curriculum = Curriculum(UIDS, 1, seed=0, rates={})
     for _ in range(6):
         curriculum.trained([], [seen("always", 16), seen("never", 0), seen("half", 8)])
@@ -43,7 +43,7 @@ def test_a_draw_repeats_and_holds_no_prompt_twice():
     assert len({tuple(draw) for draw in draws}) > 10
 
 
-def test_what_could_not_be_scored_is_not_counted_and_old_observations_fade():
+def test_unscored_samples_do_not_count_and_old_observations_decay():
     curriculum = Curriculum(UIDS, 1, seed=0, rates={"half": (4.0, 8.0)})
     unscored = seen("half", 2, scored=4)
     object.__setattr__(unscored, "outcomes", ("correct", "timeout", "error", "wrong"))

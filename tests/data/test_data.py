@@ -1,4 +1,4 @@
-"""From files to tokenised prompts in a fixed order. What cannot be used is refused with file and row."""
+"""From files to tokenised prompts in a fixed order. Unusable rows are rejected with file and row."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def tokenizer(tiny_model):
 # Order
 
 
-def test_every_prompt_comes_once_per_epoch_though_the_step_does_not_divide_the_set():
+def test_every_prompt_occurs_once_per_epoch_even_if_steps_do_not_divide_it():
     drawn = [i for step in range(70) for i in step_prompts(70, 16, 3, step)]
     for epoch in range(16):
         assert sorted(drawn[70 * epoch : 70 * (epoch + 1)]) == list(range(70))
@@ -52,7 +52,7 @@ def test_every_prompt_comes_once_per_epoch_though_the_step_does_not_divide_the_s
 
 @settings(max_examples=30, deadline=None)
 @given(st.data())
-def test_no_prompt_comes_twice_in_a_step_and_epochs_are_whole(data):
+def test_no_prompt_occurs_twice_in_a_step_and_epochs_are_complete(data):
     n = data.draw(st.integers(1, 16))
     per_step = data.draw(st.integers(1, n))
     seed = data.draw(st.integers(0, 2**31 - 1))
@@ -70,13 +70,13 @@ def test_a_step_is_a_function_of_seed_and_number_alone():
     assert forward != [step_prompts(100, 7, 6, k) for k in range(60)]
 
 
-def test_short_epochs_are_the_same_in_whatever_order_they_are_asked_for():
+def test_short_epochs_do_not_depend_on_the_order_of_access():
     forward = [step_prompts(5, 4, 2, step) for step in range(200)]
     steps = [150, 3, 199, 198, 0, 70, 71, 70]
     assert [step_prompts(5, 4, 2, step) for step in steps] == [forward[step] for step in steps]
 
 
-def test_more_prompts_a_step_than_there_are_is_refused():
+def test_more_prompts_per_step_than_prompts_is_rejected():
     with pytest.raises(ValueError, match="5 prompts a step cannot be drawn from 4"):
         step_prompts(4, 5, 0, 0)
 
@@ -120,7 +120,7 @@ def test_jsonl_parquet_saved_sets_and_directories_give_the_same_rows(tmp_path):
         assert found[2].location.endswith(f"{name}:3")
 
 
-def test_reading_writes_nothing_beside_the_file_and_sees_every_change(tmp_path):
+def test_reading_writes_no_files_and_sees_every_change(tmp_path):
     import datasets
 
     path = tmp_path / "set.parquet"
@@ -143,7 +143,7 @@ def test_numbers_are_answers(tmp_path, value, text):
     assert read(DataSourceConfig(path=str(path)))[0].answer == text
 
 
-def test_answer_pattern_takes_group_one_out_of_a_solution(tmp_path):
+def test_answer_pattern_extracts_group_one(tmp_path):
     path = jsonl(tmp_path / "set.jsonl", {"problem": "p", "answer": "6*7 = 42\n#### 42"})
     assert read(DataSourceConfig(path=str(path), answer_pattern=r"#### (.+)"))[0].answer == "42"
 
@@ -211,7 +211,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path, name, content, words):
         assert word in message
 
 
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_a_missing_split_is_rejected_with_the_available_ones(tmp_path):
     import datasets
 
     made = datasets.Dataset.from_list([GOOD])
@@ -220,7 +220,7 @@ def test_a_split_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         read(DataSourceConfig(path=str(tmp_path / "saved"), split="test"))
 
 
-def test_a_hub_id_that_cannot_be_reached_is_refused_with_what_to_check(monkeypatch):
+def test_an_unreachable_hub_id_is_rejected_with_a_remedy(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(
@@ -328,7 +328,7 @@ def test_test_sets_do_not_overlap_their_training_sets(shared_data, tokenizer):
 
 
 @pytest.mark.parametrize("pattern", [r"((a+)+)b", r"((?:a|aa)+)c", r"(a*a*a*a*a*a*a*)b"])
-def test_a_pattern_that_finds_no_end_is_refused_with_its_row(tmp_path, monkeypatch, pattern):
+def test_a_pattern_that_hangs_is_rejected_with_its_row(tmp_path, monkeypatch, pattern):
     monkeypatch.setattr("grpo_dist.data.readers.PATTERN_S", 1.0)
     path = tmp_path / "rows.jsonl"
     rows = [{"problem": "p", "answer": "aabaac"}, {"problem": "p", "answer": "a" * 300}]
@@ -349,7 +349,7 @@ def test_a_pattern_is_searched_in_long_and_odd_texts(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["Infinity", "-Infinity", "true", "1e999"])
-def test_what_is_no_finite_number_is_no_answer(tmp_path, value):
+def test_a_value_that_is_no_finite_number_is_no_answer(tmp_path, value):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"problem": "p", "answer": ' + value + "}")
     with pytest.raises(ValueError, match=r"rows.jsonl:1: `answer` is"):

@@ -1,4 +1,4 @@
-"""The order of prompts under dynamic sampling: every prompt of an epoch once, whatever is needed."""
+"""Order of prompts under dynamic sampling: every prompt of an epoch is sampled once."""
 
 import random
 from collections import Counter, deque
@@ -17,11 +17,11 @@ def stream(n, per_batch, *, seed=0, state=None):
 
 
 def of(prompts):
-    """Groups of the prompts with these numbers."""
+    """Return groups of these prompts."""
     return [group(i, np.random.default_rng(0), samples=2) for i in prompts]
 
 
-def test_what_was_not_asked_for_comes_first_in_the_next_batch():
+def test_returned_prompts_come_first_in_the_next_batch():
     order = [int(i) for i in shuffled(9, 0, 0)]
     own = stream(9, 4)
     first = own.take(0)
@@ -31,7 +31,7 @@ def test_what_was_not_asked_for_comes_first_in_the_next_batch():
     assert own.take(1) == [2, 3, 4, 5]
 
 
-def test_a_batch_that_is_on_its_way_gives_back_behind_what_is_older():
+def test_prompts_returned_by_a_batch_in_flight_queue_behind_older_ones():
     own = stream(40, 4)
     first, second = own.take(0), own.take(1)
     own.trained(second, of([own.prompt(4)]))
@@ -39,8 +39,8 @@ def test_a_batch_that_is_on_its_way_gives_back_behind_what_is_older():
     assert own.state == OrderState(8, (1, 3, 5, 6, 7))
 
 
-def test_no_prompt_is_in_a_batch_twice_and_the_one_passed_over_waits():
-    """Three a batch of four: the second takes the last of the first epoch and two others of the next."""
+def test_no_prompt_is_in_a_batch_twice_and_the_postponed_one_waits():
+    """Batches of three from four prompts: the second takes the last of epoch 0 and two others of epoch 1."""
     own = stream(4, 3)
     own.trained(own.take(0), of(range(4)))
     again = own.take(1)
@@ -50,7 +50,7 @@ def test_no_prompt_is_in_a_batch_twice_and_the_one_passed_over_waits():
     assert own.state.waiting == tuple(passed_over)
 
 
-def test_where_nothing_is_given_back_it_is_the_plain_order():
+def test_without_returned_prompts_it_is_the_plain_order():
     own = stream(10, 4, seed=5)
     for step in range(30):
         places = own.take(step)
@@ -63,7 +63,7 @@ def test_where_nothing_is_given_back_it_is_the_plain_order():
     ("n", "own", "further", "ahead"), [(40, 4, 12, 0), (40, 4, 12, 2), (7, 3, 4, 1), (5, 5, 0, 3)]
 )
 def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
-    """Random batches of ``own`` to ``own + further`` prompts, some on their way; interrupted now and then."""
+    """Random batches of ``own`` to ``own + further`` prompts, several in flight, with interruptions."""
     chance, counted = random.Random(n + ahead), Counter()
     order, launched = stream(n, own + further), deque()
     for batch in range(300):
@@ -87,6 +87,6 @@ def test_every_prompt_of_an_epoch_is_sampled_once(n, own, further, ahead):
     assert len(counted) == n and most - least <= (2 if together <= n else ahead + 2)
 
 
-def test_more_prompts_a_batch_than_there_are_is_refused():
+def test_more_prompts_per_batch_than_prompts_is_rejected():
     with pytest.raises(ValueError, match="5 prompts a batch cannot be drawn from 4"):
         stream(4, 5)

@@ -1,4 +1,4 @@
-"""Thoughts in tags: found in the prompt that a chat template renders, and heeded by every reward."""
+"""Thoughts in tags: found in the rendered prompt, and respected by every reward."""
 
 import pytest
 
@@ -59,7 +59,7 @@ def test_a_prompt_knows_the_thought_that_its_chat_template_opens():
     )
 
 
-def test_a_closing_tag_that_completions_lose_opens_nothing():
+def test_a_closing_tag_that_decoding_drops_opens_nothing():
     class Loses:
         def __call__(self, text, **_):
             return {"input_ids": [1]}
@@ -70,7 +70,7 @@ def test_a_closing_tag_that_completions_lose_opens_nothing():
     assert is_kept("</think>", character_tokenizer()) and not is_kept("</think>", Loses())
 
 
-def test_settings_come_before_what_the_prompt_shows():
+def test_settings_override_the_prompt():
     found = Thought("<THINK>", "</THINK>", "opens")
     assert thought_for(found, RewardsConfig()) == found
     assert thought_for(found, RewardsConfig(prompt_opens_thought=False)) == Thought("<THINK>", "</THINK>")
@@ -104,7 +104,7 @@ def test_completions_of_an_unknown_prompt_show_that_it_opened_their_thought():
 GROUP = ("2+2</think>\\boxed{4}", "2+2 \\boxed{4}", "<think>2+2</think>\\boxed{4}")
 
 
-def test_every_reward_heeds_the_thought_that_a_prompt_opens():
+def test_every_reward_respects_a_thought_opened_by_the_prompt():
     specs = [spec(name, name) for name in ("math", "exact", "numeric", "format")]
     with GraderPool(1, timeout_s=60.0) as pool:
         scorer = Scorer(specs, pool)

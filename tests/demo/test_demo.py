@@ -1,4 +1,4 @@
-"""Problems, tokenizers and models that are made here."""
+"""Generated problems, tokenizers and models, and the word problems."""
 
 import json
 import random
@@ -18,7 +18,7 @@ STEP = re.compile(r"(\d)\+(\d)\+(\d)=(\d+)")
 
 
 def wrong_steps(a: int, b: int, text: str) -> tuple[int, int]:
-    """How many steps of a demonstration have a wrong sum, and its answer; checks that all else follows."""
+    """Return the number of wrong steps of a demonstration and its answer; checks all other digits."""
     found = re.fullmatch(r"<think>(.*)</think>\\boxed\{(\d+)\}", text)
     assert found
     wrong, carry, digits = 0, 0, []
@@ -40,7 +40,7 @@ def test_a_demonstration_is_the_worked_sum():
     assert demonstration(964, 494, random.Random(0), noise=0.0) == expected
 
 
-def test_noise_is_the_share_of_demonstrations_with_exactly_one_wrong_step_that_goes_through_to_the_answer():
+def test_noise_is_the_share_of_demonstrations_with_one_wrong_step_that_propagates():
     rng, spoiled = random.Random(1), 0
     for _ in range(2000):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
@@ -62,7 +62,7 @@ def test_no_problem_of_the_test_split_is_ever_trained_or_demonstrated():
     )
 
 
-def test_one_problem_in_twenty_is_for_testing():
+def test_one_problem_in_twenty_is_a_test_problem():
     rng = random.Random(0)
     share = (
         sum(split_of(rng.randint(100, 999), rng.randint(100, 999)) == "test" for _ in range(20_000)) / 20_000
@@ -70,7 +70,7 @@ def test_one_problem_in_twenty_is_for_testing():
     assert share == pytest.approx(0.05, abs=0.006)
 
 
-def test_demonstrations_follow_from_the_seed():
+def test_demonstrations_are_a_function_of_the_seed():
     first = demonstrations("add3", 50, noise=0.5, seed=0)
     assert first == demonstrations("add3", 50, noise=0.5, seed=0)
     assert first != demonstrations("add3", 50, noise=0.5, seed=1)
@@ -100,14 +100,14 @@ def test_unknown_names_and_splits_are_refused_with_the_known_ones():
         "<|user|>x<|end|>",
     ],
 )
-def test_what_is_loaded_beside_the_model_gives_any_text_back(tiny_model, text):
+def test_the_saved_tokenizer_round_trips_any_text(tiny_model, text):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text
     assert max(ids) < AutoModelForCausalLM.from_pretrained(tiny_model).config.vocab_size
 
 
-def test_one_token_a_character_and_a_mark(tiny_model):
+def test_every_character_and_mark_is_one_token(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     assert len(tokenizer("964 + 494")["input_ids"]) == 9
     assert len(tokenizer("<think>1</think>\\boxed{1}")["input_ids"]) == 6
@@ -124,7 +124,7 @@ def test_one_token_a_character_and_a_mark(tiny_model):
     assert tokenizer.decode(ended, skip_special_tokens=True) == "4"
 
 
-def test_a_model_follows_from_name_and_seed(tmp_path, monkeypatch):
+def test_a_model_is_a_function_of_name_and_seed(tmp_path, monkeypatch):
     made = []
     for directory, seed in (("a", 0), ("b", 0), ("c", 1)):
         monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path / directory))
@@ -135,7 +135,7 @@ def test_a_model_follows_from_name_and_seed(tmp_path, monkeypatch):
     assert not all(torch.equal(first[k], other[k]) for k in first)
 
 
-def test_making_a_model_leaves_the_random_state_of_the_caller(tmp_path, monkeypatch):
+def test_building_a_model_keeps_the_random_state_of_the_caller(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -191,7 +191,7 @@ def test_an_expression_is_found_only_where_a_single_reading_gives_the_answer(num
     assert words.search(numbers, Fraction(value)) == expression
 
 
-def test_equations_lose_what_their_notation_adds():
+def test_equations_are_simplified():
     assert words.simplify("( ( 28.0 + 14.0 ) / 6.0 )") == "(28+14)/6"
     assert words.simplify("( ( 1.0 + 2.0 ) * ( 3.5 + 4.0 ) )") == "(1+2)*(3.5+4)"
 
@@ -215,7 +215,7 @@ def test_near_copies_fall_on_the_same_side():
     assert (a.is_test, a.is_demonstrated) == (b.is_test, b.is_demonstrated)
 
 
-def test_real_word_problems_are_split_without_leaks_and_shown_rightly(shared_data, tmp_path):
+def test_real_word_problems_are_split_without_leaks_and_demonstrated_correctly(shared_data, tmp_path):
     from grpo_dist.rewards.math import grade
 
     counts = words.write(shared_data, tmp_path)
@@ -233,7 +233,7 @@ def test_real_word_problems_are_split_without_leaks_and_shown_rightly(shared_dat
         assert grade(completion, answer, accept_arithmetic=True).outcome == "correct"
 
 
-def test_word_pieces_give_any_text_back_and_keep_numbers_whole(tmp_path):
+def test_word_pieces_round_trip_any_text_and_keep_numbers_whole(tmp_path):
     from grpo_dist.demo.model import write_word_model
 
     write_word_model(["Tom had 12 apples. He ate 3 of the apples."] * 3, tmp_path, seed=0)
@@ -246,8 +246,8 @@ def test_word_pieces_give_any_text_back_and_keep_numbers_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "micro"])
-def test_heads_of_every_model_have_a_size_that_engines_take(name):
-    """vLLM's CPU attention knows 32, 64, 80, 96, 112, 128 and larger, and dies of others."""
+def test_attention_heads_have_a_size_that_engines_support(name):
+    """vLLM's CPU attention supports 32, 64, 80, 96, 112, 128 and larger, and crashes with others."""
     config = json.loads((cached_model(name, seed=0) / "config.json").read_text())
     assert config["hidden_size"] / config["num_attention_heads"] in (32, 64, 80, 96, 112, 128)
     assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

@@ -83,7 +83,7 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
 
 
 @pytest.mark.evidence
-def test_a_killed_run_goes_on_with_fewer_ranks_and_in_other_portions(uninterrupted, tmp_path):
+def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterrupted, tmp_path):
     """The step after its checkpoint has the same samples, and moves the weights as two ranks would."""
     run(tmp_path, "steps=6", check=False, kill_after="step_000003")
     other = ("policy.num_workers=1", "policy.zero_stage=0", "batch.micro_batch_tokens=512")
@@ -102,7 +102,7 @@ def test_a_killed_run_goes_on_with_fewer_ranks_and_in_other_portions(uninterrupt
 
 
 @pytest.mark.evidence
-def test_a_run_that_is_asked_to_end_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
+def test_a_terminated_run_saves_its_step_and_leaves_nothing_behind(uninterrupted, tmp_path):
     done = run(tmp_path, "steps=6", check=False, kill_after="step_000003", number=signal.SIGTERM)
     assert done.returncode == 75, done.stderr[-3000:]
     assert "SIGTERM: ending after this step" in done.stdout and "Traceback" not in done.stderr
@@ -119,7 +119,7 @@ def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(stal
     assert "made with another configuration" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(stale):
+def test_a_stale_run_exports_a_model_that_a_new_engine_evaluates(stale):
     """Sampling runs ahead, and every token says how old its weights are."""
     there, said = stale
     lines = metrics(there)
@@ -140,7 +140,7 @@ def test_one_step_stale_run_exports_a_model_that_is_evaluated_afresh(stale):
     assert sorted(p.name for p in ahead.iterdir()) == ["batch_000002.parquet"]
 
 
-def test_more_workers_than_the_cluster_has_are_refused_before_any_starts(tmp_path):
+def test_more_workers_than_the_cluster_fits_are_rejected_before_any_starts(tmp_path):
     done = run(tmp_path, "steps=1", "batch.prompts_per_step=256", "policy.num_workers=512", check=False)
     assert done.returncode == 2
     assert "`policy.num_workers` = 512 but the cluster has" in done.stderr and "Traceback" not in done.stderr

@@ -1,12 +1,12 @@
-"""How well and how fast the grader judges known cases, beside math-verify as it comes.
+"""Accuracy and latency of the math grader on known cases, compared with plain math-verify.
 
     python -m tests.evidence.grading equivalence_cases.jsonl [gsm8k_graded_solutions.jsonl] [--show]
     [--workers N]
 
-The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``); the
-second, solutions written by models that end in ``A: 26``, with the ``answer`` and ``is_correct``. A bare
-``pred`` is put in a box, as a model would. Every pair is graded in a process of its pool with a deadline;
-what is not graded in time counts as rejected.
+The first file holds pairs (``gold``, ``pred``, ``expected``, ``gold_form``, ``pred_form``, ``tags``). The
+second holds solutions by models that end in ``A: 26``, with ``answer`` and ``is_correct``. A bare ``pred`` is
+put in a box, as a model would. A grader process grades every pair under a deadline; a timeout counts as
+rejected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class GradedCase:
-    """What one grader said of one case: 1, 0 or NaN, and how long it took, seconds."""
+    """One case as graded: reward 1, 0 or NaN, and the time it took in seconds."""
 
     case: Case
     reward: float
@@ -54,9 +54,7 @@ class GradedCase:
 
 
 def read_cases(path: str | Path) -> list[Case]:
-    """Pairs of ``equivalence_cases.jsonl``. Raises ValueError naming file and line for one that cannot be
-    read.
-    """
+    """Read ``equivalence_cases.jsonl``. Raises ValueError with file and line for an invalid pair."""
     cases = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -67,8 +65,7 @@ def read_cases(path: str | Path) -> list[Case]:
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"{path}:{number}: {type(error).__name__} {error}; expected one JSON object per line with "
-                f"gold, gold_form, "
-                "pred, pred_form, expected and tags"
+                "gold, gold_form, pred, pred_form, expected and tags"
             ) from error
     return cases
 
@@ -78,7 +75,7 @@ def _as_a_model_writes(pred: str, form: str) -> str:
 
 
 def plain_math_verify(gold: str, gold_form: str, completion: str) -> float:
-    """math-verify 0.9 with its defaults: a bare gold is boxed, all boxes of the response are read."""
+    """Grade with the defaults of math-verify 0.9: a bare gold is boxed, all boxes of the response count."""
     boxed = f"\\boxed{{{gold}}}" if gold_form == "expr" else gold
     return float(verify(parse(boxed), parse(completion)))
 
@@ -107,7 +104,7 @@ def _timed(cases: Sequence[Case], judge: Callable[[Case], float], threads: int) 
 
 
 def summary(judged: Sequence[GradedCase]) -> dict[str, Any]:
-    """accuracy, false positives and negatives, cases without a verdict, and latency quantiles in seconds."""
+    """Count errors and cases without a verdict; latency quantiles are in seconds."""
     seconds = sorted(j.seconds for j in judged)
     return {
         "cases": len(judged),
@@ -122,7 +119,7 @@ def summary(judged: Sequence[GradedCase]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Sequence[GradedCase]]) -> str:
-    """One Markdown row for each grader and subset."""
+    """Format one Markdown row per grader and subset."""
     rows = [
         "| grader | subset | cases | accuracy | FP | FN | no verdict | p50 | p99 | max |",
         "|" + "---|" * 10,
@@ -141,7 +138,7 @@ def table(results: dict[str, Sequence[GradedCase]]) -> str:
 
 
 def new_false_positives(ours: Sequence[GradedCase], peer: Sequence[GradedCase]) -> list[Case]:
-    """Wrong answers that we accept and the peer does not."""
+    """Return wrong answers that our grader accepts and the peer rejects."""
     return [
         o.case
         for o, p in zip(ours, peer, strict=True)
@@ -150,9 +147,9 @@ def new_false_positives(ours: Sequence[GradedCase], peer: Sequence[GradedCase]) 
 
 
 def graded_solutions(path: str | Path, pool: GraderPool) -> tuple[int, list[dict[str, Any]]]:
-    """Grades whole solutions whose last line reads ``A: 26``, that answer boxed at the end.
+    """Grade solutions whose last line is ``A: 26``, with that answer put in a box.
 
-    Returns the number of solutions and those judged otherwise than their authors did.
+    Returns the number of solutions, and those graded differently from their labels.
     """
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
     grades = pool.grade([(_boxed_at_the_end(row["solution"]), row["answer"]) for row in rows])
@@ -176,7 +173,7 @@ def main() -> None:
     parser.add_argument("cases", help="equivalence_cases.jsonl")
     parser.add_argument("solutions", nargs="?", help="gsm8k_graded_solutions.jsonl")
     parser.add_argument("--workers", type=int, default=2, help="grader processes")
-    parser.add_argument("--show", action="store_true", help="list the cases that we misjudge")
+    parser.add_argument("--show", action="store_true", help="list misjudged cases")
     arguments = parser.parse_args()
     cases = read_cases(arguments.cases)
     workers = arguments.workers
@@ -198,12 +195,11 @@ def main() -> None:
         with GraderPool(workers, timeout_s=5.0) as pool:
             total, differ = graded_solutions(arguments.solutions, pool)
         print(
-            f"\n{total} solutions, judged as their authors did: {1 - len(differ) / total:.4f} ({len(differ)} "
-            f"otherwise)"
+            f"\n{total} solutions, graded as labelled: {1 - len(differ) / total:.4f} ({len(differ)} differ)"
         )
         for row in differ:
             print(
-                f"  gold {row['answer']!r} authors {row['is_correct']} here {row['grade']}: "
+                f"  gold {row['answer']!r} label {row['is_correct']} here {row['grade']}: "
                 f"{row['solution'][-90:]!r}"
             )
 

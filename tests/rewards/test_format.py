@@ -24,7 +24,7 @@ LINEAR_S = 10.0  # each takes less than a second; the square of its length takes
         (f"<think>t</think>{WORDS}<answer></answer>", 0.0),
     ],
 )
-def test_the_time_a_completion_takes_is_linear_in_its_length(completion, score):
+def test_format_takes_time_linear_in_the_length(completion, score):
     with cpu_s(LINEAR_S):
         assert think_answer_format(completion) == score
 
@@ -51,7 +51,7 @@ BOXES = {
 
 
 @pytest.mark.parametrize("name", BOXES)
-def test_boxes_after_a_thought_that_are_made_to_confuse(name):
+def test_confusing_boxes_after_a_thought(name):
     text, score = BOXES[name]
     with cpu_s(LINEAR_S):
         assert think_answer_format(f"<think>t</think>{text}") == score
@@ -71,13 +71,13 @@ def test_boxes_after_a_thought_that_are_made_to_confuse(name):
         "<think><answer></think>5</answer>",
     ],
 )
-def test_tags_that_are_made_to_confuse(text):
+def test_confusing_tags(text):
     with cpu_s(LINEAR_S):
         assert think_answer_format(text) == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_no_hostile_answer_holds_up_the_format_behind_a_thought(name):
+def test_no_hostile_answer_after_a_thought_delays_the_format(name):
     with cpu_s(LINEAR_S):
         assert think_answer_format(f"<think>t</think>{HOSTILE[name]}") in (0.0, 1.0)
         own_tags = "<think>" in HOSTILE[name]
@@ -110,7 +110,7 @@ NOTHING = [
 
 
 @pytest.mark.parametrize("nothing", NOTHING)
-def test_what_nobody_can_see_is_neither_a_thought_nor_an_answer(nothing):
+def test_invisible_text_is_neither_a_thought_nor_an_answer(nothing):
     assert think_answer_format(f"<think>{nothing}</think>\\boxed{{5}}") == 0.0
     assert think_answer_format(f"<think>t</think>\\boxed{{{nothing}}}") == 0.0
     assert think_answer_format(f"<think>t</think><answer>{nothing}</answer>") == 0.0
@@ -120,7 +120,7 @@ def test_what_nobody_can_see_is_neither_a_thought_nor_an_answer(nothing):
 @pytest.mark.parametrize(
     "something", ["0", "x", "\\emptyset", "\\{\\}", "\\infty", "\\text{no}", "答", "\\pi", "\\%"]
 )
-def test_what_can_be_seen_is_an_answer(something):
+def test_visible_text_is_an_answer(something):
     assert think_answer_format(f"<think>t</think>\\boxed{{{something}}}") == 1.0
 
 
@@ -135,11 +135,11 @@ def test_what_can_be_seen_is_an_answer(something):
         ("2+2</think></think>\\boxed{4}", 0.0),
     ],
 )
-def test_a_thought_that_the_prompt_opens_is_only_closed(completion, score):
+def test_a_thought_opened_by_the_prompt_only_needs_closing(completion, score):
     assert think_answer_format(completion, thought=Thought(prompt="opens")) == score
 
 
-def test_tags_are_settings_and_an_empty_thought_of_the_prompt_leaves_the_answer():
+def test_tags_are_settings_and_after_an_empty_thought_only_an_answer_is_expected():
     own = Thought("<THINK>", "</THINK>")
     assert think_answer_format("<THINK>a</THINK>[4]", thought=own, answer_tags=("[", "]")) == 1.0
     assert think_answer_format("<think>a</think>\\boxed{4}", thought=own) == 0.0

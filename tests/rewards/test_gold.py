@@ -1,4 +1,4 @@
-"""What is said of gold answers before a run."""
+"""Counting unreadable gold answers before a run."""
 
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.gold import count_unreadable
@@ -6,15 +6,15 @@ from grpo_dist.rewards.gold import count_unreadable
 SETTINGS = RewardsConfig(timeout_s=600.0)
 
 
-def test_plain_numbers_are_readable_without_a_look():
+def test_plain_numbers_count_as_parsable_without_parsing():
     assert count_unreadable(["5", "-1,200", "3.25"] * 1000, SETTINGS) == (0, 3000)
 
 
-def test_formulas_are_read_and_texts_counted():
+def test_formulas_are_parsed_and_texts_counted():
     golds = ["12", "\\frac{1}{2}", "x^2+1", "", "(1,2)"]
     assert count_unreadable(golds, SETTINGS) == (1, 5)
 
 
-def test_only_so_many_formulas_are_looked_at():
+def test_the_number_of_examined_formulas_is_limited():
     golds = ["7", *(["\\sqrt{2}"] * 1500)]
     assert count_unreadable(golds, SETTINGS) == (0, 1001)

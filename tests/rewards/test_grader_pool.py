@@ -1,4 +1,4 @@
-"""Grader processes: deadlines, memory, order, threads, and that none is left behind."""
+"""Grader processes: deadlines, memory, order and threads; no process is left behind."""
 
 import math
 import os
@@ -86,7 +86,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def pool(code: str) -> Iterator[GraderPool]:
-    """For what must time out; what must not uses `patient`, as the machine may be busy."""
+    """For calls that must time out. Others use `patient`, because the machine may be busy."""
     with GraderPool(2, timeout_s=2.0, memory_mb=512, code_paths=[code]) as pool:
         yield pool
 
@@ -102,11 +102,11 @@ def call(pool: GraderPool, name: str, **keywords: object) -> float | Failure:
 
 
 def below(pid: int) -> list[int]:
-    """All descendants."""
+    """Return all descendants."""
     return [p for child in children_of(pid) for p in (child, *below(child))]
 
 
-def test_a_bomb_loses_its_own_pair_only(pool: GraderPool) -> None:
+def test_a_bomb_affects_only_its_own_pair(pool: GraderPool) -> None:
     pairs = [(boxed(i), str(i)) for i in range(8)]
     pairs[2:2] = [(boxed(BOMBS[0]), "5")]
     pairs[6:6] = [(boxed(BOMBS[1]), "5")]
@@ -119,7 +119,7 @@ def test_a_bomb_loses_its_own_pair_only(pool: GraderPool) -> None:
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
-def test_no_bomb_is_right_or_outlives_its_deadline(pool: GraderPool, bomb: str) -> None:
+def test_no_bomb_is_accepted_or_outlives_its_deadline(pool: GraderPool, bomb: str) -> None:
     pairs = [(boxed(bomb), "\\frac{1}{2}"), (boxed("0.5"), "\\frac{1}{2}")]
     first, second = in_time(pool, lambda: pool.grade(pairs), lambda grades: grades[1:])
     assert first.outcome in ("wrong", "timeout", "error")
@@ -141,7 +141,7 @@ def test_threads_share_the_processes(patient: GraderPool) -> None:
     assert results == [["correct" if i == thread else "wrong" for i in range(8)] for thread in range(8)]
 
 
-def test_malformed_pairs_are_errors_of_their_own(patient: GraderPool) -> None:
+def test_malformed_pairs_are_separate_errors(patient: GraderPool) -> None:
     pairs = [(None, "5"), ("\\boxed{5}", 5), "5", (), (b"5", "5"), ("\\boxed{5}", "5")]
     grades = patient.grade(pairs)  # type: ignore[arg-type]
     assert [g.outcome for g in grades] == ["error"] * 5 + ["correct"]
@@ -160,7 +160,7 @@ def test_any_text_gets_a_grade(patient: GraderPool) -> None:
     assert [g.outcome for g in patient.grade([(text, "5") for text in texts])] == ["correct"] * len(texts)
 
 
-def test_a_function_gets_the_keywords_it_takes(patient: GraderPool) -> None:
+def test_a_function_receives_only_the_keywords_it_accepts(patient: GraderPool) -> None:
     keywords = [
         {"completion": "abc", "answer": "", "scale": 2.0, "level": 5},
         {"completion": "ab", "answer": ""},
@@ -169,11 +169,11 @@ def test_a_function_gets_the_keywords_it_takes(patient: GraderPool) -> None:
     assert call(patient, "everything", problem="p", level=5) == 2.0
 
 
-def test_what_graded_code_prints_and_reads_is_not_the_protocol(patient: GraderPool) -> None:
+def test_prints_and_reads_of_graded_code_do_not_touch_the_protocol(patient: GraderPool) -> None:
     assert [call(patient, "talks") for _ in range(3)] == [1.0, 1.0, 1.0]
 
 
-def test_an_answer_whose_process_was_killed_is_scored_again(patient: GraderPool, tmp_path: Path) -> None:
+def test_an_answer_is_retried_after_its_process_was_killed(patient: GraderPool, tmp_path: Path) -> None:
     assert call(patient, "dies_once", completion=str(tmp_path / "tried")) == 1.0
 
 
@@ -184,7 +184,7 @@ def test_functions_fail_one_call_at_a_time(pool: GraderPool) -> None:
     assert isinstance(late, Failure) and late.outcome == "timeout" and results[::2] == [1.0, 1.0]
 
 
-def test_calls_that_fail_say_how(patient: GraderPool) -> None:
+def test_failed_calls_tell_the_reason(patient: GraderPool) -> None:
     pool = patient
     assert call(pool, "fails", completion="k") == Failure("error", "KeyError: 'k'")
     assert call(pool, "leaves") == Failure("error", "SystemExit: 3")
@@ -204,7 +204,7 @@ def test_a_memory_bomb_is_an_error(patient: GraderPool) -> None:
     assert [g.outcome for g in patient.grade([(boxed(5), "5")] * 4)] == ["correct"] * 4
 
 
-def test_a_function_that_cannot_be_loaded_does_not_lift_the_limit_of_memory(code: str) -> None:
+def test_a_failed_import_restores_the_memory_limit(code: str) -> None:
     with GraderPool(1, timeout_s=60.0, memory_mb=512, code_paths=[code]) as pool:
         limit = call(pool, "limit")
         with pytest.raises(ValueError, match="no function"):
@@ -224,7 +224,7 @@ def module_in(directory: Path, name: str, value: float) -> None:
     (directory / f"{name}.py").write_text(f"def value(completion): return {value}\n")
 
 
-def test_custom_code_comes_from_code_paths_then_from_the_usual_path_and_never_from_the_working_directory(
+def test_custom_code_is_found_in_code_paths_then_on_the_usual_path_but_never_in_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named, usual, here = (tmp_path / name for name in ("named", "usual", "here"))
@@ -243,10 +243,10 @@ def test_custom_code_comes_from_code_paths_then_from_the_usual_path_and_never_fr
         assert pool.call("only_here:value", [{"completion": ""}]) == [3.0]
 
 
-def test_a_grader_process_has_the_package_of_its_parent_and_nothing_else_from_beside_it(
+def test_a_grader_process_imports_its_parents_package_but_no_neighbouring_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither is the checkout that it may lie in a place of custom code, nor another package of its name."""
+    """The package's directory is not searched for custom code, and cannot be shadowed by it."""
     other = tmp_path / "grpo_dist"
     other.mkdir()
     (other / "__init__.py").write_text("raise ImportError('another one')\n")
@@ -273,14 +273,14 @@ def test_processes_are_replaced_after_enough_work(monkeypatch: pytest.MonkeyPatc
     assert pids[0] == pids[1] != pids[2] == pids[3] != pids[4]
 
 
-def test_a_timeout_also_ends_what_the_code_has_started(pool: GraderPool, tmp_path: Path) -> None:
+def test_a_timeout_also_ends_child_processes(pool: GraderPool, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     assert call(pool, "has_a_child", completion=str(note)) == Failure("timeout", "no result within 2 s")
     assert wait_until_gone([int(note.read_text())]) == []
 
 
-def test_nothing_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has been killed and waited for is gone, and its number may be that of somebody else's process."""
+def test_no_process_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill and a wait, the process id may belong to another process."""
     killed = []
     kill = os.killpg
     monkeypatch.setattr(os, "killpg", lambda group, number: (killed.append(group), kill(group, number)))
@@ -293,9 +293,7 @@ def test_nothing_is_signalled_twice(code: str, monkeypatch: pytest.MonkeyPatch) 
     assert len(killed) == len(set(killed)) == before + 1
 
 
-def test_a_killed_process_that_the_kernel_still_holds_is_replaced_all_the_same(
-    code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_that_does_not_exit_is_replaced(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with GraderPool(1, timeout_s=2.0, code_paths=[code]) as pool:
         monkeypatch.setattr(subprocess.Popen, "poll", lambda self: None)  # not seen to have ended
         assert isinstance(call(pool, "sleeps", completion="600"), Failure)
@@ -352,7 +350,7 @@ def test_grader_processes_are_light() -> None:
     "arguments",
     [{"num_workers": 0}, {"num_workers": 1, "timeout_s": 0.0}, {"num_workers": 1, "memory_mb": -1}],
 )
-def test_impossible_pools_are_refused(arguments: dict) -> None:
+def test_invalid_pool_arguments_are_rejected(arguments: dict) -> None:
     with pytest.raises(ValueError, match="positive"):
         GraderPool(**arguments)
 

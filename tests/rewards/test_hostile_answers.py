@@ -1,4 +1,4 @@
-"""Answers made to hang, to eat memory or to confuse: each costs its own reward at most, never another's."""
+"""Answers that hang, take memory or confuse affect at most their own reward."""
 
 import math
 import random
@@ -21,7 +21,7 @@ def pool() -> Iterator[GraderPool]:
 
 
 def test_hostile_answers_cost_their_own_reward_only(pool: GraderPool) -> None:
-    """Each between two plain ones, a right and a wrong one, in an order that is not the table's."""
+    """Each one is graded between a correct and a wrong plain answer, in another order than the table."""
     names = random.Random(0).sample(sorted(HOSTILE), len(HOSTILE))
     pairs = [p for n in names for p in ((HOSTILE[n], "12345"), ("\\boxed{7}", "7"), ("\\boxed{8}", "7"))]
     grades = in_time(pool, lambda: pool.grade(pairs), lambda found: [*found[1::3], *found[2::3]])
@@ -68,12 +68,12 @@ def scored(pool: GraderPool, text: str) -> Scores:
 
 @pytest.fixture(scope="module")
 def calm(pool: GraderPool) -> Scores:
-    """Rewards beside a harmless answer."""
+    """Return the rewards next to a harmless answer."""
     return scored(pool, "seven")
 
 
 def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
-    """Every reward of the others is what it is beside a harmless answer, and this one has one or none."""
+    """Check that the other rewards equal those next to a harmless answer; the hostile one may be unscored."""
     found = scored(pool, text)
     for kind in KINDS:
         before, after = calm.parts[kind], found.parts[kind]
@@ -82,7 +82,7 @@ def unharmed(pool: GraderPool, calm: Scores, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(
+def test_a_hostile_answer_changes_no_reward_of_another_answer(
     pool: GraderPool, calm: Scores, name: str
 ) -> None:
     unharmed(pool, calm, HOSTILE[name])
@@ -90,7 +90,7 @@ def test_no_reward_of_another_answer_is_touched_by_a_hostile_one(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.lists(PIECES, max_size=60).map("".join) | st.text(max_size=300), thought=st.booleans())
-def test_no_text_at_all_touches_another_answers_rewards(
+def test_no_text_changes_the_rewards_of_another_answer(
     pool: GraderPool, calm: Scores, text: str, thought: bool
 ) -> None:
     unharmed(pool, calm, f"<think>t</think>{text}" if thought else text)

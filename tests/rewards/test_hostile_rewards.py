@@ -1,4 +1,4 @@
-"""Rewards that attack their processes: no score is forged, no answer shifted, no process left behind."""
+"""Rewards that attack their processes forge no score, shift no answer and leave no process behind."""
 
 import os
 import signal
@@ -164,13 +164,13 @@ def call(pool: GraderPool, name: str, *completions: str) -> list[float | Failure
     "attack",
     ["forges", "forges_often", "half_a_line", "floods", "replies_twice", "forges_later", "in_a_fork"],
 )
-def test_a_reward_that_writes_to_every_descriptor_forges_and_shifts_nothing(
+def test_a_reward_that_writes_to_every_descriptor_neither_forges_nor_shifts_scores(
     pool: GraderPool, attack: str
 ) -> None:
     texts = ["x" * n for n in range(1, 30)]
     for _ in range(2):
         own = call(pool, attack, "")[0]
-        # A frame of its process has the number of its request: what it says of itself is its own to say.
+        # A reward can find the number of its own request in a frame, so it may forge its own score.
         assert own == 0.0 or isinstance(own, Failure) or attack == "replies_twice"
         grades = pool.grade([(boxed(i % 2), "1") for i in range(10)])
         assert [grade.reward for grade in grades] == [float(i % 2) for i in range(10)]
@@ -186,7 +186,7 @@ def test_a_process_that_a_reward_forks_has_no_pipe_of_the_grader(pool: GraderPoo
     assert call(pool, "a_fork_has_no_pipe", "") == [1.0]
 
 
-def test_code_of_the_users_cannot_change_what_the_grader_answers(pool: GraderPool) -> None:
+def test_user_code_cannot_change_grades(pool: GraderPool) -> None:
     assert call(pool, "patches_the_grader", "") == [0.0]
     assert pool.grade([(boxed(4), "5")])[0].outcome == "wrong"
 
@@ -196,7 +196,7 @@ def escaped(note: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("leaves", ["leaves_a_session", "leaves_a_double_fork"])
-def test_closing_ends_what_has_left_the_session(code: str, tmp_path: Path, leaves: str) -> None:
+def test_closing_ends_processes_that_left_the_session(code: str, tmp_path: Path, leaves: str) -> None:
     note = tmp_path / "pids"
     with GraderPool(1, timeout_s=60.0, code_paths=[code]) as pool:
         assert call(pool, leaves, str(note)) == [1.0]
@@ -205,9 +205,7 @@ def test_closing_ends_what_has_left_the_session(code: str, tmp_path: Path, leave
 
 
 @pytest.mark.parametrize("leaves", ["leaves_and_sleeps", "leaves_and_dies", "leaves_and_kills_its_guardian"])
-def test_a_process_that_is_lost_takes_along_what_it_has_started(
-    code: str, tmp_path: Path, leaves: str
-) -> None:
+def test_a_lost_process_ends_with_all_that_it_started(code: str, tmp_path: Path, leaves: str) -> None:
     note = tmp_path / "pids"
     with GraderPool(1, timeout_s=4.0, code_paths=[code]) as pool:
         assert isinstance(call(pool, leaves, str(note))[0], Failure)
@@ -215,7 +213,7 @@ def test_a_process_that_is_lost_takes_along_what_it_has_started(
 
 
 @pytest.mark.parametrize("guardians", ["run", "are stopped"])
-def test_what_has_left_the_session_ends_with_a_killed_parent(
+def test_processes_that_left_the_session_end_with_a_killed_parent(
     code: str, tmp_path: Path, guardians: str
 ) -> None:
     note = tmp_path / "pids"
@@ -251,7 +249,7 @@ def test_killed_graders_leave_no_zombies(code: str) -> None:
 
 
 def _zombies() -> set[Path]:
-    """Of this process; other tests may have left some."""
+    """Return zombies of this process; other tests may have left some."""
     own = [p for p in Path("/proc").glob("[0-9]*/stat") if _parent(p) == os.getpid()]
     return {p for p in own if " Z " in p.read_text()}
 

@@ -1,4 +1,4 @@
-"""The judge against a stand-in server: what is asked, how replies are read, retries, limits and the cache."""
+"""The judge against a fake server: requests, parsing of replies, retries, limits and the cache."""
 
 import math
 import sqlite3
@@ -52,7 +52,7 @@ def says_yes_to(*candidates):
     return reply
 
 
-def test_only_what_the_math_grader_does_not_accept_is_asked_and_each_answer_once(pool):
+def test_only_answers_that_math_rejects_are_judged_and_each_once(pool):
     with StandIn(says_yes_to("about a half")) as stand_in:
         texts = ["\\boxed{1/2}", "\\boxed{about a half}", "\\boxed{7}", "\\boxed{about a half}", " "]
         result, failures = scores(pool, stand_in, texts, "\\frac{1}{2}")
@@ -61,7 +61,7 @@ def test_only_what_the_math_grader_does_not_accept_is_asked_and_each_answer_once
     assert len(stand_in.requests) == 2
 
 
-def test_always_asks_for_every_answer_and_grades_nothing(pool):
+def test_always_asks_about_every_answer_without_grading(pool):
     with StandIn(says_yes_to()) as stand_in:
         result, _ = scores(pool, stand_in, ["\\boxed{8}", "it is 8"], "8", only_when="always")
     assert result.parts["judge"].tolist() == [0.0, 0.0]
@@ -95,7 +95,7 @@ def test_the_request_is_greedy_and_shows_examples_before_the_pair(pool):
         (" \n", ""),
     ],
 )
-def test_what_is_judged(completion, expected):
+def test_the_judged_text_is_the_box_or_the_tail(completion, expected):
     assert candidate(completion, "gold") == expected
 
 
@@ -107,7 +107,7 @@ def test_a_single_word_is_a_verdict(reply, equal):
 
 
 @pytest.mark.parametrize("reply", ["", "Yes and no", "Yesterday", "The answer is Yes", "maybe", "<think>Yes"])
-def test_anything_else_is_none(reply):
+def test_any_other_reply_is_no_verdict(reply):
     with pytest.raises(NoReply, match="neither Yes nor No"):
         yes_or_no(reply)
 
@@ -128,7 +128,7 @@ def test_anything_else_is_none(reply):
         (failing(503), "after 1 tries"),
     ],
 )
-def test_what_the_server_fails_to_say_is_nan_with_a_reason(pool, reply, words):
+def test_a_failed_reply_is_nan_with_a_reason(pool, reply, words):
     with StandIn(lambda body, number: reply) as stand_in:
         result, failures = scores(pool, stand_in, ["\\boxed{7}", "\\boxed{8}"], "8", max_retries=0)
     assert math.isnan(result.rewards[0]) and result.rewards[1] == 1.0
@@ -137,7 +137,7 @@ def test_what_the_server_fails_to_say_is_nan_with_a_reason(pool, reply, words):
     assert len(stand_in.requests) == 1  # none of these is tried again
 
 
-def test_passing_failures_are_tried_again_with_growing_pauses():
+def test_transient_failures_are_retried_with_growing_pauses():
     replies = [failing(429), failing(500), "Yes"]
     pauses = []
     with StandIn(lambda body, number: replies[number]) as stand_in:
@@ -146,42 +146,42 @@ def test_passing_failures_are_tried_again_with_growing_pauses():
     assert 0.375 <= pauses[0] <= 0.625 and 0.75 <= pauses[1] <= 1.25
 
 
-def test_the_server_may_say_how_long_to_wait():
+def test_a_retry_after_header_sets_the_pause():
     pauses = []
     with StandIn(lambda body, number: [failing(429, Retry_After="7"), "No"][number]) as stand_in:
         assert server(stand_in, sleep=pauses.append).reply(QUESTION) == "No"
     assert pauses == [7.0]
 
 
-def test_retries_end():
+def test_retries_are_limited():
     with StandIn(lambda body, number: failing(503)) as stand_in, pytest.raises(NoReply) as failure:
         server(stand_in, max_retries=2).reply(QUESTION)
     assert "HTTP 503" in str(failure.value) and "after 3 tries" in str(failure.value)
     assert len(stand_in.requests) == 3
 
 
-def test_a_slow_reply_is_given_up_and_tried_again():
+def test_a_slow_reply_is_abandoned_and_retried():
     with StandIn(lambda body, number: after(5, "late") if number == 0 else "Yes") as stand_in:
         assert server(stand_in, timeout_s=0.3).reply(QUESTION) == "Yes"
     assert len(stand_in.requests) == 2
 
 
-def test_a_reply_that_drips_is_given_up_when_its_time_is_over():
-    """Every read is answered within a twentieth of a second; the whole would take seven."""
+def test_a_dripping_reply_is_abandoned_at_its_deadline():
+    """Every read returns within a twentieth of a second, but the whole reply would take seven seconds."""
     with StandIn(lambda body, number: "Yes") as stand_in:
         stand_in.drip = 1
         with pytest.raises(NoReply, match=r"the reply has not ended after 0\.4 s"):
             server(stand_in, timeout_s=0.4, max_retries=0).reply(QUESTION)
 
 
-def test_a_connection_that_breaks_within_a_reply_is_tried_again():
+def test_a_connection_that_breaks_within_a_reply_is_retried():
     torn = (200, chat("Yes")[:-9], {"Content-Length": "500", "Connection": "close"})
     with StandIn(lambda body, number: torn if number == 0 else "Yes") as stand_in:
         assert server(stand_in, max_retries=1).reply(QUESTION) == "Yes"
     assert len(stand_in.requests) == 2
 
 
-def test_nobody_there():
+def test_an_absent_server_is_a_connection_error():
     with StandIn(lambda body, number: "Yes") as stand_in:
         pass
     with pytest.raises(NoReply, match="APIConnectionError"):
@@ -197,7 +197,7 @@ def test_no_more_requests_at_once_than_allowed(pool):
 
 
 def test_the_rate_limit_spaces_requests_evenly():
-    """120 a minute are 0.5 s apart; time that has passed meanwhile is not saved up for a burst."""
+    """120 a minute are 0.5 s apart; idle time does not accumulate into a burst."""
     now, slept = [0.0], []
 
     def sleep(seconds):
@@ -219,7 +219,7 @@ def test_workers_share_the_rate_limit(pool):
     assert intervals == pytest.approx([1.0, 4.0])
 
 
-def test_tries_count_against_the_rate_limit():
+def test_attempts_count_against_the_rate_limit():
     with StandIn(lambda body, number: failing(500)) as stand_in:
         limited = server(stand_in, max_retries=2, requests_per_minute=6000)
         waits = Counter()
@@ -260,7 +260,7 @@ def test_the_cache_tells_questions_apart(tmp_path):
 
 
 def test_processes_share_a_cache(tmp_path):
-    """The other one writes while this one has the file open."""
+    """Another process writes while this one has the file open."""
     cache = VerdictCache(str(tmp_path / "v"))
     cache.put("ours", True)
     code = (
@@ -288,7 +288,7 @@ def test_a_cache_that_fails_costs_no_verdict_and_is_noted_once(pool, tmp_path):
     assert f"reward judge: the verdicts in {path} cannot be read or written (no such table" in noted
 
 
-def test_another_server_s_verdicts_are_not_taken_over(pool, tmp_path):
+def test_verdicts_of_another_server_are_not_reused(pool, tmp_path):
     asked = []
     for _ in range(2):
         with StandIn(says_yes_to()) as stand_in:
@@ -304,21 +304,21 @@ def refused(**kwargs):
     return str(refusal.value)
 
 
-def test_a_judge_that_does_not_answer_is_refused_before_the_run():
+def test_an_unreachable_judge_is_rejected_before_the_run():
     with StandIn(lambda body, number: failing(404)) as stand_in:
         message = refused(base_url=stand_in.base_url)
     assert "judge m at kwargs.base_url = http://127.0.0.1" in message and "HTTP 404" in message
 
 
 @pytest.mark.parametrize("reply", ["<think>\nLet me", "Perhaps"])
-def test_a_judge_that_does_not_say_yes_or_no_is_refused_before_the_run(reply):
+def test_a_judge_that_does_not_reply_yes_or_no_is_rejected_before_the_run(reply):
     with StandIn(lambda body, number: reply) as stand_in:
         message = refused(base_url=stand_in.base_url)
     assert f"neither Yes nor No: {reply!r}" in message
     assert "raise kwargs.max_tokens = 8, turn its thinking off" in message
 
 
-def test_workers_find_the_cache_from_any_directory(tmp_path, monkeypatch):
+def test_the_cache_path_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     functions = (
         RewardConfig(function="math"),
@@ -329,7 +329,7 @@ def test_workers_find_the_cache_from_any_directory(tmp_path, monkeypatch):
     assert there.functions[1].kwargs == {"cache_path": str(tmp_path / "v"), "model": "m"}
 
 
-def test_a_missing_key_and_an_unusable_cache_are_refused(tmp_path, monkeypatch):
+def test_a_missing_key_and_an_unusable_cache_are_rejected(tmp_path, monkeypatch):
     monkeypatch.delenv("MY_JUDGE_KEY", raising=False)
     message = refused(base_url="http://127.0.0.1:9/v1", api_key_env="MY_JUDGE_KEY")
     assert "kwargs.api_key_env = MY_JUDGE_KEY" in message and "export it (on every node" in message

@@ -72,7 +72,7 @@ def settings(base_url, **more):
 
 
 @pytest.mark.evidence
-def test_a_real_server_answers_yes_or_no_and_the_same_again(base_url):
+def test_a_real_server_replies_yes_or_no_reproducibly(base_url):
     with GraderPool(1, timeout_s=HANG_S) as pool:
         rewards = []
         for _ in range(2):
@@ -98,7 +98,7 @@ def test_a_real_server_passes_the_check_and_an_unknown_model_does_not(base_url):
 
 
 @pytest.mark.evidence
-def test_a_reply_without_a_choice_is_text_of_the_length_asked_for(base_url):
+def test_an_unconstrained_reply_has_the_requested_length(base_url):
     server = ChatServer(base_url, "judge", ChatSettings(timeout_s=120.0, max_tokens=3))
     replies = {server.reply([{"role": "user", "content": "2+2="}]) for _ in range(2)}
     assert len(replies) == 1 and len(replies.pop()) <= 3 * len("\\boxed{")

@@ -43,19 +43,19 @@ def test_share_of_words(text, scripts, expected):
         "https://example.org/abc",
     ],
 )
-def test_formulas_commands_tags_and_links_belong_to_no_language(formula):
+def test_formulas_commands_tags_and_links_do_not_count(formula):
     assert script_share(f"это {formula} ответ", {"cyrillic"}) == 1.0
     assert script_share(f"это {formula} ответ", {"latin"}) == 0.0
 
 
-def test_a_text_without_words_is_in_no_other_language():
+def test_a_text_without_words_scores_one():
     assert script_share("$2+2=4$ \\boxed{4}", {"han"}) == 1.0
     assert script_share("", {"latin"}) == 1.0
 
 
 @pytest.mark.parametrize("piece", ["\\(", "\\[", "\\begin{a}", "$\n", "$$ $"])
-def test_the_time_a_text_takes_is_linear_in_its_length(piece):
-    """What opens formulas and never closes them took the square: seconds for a long completion."""
+def test_language_takes_time_linear_in_the_length(piece):
+    """Unclosed formulas must not take quadratic time, which is seconds for a long completion."""
     with cpu_s(3.0):
         script_share(piece * (60_000 // len(piece)), {"latin"})
 
@@ -69,7 +69,7 @@ def test_the_time_a_text_takes_is_linear_in_its_length(piece):
         ("$$ a\n$b$ $$ c", "  c"),
     ],
 )
-def test_what_is_opened_and_not_closed_is_text(text, plain):
+def test_an_unclosed_formula_is_text(text, plain):
     assert _prose_and_formulas(text)[0] == plain
 
 
@@ -97,7 +97,7 @@ HIDDEN = [
 
 
 @pytest.mark.parametrize("text", HIDDEN)
-def test_words_are_words_wherever_they_are_put(text):
+def test_words_count_wherever_they_hide(text):
     assert script_share(f"это {text} ответ", {"cyrillic"}) <= 0.5
     assert script_share(text, {"han"}) == 0.0
 
@@ -114,12 +114,12 @@ def test_words_are_words_wherever_they_are_put(text):
         "$\\text{答案是五}$",
     ],
 )
-def test_letters_of_other_scripts_are_words_wherever_they_are_put(text):
+def test_letters_of_other_scripts_count_wherever_they_hide(text):
     # "https" is one word more.
     assert script_share(f"the answer {text}", {"latin"}) <= 3 / 7 + 1e-6
 
 
-def test_words_that_each_stand_in_a_formula_of_their_own_are_words():
+def test_words_in_separate_formulas_count():
     assert script_share("это $the$ $answer$ $is$ $five$ ответ", {"cyrillic"}) == 0.5
 
 

@@ -1,4 +1,4 @@
-"""Rewards for length against numbers worked by hand."""
+"""Length rewards against numbers worked by hand."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_overlong_punishment_is_equation_13_of_dapo(length, expected):
     assert overlong_punishment(length, max_tokens=100, buffer_tokens=20) == pytest.approx(expected)
 
 
-def test_a_buffer_of_one_token_punishes_only_the_limit():
+def test_a_buffer_of_one_token_penalises_only_the_limit():
     assert [overlong_punishment(n, max_tokens=10, buffer_tokens=1) for n in (9, 10)] == [0.0, -1.0]
 
 
@@ -35,7 +35,7 @@ def test_cosine_length_joins_its_two_ends(correct, length, expected):
     assert value == pytest.approx(expected, abs=1e-12)
 
 
-def test_cosine_length_of_what_was_cut_off_or_not_scored():
+def test_cosine_length_of_truncated_and_unscored_samples():
     assert cosine_length(1.0, 100, max_tokens=100, exceeded=True, **RANGES) == -2.0
     assert cosine_length(0.0, 100, max_tokens=100, exceeded=True, **RANGES) == -2.0
     assert math.isnan(cosine_length(math.nan, 10, max_tokens=100, exceeded=False, **RANGES))
@@ -52,6 +52,6 @@ def test_relative_length_of_equal_lengths_is_zero():
     assert relative_length([], []) == []
 
 
-def test_relative_length_keeps_what_was_not_scored_apart():
+def test_relative_length_leaves_unscored_samples_unscored():
     rewards = relative_length([1, math.nan, 1], [10, 30, 20])
     assert rewards[0] == 0.5 and math.isnan(rewards[1]) and rewards[2] == 0.0

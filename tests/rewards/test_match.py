@@ -1,4 +1,4 @@
-"""Comparisons as text and as a number."""
+"""Comparison with the gold as text and as a number."""
 
 import math
 
@@ -71,5 +71,5 @@ def test_numeric_match(completion, gold, expected):
     assert numeric_match(completion, gold, relative=1e-4, absolute=1e-6) == expected
 
 
-def test_a_gold_without_a_number_cannot_be_matched():
+def test_a_gold_without_a_number_is_unscored():
     assert math.isnan(numeric_match("\\boxed{7}", "seven", relative=1e-4, absolute=0.0))

@@ -1,4 +1,4 @@
-"""The mathematical grader: which answers are right, which are not, and that no answer does harm."""
+"""The math grader: correct and wrong answers; no answer is evaluated as Python."""
 
 import math
 import re
@@ -277,33 +277,33 @@ def boxed(text: str) -> str:
 
 
 @pytest.mark.parametrize(("gold", "answer"), RIGHT)
-def test_the_same_answer_written_otherwise_is_right(gold: str, answer: str) -> None:
+def test_an_equal_answer_in_other_notation_is_correct(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), WRONG)
-def test_another_answer_is_wrong(gold: str, answer: str) -> None:
+def test_a_different_answer_is_wrong(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), MEANT_OTHERWISE)
-def test_what_an_answer_says_of_its_value_counts(gold: str, answer: str) -> None:
+def test_words_that_change_the_value_count(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), MEANT_SO)
-def test_what_is_meant_is_right_in_other_words(gold: str, answer: str) -> None:
+def test_words_that_keep_the_value_do_not_count(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), ARITHMETIC)
-def test_arithmetic_is_to_be_worked_out_unless_the_setting_allows_it(gold: str, answer: str) -> None:
+def test_unevaluated_arithmetic_is_wrong_unless_the_setting_allows_it(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("wrong", 0.0)
     assert grade(boxed(answer), gold, accept_arithmetic=True) == Grade("correct", 1.0)
 
 
 @pytest.mark.parametrize(("gold", "answer"), WORKED_OUT)
-def test_a_form_of_a_number_is_no_arithmetic(gold: str, answer: str) -> None:
+def test_notation_of_a_number_is_not_arithmetic(gold: str, answer: str) -> None:
     assert grade(boxed(answer), gold) == Grade("correct", 1.0)
 
 
@@ -345,7 +345,7 @@ def test_the_words_around_an_answer_without_a_box_count(completion: str) -> None
     assert grade(completion, "5").outcome in ("wrong", "no_answer")
 
 
-def test_plain_words_around_an_answer_without_a_box_do_not() -> None:
+def test_plain_words_around_an_answer_without_a_box_do_not_count() -> None:
     for completion in (
         "The answer is 5 apples and 3 pears",
         "<answer>The answer is 5.</answer>",
@@ -365,12 +365,12 @@ def test_plain_words_around_an_answer_without_a_box_do_not() -> None:
         "<think> The answer is $4$.",
     ],
 )
-def test_what_an_unclosed_thought_says_is_no_answer(completion: str) -> None:
+def test_text_in_an_unclosed_thought_is_no_answer(completion: str) -> None:
     assert grade(completion, "4") == Grade("no_answer", 0.0)
     assert answer_found(completion) is None
 
 
-def test_an_answer_outside_of_an_unclosed_thought_counts() -> None:
+def test_an_answer_outside_an_unclosed_thought_counts() -> None:
     assert grade("\\boxed{4}<think>or \\boxed{5}", "4").outcome == "correct"
     assert grade("<think>\\boxed{5}</think>\\boxed{4}", "4").outcome == "correct"
 
@@ -398,7 +398,7 @@ def test_every_kind_of_box_counts() -> None:
     assert grade("so \\fbox{42}", "42").outcome == "correct"
 
 
-def test_without_a_box_the_whole_response_is_read() -> None:
+def test_without_a_box_the_whole_response_is_parsed() -> None:
     assert grade("The final answer is $\\frac{1}{2}$.", "0.5").outcome == "correct"
     assert grade("<think>3 or 4?</think><answer> 4 </answer>", "4").outcome == "correct"
     assert grade("Adding up, 12*3+6 = 42", "42").outcome == "correct"
@@ -407,7 +407,7 @@ def test_without_a_box_the_whole_response_is_read() -> None:
 
 
 @pytest.mark.parametrize("completion", ["", "   ", "I do not know.", "\0", "\ud800", "🙂"])
-def test_nothing_that_reads_as_an_answer_is_no_answer(completion: str) -> None:
+def test_text_without_an_answer_is_no_answer(completion: str) -> None:
     assert grade(completion, "5") == Grade("no_answer", 0.0)
 
 
@@ -428,7 +428,7 @@ def test_the_answer_found_is_the_text_that_is_compared() -> None:
         assert pool.find(completions) == list(found)
 
 
-def test_unscorable_outcomes_are_not_a_number() -> None:
+def test_unscorable_outcomes_are_nan() -> None:
     assert [Grade.of(o).reward for o in ("correct", "wrong", "no_answer")] == [1.0, 0.0, 0.0]
     assert all(math.isnan(Grade.of(o).reward) for o in ("timeout", "error"))
 
@@ -441,7 +441,7 @@ def test_a_gold_that_is_not_mathematics_is_matched_as_text() -> None:
     assert grade(boxed(""), "").outcome == "wrong"
 
 
-def test_normalising_keeps_what_tells_answers_apart() -> None:
+def test_normalising_keeps_differences_between_answers() -> None:
     assert normalise("\\left( \\dfrac{1}{2} , 3 \\right).") == normalise("(\\frac{1}{2},3)")
     assert normalise(".5") != normalise("5")
     assert normalise("1 2") != normalise("12")
@@ -479,7 +479,7 @@ NUMBER = re.compile(r"(?:Integer|Float|Rational)\s*\(\s*'?[-+.\d]*(?:e[-+]?\d+)?
 
 @pytest.fixture
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What sympy evaluates as Python while the test runs."""
+    """Collects what sympy evaluates as Python during the test."""
     codes: list[str] = []
     original = sympy.parsing.sympy_parser.eval_expr
 
@@ -502,7 +502,7 @@ def test_no_text_of_a_model_is_evaluated(answer: str, tmp_path, evaluated: list[
 
 
 @pytest.mark.parametrize("formula", ["12*3+6", "(1+2)*3", "3×4", "8÷2", "2**5", "1/2 + 1/3"])
-def test_formulas_outside_latex_are_read_without_evaluating(formula: str, evaluated: list[str]) -> None:
+def test_formulas_outside_latex_are_parsed_without_evaluation(formula: str, evaluated: list[str]) -> None:
     value = eval(formula.replace("×", "*").replace("÷", "/"))
     found = reading.read(f"The answer is: {formula}.")
     assert found is not None
@@ -510,7 +510,7 @@ def test_formulas_outside_latex_are_read_without_evaluating(formula: str, evalua
     assert [code for code in evaluated if not NUMBER.fullmatch(code)] == []
 
 
-def test_long_text_is_no_trouble() -> None:
+def test_long_text_is_graded_quickly() -> None:
     megabyte = "word {} $ \\frac " * 65_000
     assert grade(megabyte + boxed("5"), "5").outcome == "correct"
     assert grade(boxed("1" * 100_000), "5").outcome == "wrong"
@@ -548,7 +548,7 @@ def test_known_cases_are_judged_better_than_by_math_verify(shared_data) -> None:
     }
 
 
-def test_real_solutions_are_judged_as_their_authors_did(shared_data, tmp_path) -> None:
+def test_real_solutions_are_graded_as_labelled(shared_data, tmp_path) -> None:
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text(encoding="utf-8").splitlines()[::4]
     sample = tmp_path / "sample.jsonl"
     sample.write_text("\n".join(lines), encoding="utf-8")

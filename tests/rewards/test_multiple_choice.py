@@ -1,4 +1,4 @@
-"""The math grader on questions with options: the letter counts, however it is dressed."""
+"""The math grader on multiple choice: the letter counts in any markup."""
 
 import pytest
 
@@ -13,7 +13,7 @@ DRESSES = [
 
 @pytest.mark.parametrize("gold", ["{}", "({})", "\\text{{{}}}", "\\textbf{{({})}}"])
 @pytest.mark.parametrize("dress", DRESSES)
-def test_a_letter_is_right_in_any_dress(gold, dress):
+def test_a_letter_is_correct_in_any_markup(gold, dress):
     for letter in LETTERS:
         completion = f"so \\boxed{{{dress.format(letter)}}}."
         assert grade(completion, gold.format(letter)).outcome == "correct"
@@ -28,7 +28,7 @@ def test_another_letter_is_wrong(dress):
 
 
 @pytest.mark.parametrize("box", ["A, B", "AB", "A \\text{ or } B", "", "F", "8"])
-def test_several_letters_or_none_of_them_are_wrong(box):
+def test_several_letters_or_none_are_wrong(box):
     assert grade(f"\\boxed{{{box}}}", "B").outcome == "wrong"
 
 

@@ -22,7 +22,7 @@ def test_share_of_repeated_n_grams(tokens, n, expected):
     assert repeated_share(tokens, n=n) == pytest.approx(expected)
 
 
-def test_token_ids_are_told_apart_by_all_their_bytes():
+def test_token_ids_differ_by_all_their_bytes():
     assert repeated_share(np.array([1, 257, 65537, 16777217], np.int32), n=1) == 0.0
 
 

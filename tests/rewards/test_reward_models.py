@@ -1,4 +1,4 @@
-"""Reward models: scores worked by hand, batches that change nothing, and refusals."""
+"""Reward models: scores worked by hand, invariance to batching, and rejected models."""
 
 import numpy as np
 import pytest
@@ -29,21 +29,21 @@ def sigmoid(x):
 
 
 def test_an_outcome_model_is_read_at_the_end_of_the_conversation(tmp_path):
-    """The last token is the end of the turn, which is also the padding: it must not be passed over."""
+    """The last token ends the turn and is also the padding: the classifier must not skip it."""
     scores = score(by_hand(tmp_path, "outcome"), "outcome")
     assert scores.rewards.dtype == np.float32 and scores.step_rewards is None
     assert scores.rewards == pytest.approx([4.0, 4.0, 4.0, 4.0])
 
 
-def test_without_a_chat_template_problem_and_completion_are_read_as_they_are(tmp_path):
-    """Read at the last character; of an empty completion that is the line break behind the problem."""
+def test_without_a_chat_template_problem_and_completion_are_plain_text(tmp_path):
+    """Scored at the last character: for an empty completion the line break after the problem."""
     scores = score(by_hand(tmp_path, "outcome", template=False), "outcome")
     assert scores.rewards == pytest.approx([-1.0, 2.0, 0.5, 3.0])
 
 
 @pytest.mark.parametrize("kind", ["outcome", "process"])
-def test_nothing_is_kept_of_the_layers(tmp_path, kind):
-    """Keys and values of all of them, for the whole batch, if nobody says otherwise."""
+def test_no_keys_and_values_are_cached(tmp_path, kind):
+    """By default transformers would keep those of all layers for the whole batch."""
     model, kept = Classifier(RewardModelConfig(name="m", path=by_hand(tmp_path, kind), kind=kind)), []
     decoder = model._model.base_model
     decoder.register_forward_hook(lambda _, __, output: kept.append(output.get("past_key_values")))
@@ -61,7 +61,7 @@ def test_two_labels_give_the_probability_of_the_second(tmp_path):
     [("min", [-1.0, 2.0, 0.0]), ("mean", [-0.25, 2.0, 2.5 / 3]), ("last", [-1.0, 2.0, 0.5])],
 )
 def test_a_process_model_scores_each_step(tmp_path, reduce, expected):
-    """An empty mark: each step is read at its own last character."""
+    """With an empty mark, each step is scored at its own last character."""
     scores = score(by_hand(tmp_path, "process"), "process", TEXTS[:3], reduce=reduce, step_mark="")
     assert [own.tolist() for own in scores.step_rewards] == [
         pytest.approx([0.5, -1.0]), pytest.approx([2.0]), pytest.approx([0.0, 2.0, 0.5])
@@ -86,7 +86,7 @@ def test_an_empty_completion_is_one_step(tmp_path):
     assert scores.step_rewards[0] == pytest.approx([3.0]) and scores.step_ends[0].tolist() == [0]
 
 
-def test_what_is_too_long_for_the_model_is_not_scored(tmp_path, caplog):
+def test_a_pair_too_long_for_the_model_is_not_scored(tmp_path, caplog):
     """64 positions: <|user|>1+1<|assistant|> takes 5, the end of the turn 1, and so 58 characters fit."""
     scores = score(by_hand(tmp_path / "o", "outcome"), "outcome", ["3" * 58, "3" * 59])
     np.testing.assert_allclose(scores.rewards, [4.0, np.nan], rtol=1e-6)
@@ -109,7 +109,7 @@ def test_batches_do_not_change_scores(tmp_path, kind):
 
 
 def test_scores_are_those_of_the_plain_model(tmp_path):
-    """The same conversation through transformers alone, a row at a time."""
+    """Compares with transformers alone, one row at a time."""
     path = random(tmp_path, "outcome", labels=2)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     expected = []
@@ -139,14 +139,14 @@ def test_models_of_another_kind_are_refused_without_loading(tmp_path, tiny_model
     assert "configuration or tokenizer cannot be loaded" in refusal(tmp_path / "empty")
 
 
-def test_a_classifier_without_its_head_is_not_filled_at_random(tmp_path, tiny_model):
+def test_a_classifier_without_a_head_is_rejected(tmp_path, tiny_model):
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no weights for score\.weight"):
         Classifier(RewardModelConfig(name="quality", path=str(tmp_path)))
 
 
-def test_models_of_steps_that_contradict_the_rest_are_refused():
+def test_conflicting_process_models_are_rejected():
     steps = [{"name": name, "path": "p", "kind": "process"} for name in "ab"]
     with pytest.raises(ValueError, match="two models of kind process"):
         RewardsConfig.model_validate({"models": steps})
@@ -154,6 +154,6 @@ def test_models_of_steps_that_contradict_the_rest_are_refused():
         RewardsConfig.model_validate({"models": steps[:1], "shuffle": True})
 
 
-def test_settings_of_steps_are_refused_for_an_outcome_model():
+def test_step_settings_are_rejected_for_an_outcome_model():
     with pytest.raises(ValueError, match="reduce, step_mark: settings of kind process"):
         RewardModelConfig(name="m", path="p", step_mark="", reduce="mean")

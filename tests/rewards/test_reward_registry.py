@@ -1,4 +1,4 @@
-"""Rewards by name: weights, what cannot be scored, functions of the user's, and refusals."""
+"""Rewards by name: weights, unscored samples, user functions, and rejected settings."""
 
 from collections.abc import Iterator
 
@@ -77,7 +77,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts(pool: GraderPool) -> None:
     assert scores.outcomes == ["correct", "correct", "wrong", "no_answer"]
 
 
-def test_what_cannot_be_scored_is_nan_not_zero(pool: GraderPool) -> None:
+def test_an_unscored_sample_is_nan_not_zero(pool: GraderPool) -> None:
     specs = [spec("math", "math"), spec("picky", "my_rewards:picky", 0.5)]
     scores = Scorer(specs, pool).score(
         completion_group(["\\boxed{4}", "\\boxed{5}", "nothing \\boxed{4}"], "4")
@@ -102,14 +102,14 @@ def test_a_timeout_makes_its_own_sample_nan(code: str) -> None:
     assert np.isnan(scores.rewards).tolist() == [False, True, False]
 
 
-def test_a_part_without_weight_cannot_spoil_the_reward(pool: GraderPool) -> None:
+def test_an_unscored_part_of_weight_zero_keeps_the_reward(pool: GraderPool) -> None:
     specs = [spec("format", "format"), spec("picky", "my_rewards:picky", 0.0)]
     scores = Scorer(specs, pool).score(completion_group(["<think>2+3</think>\\boxed{5}"], "5"))
     assert scores.rewards.tolist() == [1.0]
     assert np.isnan(scores.parts["picky"]).tolist() == [True]
 
 
-def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
+def test_functions_receive_columns_and_keywords(pool: GraderPool) -> None:
     specs = [
         spec("length", "my_rewards:length", 1.0, {"scale": 0.5}),
         spec("level", "my_rewards:by_level", 10.0),
@@ -122,7 +122,7 @@ def test_functions_get_columns_and_keywords(pool: GraderPool) -> None:
     assert scores.rewards.tolist() == [42.0, 41.0]
 
 
-def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
+def test_failures_are_counted_and_reported_once(pool: GraderPool) -> None:
     scorer = Scorer([spec("picky", "my_rewards:picky")], pool)
     news = []
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_failures_are_counted_and_told_once(pool: GraderPool) -> None:
     assert news == [("reward picky: RuntimeError: no fives please",), (), ()]
 
 
-def test_distinct_messages_do_not_pile_up(pool: GraderPool) -> None:
+def test_the_number_of_distinct_messages_is_limited(pool: GraderPool) -> None:
     scorer = Scorer([spec("noisy", "my_rewards:noisy")], pool)
     scorer.score(completion_group([str(i) for i in range(50)], "6"))
     assert len(scorer.failures["noisy"]) == 21
@@ -199,7 +199,7 @@ def test_the_configuration_names_rewards(code: str) -> None:
         ("judge", {"model": "m"}, ["kwargs.base_url is missing", "cache_path"]),
     ],
 )
-def test_settings_that_a_built_in_does_not_take_are_refused(function, kwargs, words) -> None:
+def test_unknown_settings_of_a_built_in_are_rejected(function, kwargs, words) -> None:
     settings = RewardsConfig(functions=(RewardConfig(name="mine", function=function, kwargs=kwargs),))
     with pytest.raises(ValueError) as refusal:
         check_rewards(settings, max_new_tokens=100)
@@ -259,7 +259,7 @@ def test_a_gate_decides_which_samples_a_part_counts_for(code: str) -> None:
     assert np.isnan(scores.rewards[2])
 
 
-def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: GraderPool) -> None:
+def test_a_reward_beyond_float32_is_unscored_and_reported(pool: GraderPool) -> None:
     scorer = Scorer([spec("huge", "my_rewards:huge")], pool)
     scores = scorer.score(completion_group(["1e39", "-1e300", "inf", "nan", "3e38"], "4"))
     np.testing.assert_array_equal(scores.rewards, np.array([np.nan] * 4 + [3e38], np.float32))
@@ -269,7 +269,7 @@ def test_a_reward_beyond_float32_could_not_be_scored_and_is_told_of(pool: Grader
     ]
 
 
-def test_a_reward_models_score_that_is_not_finite_could_not_be_scored(pool: GraderPool) -> None:
+def test_an_infinite_score_of_a_reward_model_is_unscored(pool: GraderPool) -> None:
     scorer = Scorer([], pool, models=[Term("quality")])
     scores = scorer.score(completion_group(["a", "b"], "4"), {"quality": np.array([np.inf, 1.0])})
     np.testing.assert_array_equal(scores.rewards, [np.nan, 1.0])

@@ -58,8 +58,8 @@ def tokenizer(request):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_step_ends_at_the_token_that_brings_its_last_character(tokenizer, text):
-    """Against all prefixes: the first n tokens hold the step's characters, the first n - 1 do not."""
+def test_every_step_ends_at_the_token_of_its_last_character(tokenizer, text):
+    """Compares all prefixes: the first n tokens hold the characters of the step, the first n - 1 do not."""
     ids = np.array([*tokenizer(text)["input_ids"], tokenizer.convert_tokens_to_ids(END)], np.int32)
     decode = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
     assert tokenizer.decode(ids.tolist(), **decode) == text
@@ -71,8 +71,8 @@ def test_every_step_ends_at_the_token_that_brings_its_last_character(tokenizer, 
         assert not tokenizer.decode(ids[:token].tolist(), **decode).startswith(text[:char_end])
 
 
-def test_word_pieces_that_hold_the_separator(tokenizer):
-    """The ends move with the pieces: what they cut the text into differs between the two tokenizers."""
+def test_word_pieces_that_contain_the_separator(tokenizer):
+    """The ends depend on how each tokenizer splits the text."""
     ids = np.array(tokenizer("x\n\nx\n\nx")["input_ids"], np.int32)
     ends = token_ends([3, 6, 7], len(ids), decoded_length(tokenizer, ids)).tolist()
     pieces = [tokenizer.decode([i]) for i in ids.tolist()]

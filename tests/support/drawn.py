@@ -1,7 +1,7 @@
-"""Cases that are chosen at random in every run of the suite.
+"""Random choice of test cases in every run of the suite.
 
-The seed is printed at the head of pytest's output, and GRPO_DIST_TEST_SEED=... repeats the choice. With the
-seed `all`, as in `make evidence`, all cases are evidence.
+pytest prints the seed first, and GRPO_DIST_TEST_SEED=... repeats the choice. With the seed `all`, as in `make
+evidence`, all cases are marked as evidence.
 """
 
 import os
@@ -13,8 +13,9 @@ SEED = "GRPO_DIST_TEST_SEED"
 
 
 def drawn(name, cases, count):
-    """``count`` of ``cases``, which are arguments of `pytest.param`, for every run, and the rest as evidence.
-    ``name`` tells one draw from another.
+    """Choose ``count`` of ``cases`` (arguments of `pytest.param`); mark the rest as evidence.
+
+    ``name`` distinguishes draws.
     """
     count = 0 if os.environ[SEED] == "all" else count
     chosen = set(random.Random(f"{os.environ[SEED]} {name}").sample(range(len(cases)), count))

@@ -1,4 +1,4 @@
-"""A small HTTP server that speaks the chat protocol as told: statuses, delays and malformed replies."""
+"""Fake chat server with scripted statuses, delays and malformed replies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-# What a request is answered with: a text, or (status, body, headers).
+# A reply: text, or (status, body, headers).
 Reply = str | tuple[int, bytes, dict[str, str]]
 
 
 class StandIn:
-    """Answers each chat with ``reply(request body, number of the request from 0)`` and keeps the requests."""
+    """Replies to each chat with ``reply(request body, index of the request)`` and records the requests."""
 
     def __init__(self, reply: Callable[[dict[str, Any], int], Reply]) -> None:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.drip = 0  # bytes of a reply that are sent at once, twenty times a second; 0: all
+        self.drip = 0  # bytes sent every 50 ms; 0 for all at once
         self.most_at_once, self._at_once, self._lock = 0, 0, threading.Lock()
         stand_in = self
 
@@ -49,7 +49,7 @@ class StandIn:
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 size = stand_in.drip or len(content)
-                with suppress(ConnectionError):  # who asked has given up
+                with suppress(ConnectionError):  # the client gave up
                     for first in range(0, len(content), size):
                         self.wfile.write(content[first : first + size])
                         time.sleep(0.05 if stand_in.drip else 0)

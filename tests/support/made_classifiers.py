@@ -9,13 +9,13 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification, Qwen2ForTo
 
 from grpo_dist.demo.tokenizer import END, character_tokenizer
 
-# What the classifier by hand says at a token; 0 at any other. The end of a turn is a token like any.
+# Score of the hand-made classifier at a token; 0 at others. The end of a turn is an ordinary token.
 BY_HAND = {"1": 0.5, "2": -1.0, "3": 2.0, "\n": 3.0, END: 4.0}
 _KINDS = {"outcome": Qwen2ForSequenceClassification, "process": Qwen2ForTokenClassification}
 
 
 def config(labels: int, **changes) -> Qwen2Config:
-    """Padding is EOS, as in many tokenizers: the trap for classifiers that look for the end of a row."""
+    """Padding is EOS, as in many tokenizers: a trap for classifiers that search the end of a row."""
     end = character_tokenizer().convert_tokens_to_ids(END)
     return Qwen2Config(
         **{
@@ -29,7 +29,8 @@ def config(labels: int, **changes) -> Qwen2Config:
 
 
 def by_hand(directory: Path, kind: str, *, labels: int = 1, template: bool = True) -> str:
-    """One label: the logit at a token is that of BY_HAND. Two: the second label's logit, the first's is 0.
+    """With one label, the logit at a token is that of BY_HAND; with two, it is the second label's, the first
+    is 0.
 
     The layer adds nothing; token k of BY_HAND is the unit vector k, whose RMS over 8 is 1 / sqrt(8).
     """

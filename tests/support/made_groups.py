@@ -1,4 +1,4 @@
-"""Groups with made-up but well-formed samples, for tests of everything after sampling."""
+"""Random but valid groups, for tests of everything after sampling."""
 
 import numpy as np
 

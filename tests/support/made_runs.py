@@ -1,4 +1,4 @@
-"""Run directories made for tests: what a run writes, of any size, with answers known beforehand."""
+"""Run directories of any size with known contents, for tests."""
 
 import json
 

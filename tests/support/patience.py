@@ -1,10 +1,10 @@
-"""Limits of tests. They end what hangs; a machine that is busy, and twenty times slower, does not reach them.
+"""Time limits of tests. They end a hang; a busy machine that is twenty times slower does not reach them.
 
-HANG_S               for what takes seconds on a quiet machine
-wait_until           for a condition, until then
-wait_for_end         for a process, which may take as long as it likes while it makes progress
-cpu_s                of a computation: what another process takes from it does not count
-in_time              for graders with a short deadline, which plain answers must not miss
+HANG_S               limit for operations that take seconds on a quiet machine
+wait_until           waits for a condition
+wait_for_end         waits for a process as long as it makes progress
+cpu_s                limits the CPU time of a computation, so other processes do not matter
+in_time              repeats grading with longer deadlines until plain answers meet them
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-HANG_S = 1200.0  # below pytest's own limit (pyproject.toml), so that what hangs is named
+HANG_S = 1200.0  # below pytest's own limit (pyproject.toml), so that the hang is named
 _POLL_S = 0.05
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], object], what: str | Callable[[], str], *, hang_s: float = HANG_S
 ) -> None:
-    """Raises AssertionError with ``what`` when ``condition`` is not true within ``hang_s``."""
+    """Wait for ``condition``. Raises AssertionError with ``what`` after ``hang_s``."""
     end = time.monotonic() + hang_s
     while not condition():
         assert time.monotonic() < end, what() if callable(what) else what
@@ -31,8 +31,9 @@ def wait_until(
 
 
 def wait_for_end(process: subprocess.Popen, progress: Callable[[], object], *, hang_s: float = HANG_S) -> int:
-    """The exit code of ``process``. Raises AssertionError when it lives and ``progress()``, such as the
-    number of its finished steps, has been the same for ``hang_s``.
+    """Wait for ``process`` and return its exit code.
+
+    Raises AssertionError if ``progress()``, e.g. the number of finished steps, is unchanged for ``hang_s``.
     """
     seen, since = progress(), time.monotonic()
     while (code := process.poll()) is None:
@@ -45,7 +46,7 @@ def wait_for_end(process: subprocess.Popen, progress: Callable[[], object], *, h
 
 @contextmanager
 def cpu_s(most: float) -> Iterator[None]:
-    """Within, this thread computes for ``most`` seconds at most."""
+    """Assert that this thread uses at most ``most`` seconds of CPU within."""
     begin = time.thread_time()
     yield
     took = time.thread_time() - begin
@@ -53,8 +54,10 @@ def cpu_s(most: float) -> Iterator[None]:
 
 
 def in_time(pool: Any, run: Callable[[], T], plain: Callable[[T], Iterable[Any]]) -> T:
-    """What ``run()`` finds with ``pool``, a `GraderPool`; again with a longer deadline when one of the
-    results that ``plain`` picks was late: those take next to no time, so the machine is busy.
+    """Return ``run()``, which uses the `GraderPool` ``pool``.
+
+    Runs again with a longer deadline if one of the results that ``plain`` selects timed out. These take
+    almost no time, so the machine was busy.
     """
     given = pool._timeout_s
     try:

@@ -1,7 +1,6 @@
-"""A place of the job's own: a small disk that can fill up, and a /dev/shm in which every file is the job's.
+"""Sandbox of the job: a small disk that can fill up, and a /dev/shm that holds only the job's files.
 
-Both are mounted in a namespace that this process and its children alone see, and are gone with the last of
-them, however it ends.
+Both are mounted in a namespace of this process and its children, and vanish with the last of them.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Room:
-    """``disk``: where the job's runs go. ``refusal``: why it is no disk of its own, and /dev/shm everyone's;
-    None: both are the job's.
+class Sandbox:
+    """``disk`` holds the job's runs.
+
+    ``refusal`` tells why disk and /dev/shm are shared; None if both are private.
     """
 
     disk: Path
     refusal: str | None
 
 
-def enter(disk: Path, *, disk_mb: int) -> Room:
-    """Call it before threads are started: the user namespace of someone who is not root asks for that."""
+def enter(disk: Path, *, disk_mb: int) -> Sandbox:
+    """Mount the sandbox. Call it before threads start, as the user namespace of a non-root user requires."""
     disk.mkdir(parents=True)
     try:
         _unshare()
@@ -36,18 +36,18 @@ def enter(disk: Path, *, disk_mb: int) -> Room:
         _mount("tmpfs", disk, f"size={disk_mb}m")
         _mount("tmpfs", SHARED_MEMORY, "mode=1777")
     except OSError as error:
-        return Room(disk, f"no mounts of one's own here ({error})")
-    return Room(disk, None)
+        return Sandbox(disk, f"private mounts are not permitted here ({error})")
+    return Sandbox(disk, None)
 
 
 def leave(disk: Path) -> None:
-    """Unmount ``disk`` where it was mounted, so that its directory can be removed; nobody uses it."""
+    """Unmount ``disk`` if it was mounted, so that its directory can be removed."""
     with suppress(OSError):
         _call("umount", _text(str(disk)))
 
 
 def fill(disk: Path) -> None:
-    """Not a byte more fits on ``disk`` afterwards."""
+    """Fill ``disk`` to the last byte."""
     with _filler(disk).open("wb", buffering=0) as file:
         block = b"\0" * 2**20
         while len(block):
@@ -57,7 +57,8 @@ def fill(disk: Path) -> None:
                 block = block[: len(block) // 2]
 
 
-def make_room(disk: Path) -> None:
+def free(disk: Path) -> None:
+    """Undo `fill`."""
     _filler(disk).unlink(missing_ok=True)
 
 
