@@ -110,7 +110,7 @@ def done(tmp_path_factory):
     cold = record(directory, 1)
     assert cold["state"] == "complete" and record(directory, 2)["state"] == "started"
     _, output = run(directory)
-    assert "stage 1 of 7: cold (sft): done before" in output
+    assert "stage 1 of 7: cold (sft): already done" in output
     assert "resuming from runs/r1/02_reason/checkpoints/step_00000" in output
     assert record(directory, 1) == cold
     return directory, output
@@ -161,5 +161,5 @@ def test_the_distilled_model_is_the_smaller_one(done):
 def test_a_finished_pipeline_starts_nothing(done):
     directory, _ = done
     _, output = run(directory)
-    assert output.count("done before") == 7
+    assert output.count("already done") == 7
     assert "pipeline r1" in output

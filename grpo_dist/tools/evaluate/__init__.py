@@ -1,1 +1,1 @@
-"""`grpo-dist eval`: a model on held-out problems, and two models against each other."""
+"""`grpo-dist eval`: evaluate a model on held-out problems, and compare two evaluations."""

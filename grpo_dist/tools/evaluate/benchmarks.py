@@ -1,7 +1,7 @@
-"""Benchmarks by name: where their problems are and in which columns.
+"""Benchmarks by name: the location and the columns of their problems.
 
 In the directory `GRPO_DATA` (or --data-dir) a benchmark is one JSONL file with `problem` and `answer`;
-without such a directory it comes from the hub, as its publishers wrote it.
+without such a directory it is read from the hub, as published.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from grpo_dist.config import DataSourceConfig
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """``file`` of the data directory; ``hub``: keys of a `DataSource` on the hub; ``by``: columns that its
-    results are also given by.
+    """A benchmark: its ``file`` in the data directory, the keys of its `DataSource` on the hub, and the
+    columns ``by`` which its results are broken down.
     """
 
     file: str
@@ -48,10 +48,9 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
-    """Keys of the `DataSource` that ``name`` stands for: a benchmark, else a path or hub id, of which the
-    split `test` is taken.
+    """Return the keys of the `DataSource` called ``name``: a benchmark, or split `test` of a path or hub id.
 
-    Raises ValueError for a benchmark that ``data_dir`` does not have.
+    Raises ValueError for a benchmark that ``data_dir`` lacks.
     """
     known = BENCHMARKS.get(name)
     if known is None:
@@ -62,12 +61,12 @@ def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
             f"{name}: no file {path}; expected {known.file} with `problem` and `answer` in the directory of "
-            "--data-dir or GRPO_DATA, or neither of the two, to fetch it from the hub"
+            "--data-dir or GRPO_DATA; set neither to read it from the hub"
         )
     return {"name": name, "path": str(path)}
 
 
 def breakdown(source: DataSourceConfig) -> tuple[str, ...]:
-    """Columns that results on ``source`` are given by unless others are asked for."""
+    """Return the columns by which results on ``source`` are broken down by default."""
     known = BENCHMARKS.get(source.name or "")
     return tuple(dict.fromkeys(["source", "difficulty", "level", *(known.by if known else ())]))

@@ -1,6 +1,7 @@
-"""Is one model better than another on the same problems? Differences are taken problem by problem, which
-leaves out what the two have in common: that some problems are hard (Miller 2024, arXiv:2411.00640, section
-4.2).
+"""Compare two models on the same problems, with intervals and p-values of paired differences.
+
+Pairing removes the variance that both models share because some problems are hard (Miller 2024,
+arXiv:2411.00640, section 4.2).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from grpo_dist.tools.evaluate.result import ALL, PROBLEMS, RESULT
 
 MCNEMAR = "McNemar, exact"
 SIGN_FLIPS = "sign flips, exact"
-_ENUMERATED = 16  # differences whose signs are flipped in every way; more: at random
+_ENUMERATED = 16  # up to this many differences all sign flips are enumerated; more are drawn at random
 _FLIPS, _BLOCK = 100_000, 2_000
 
 Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problems.jsonl
@@ -31,9 +32,7 @@ Problems = dict[tuple[str, str], dict[str, Any]]  # (set, uid) -> row of problem
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """Mean of second - first over problems, its 95 % interval, the two-sided p that there is none, and by
-    what test.
-    """
+    """Mean of second - first over problems, with its 95 % interval and the two-sided p-value of ``test``."""
 
     value: float
     low: float
@@ -66,9 +65,9 @@ class ModelComparison:
 
 
 def compare(first: Path, second: Path) -> ModelComparison:
-    """Of two result directories, or of their result.json.
+    """Compare two result directories, each given as the directory or its result.json.
 
-    Raises ValueError where one is no result, or where they are of different problems.
+    Raises ValueError when a path holds no result, or when the problems differ.
     """
     (a, ours), (b, theirs) = _read(first), _read(second)
     _check_same_problems(first, ours, second, theirs)
@@ -90,21 +89,20 @@ def compare(first: Path, second: Path) -> ModelComparison:
 
 
 def _only(path: Path, problems: Problems, shared: Set[str]) -> Iterator[str]:
-    """Sets of ``path`` that are not compared, in words."""
+    """Yield a warning about the sets that only ``path`` has."""
     if alone := [name for name in dict.fromkeys(name for name, _ in problems) if name not in shared]:
-        yield f"only {path} was measured on {', '.join(alone)}, which is left out"
+        yield f"only {path} was measured on {', '.join(alone)}, which is not compared"
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> PairedDifference:
-    """Of one measure on the same problems.
+    """Test the difference of one measure on the same problems.
 
-    Values that are all 0 or 1 are put to McNemar's exact test. Others have the signs of their differences
-    flipped: in all ways where that is at most 2^16, else in 100,000 ways drawn from a fixed seed. For values
-    of 0 and 1 the two tests are the same.
+    Values that are all 0 or 1 take McNemar's exact test. Other values take a sign-flip test: all flips when
+    there are at most 2^16, else 100,000 flips drawn from a fixed seed. On 0 and 1 the two tests agree.
 
-    The interval is Student's of the mean difference. For values of 0 and 1, and where all differences are
-    equal, it is Wald's after half a problem more has gone either way and one more neither way (Agresti and
-    Min 2005, Stat. Med. 24:729), which holds for few differences, too.
+    The interval is Student's, of the mean difference. For values of 0 and 1, and when all differences are
+    equal, it is Wald's with pseudo-counts: half a problem in either direction and one without a difference
+    (Agresti and Min 2005, Stat. Med. 24:729), which also holds for few differences.
     """
     gains = np.asarray(second, float) - np.asarray(first, float)
     yes_or_no = set(first) | set(second) <= {0.0, 1.0}
@@ -129,7 +127,7 @@ def _wald(gains: np.ndarray) -> tuple[float, float]:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided exact p: how often a fair coin parts the problems on which two models differ so unevenly.
+    """Return the two-sided exact p-value: how often a fair coin splits the differing problems so unevenly.
 
     9 gained, 1 lost: 2 * (1 + 10) / 2^10 = 0.0215. None gained or lost: 1.
     """
@@ -139,9 +137,10 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def sign_flips(gains: np.ndarray) -> tuple[float, str]:
-    """Two-sided p: how often the sum of ``gains`` would be as far from 0 were each sign a fair coin's; and
-    the name of the test. Drawn at random the p has 1 added to count and total, so that it is never 0 (Phipson
-    and Smyth 2010, arXiv:1603.05766).
+    """Return the two-sided p-value of the sum of ``gains`` under random signs, and the name of the test.
+
+    With drawn flips, 1 is added to count and total so that p is never 0 (Phipson and Smyth 2010,
+    arXiv:1603.05766).
     """
     sizes = np.abs(gains[gains != 0])
     observed = abs(gains.sum()) - 1e-9 * sizes.sum()
@@ -158,7 +157,7 @@ def sign_flips(gains: np.ndarray) -> tuple[float, str]:
 def _of_set(
     name: str, ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]
 ) -> Iterator[Paired]:
-    """Every measure that both have; a problem counts where both could be measured on it."""
+    """Compare every measure that both have, over the problems on which both have a value."""
     known = {measure for values in theirs for measure in values}
     for measure in dict.fromkeys(m for values in ours for m in values if m in known):
         pairs = [
@@ -177,15 +176,15 @@ def _read(path: Path) -> tuple[dict[str, Any], Problems]:
     report, problems = directory / RESULT, directory / PROBLEMS
     for file in (report, problems):
         if not file.is_file():
-            raise ValueError(
-                f"{path}: no {file.name} there; expected a directory that `grpo-dist eval` has filled"
-            )
+            raise ValueError(f"{path}: no {file.name} there; expected a result directory of `grpo-dist eval`")
     try:
         rows = {(str(row["set"]), str(row["uid"])): dict(row) for _, row in json_lines(problems)}
         found = read_json(report)
         known = {name: found[name] for name in ("model", "settings", "fingerprint")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory}: holds no whole result ({error}); evaluate again") from error
+        raise ValueError(
+            f"{directory}: the result is incomplete ({error}); rerun `grpo-dist eval`"
+        ) from error
     return known, rows
 
 
@@ -194,7 +193,7 @@ def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Prob
     for here, own, there, other in ((first, ours, second, theirs), (second, theirs, first, ours)):
         missing = [key for key in own if key not in other]
         if not any(key[0] in shared for key in missing) and shared:
-            continue  # whole sets: the others are compared
+            continue  # only whole sets are missing: compare the others
         counts = {
             name: sum(key[0] == name for key in missing) for name in dict.fromkeys(k[0] for k in missing)
         }
@@ -208,9 +207,9 @@ def _check_same_problems(first: Path, ours: Problems, second: Path, theirs: Prob
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     if found := changes(a["settings"], b["settings"]):
-        said = "; ".join(
+        settings = "; ".join(
             item.replace(" was ", " is ", 1).replace(" and is ", " of A and ") + " of B" for item in found
         )
-        yield f"A and B were not measured in the same way, which may be all the difference: {said}"
+        yield f"A and B were measured with different settings, which may explain the difference: {settings}"
     if a["fingerprint"] == b["fingerprint"]:
         yield "A and B are the same model"

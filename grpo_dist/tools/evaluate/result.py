@@ -1,7 +1,7 @@
-"""From verdicts to what is reported: in total and by source, difficulty or any other column.
+"""Estimates from verdicts: per set, in total, and by source, difficulty or any other column.
 
-`result.json` is a pure function of the samples: an evaluation that was interrupted ends with the same bytes
-as one that was not. README.md describes both files.
+`result.json` is a pure function of the samples: an interrupted evaluation ends with the same bytes as an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _METHOD = (
 
 @dataclass(frozen=True, slots=True)
 class JudgedProblem:
-    """One problem of one set with its verdict, what its columns say, and what its samples say of it."""
+    """A problem of a set with its verdict, its breakdown columns and its value of each measure."""
 
     set: str
     prompt: Prompt
@@ -50,7 +50,7 @@ class JudgedProblem:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> JudgedProblem:
-        """Of a row of problems.jsonl, but for the tokens of the prompt."""
+        """Build from a row of problems.jsonl, which lacks the tokens of the prompt."""
         prompt = Prompt(row["uid"], np.empty(0, np.int32), row["answer"], row["set"], row["problem"])
         own = {field.name: row[field.name] for field in fields(Verdict)}
         values = {name: math.nan if value is None else value for name, value in row["values"].items()}
@@ -66,7 +66,7 @@ class JudgedProblem:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Problems that are reported together: a set, those of it with ``value`` in column ``by``, or all."""
+    """Estimates over a set, over its problems with ``value`` in column ``by``, or over all problems."""
 
     set: str
     by: str | None
@@ -90,13 +90,13 @@ class EvaluationResult:
         return cls(identity, judged, list(_measured(judged)))
 
     def with_earlier(self, earlier: Sequence[JudgedProblem]) -> EvaluationResult:
-        """Other sets of ``earlier``, and these after them."""
+        """Return a result with the other sets of ``earlier`` first, then the sets of this one."""
         names = {judged.set for judged in self.judged}
         others = [judged for judged in earlier if judged.set not in names]
         return EvaluationResult.of(self.identity, [*others, *self.judged]) if others else self
 
     def metrics(self) -> dict[str, float]:
-        """As an evaluation in training reports it: ``eval/SET/pass@1``, ``_stderr`` ..."""
+        """Return the metrics of an evaluation in training: ``eval/SET/pass@1``, ``_stderr`` ..."""
         found: dict[str, float] = {}
         for m in self.measured:
             if m.by is not None or m.set in (ALL, MEAN):
@@ -120,24 +120,26 @@ class EvaluationResult:
 
 
 def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[JudgedProblem]:
-    """Problems that ``directory`` has a result of. ``asked``: uids of the problems of each set that is to be
-    measured now.
+    """Return the problems in the earlier result of ``directory``, if there is one.
 
-    Raises ValueError where a set of that name has a result already, on other problems alone.
+    Args:
+        asked: uids of the problems to evaluate now, by set.
+
+    Raises ValueError when a set to evaluate has an earlier result on entirely different problems.
     """
     path = directory / PROBLEMS
     try:
         earlier = [JudgedProblem.from_json(row) for _, row in json_lines(path)] if path.is_file() else []
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: not the problems of an evaluation ({error}); begin anew with --fresh, or choose "
+            f"{path}: not the problems of an evaluation ({error}); start over with --fresh, or choose "
             "another --output"
         ) from error
     for name, uids in asked.items():
         before = {judged.prompt.uid for judged in earlier if judged.set == name}
         if before and before.isdisjoint(uids):
             raise ValueError(
-                f"{path}: has the result of a set {name} with {len(before)} other problems, which this one "
+                f"{path}: already has a set {name} with {len(before)} other problems, which this evaluation "
                 "would replace; give the new set a name of its own (data.eval.0.name=...), or choose another "
                 "--output"
             )
@@ -145,7 +147,7 @@ def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[
 
 
 def _measured(judged: list[JudgedProblem]) -> Iterator[Measured]:
-    """Every set, each followed by its parts; then what all come to, where there are several."""
+    """Estimate every set and its breakdowns; with several sets, also all problems and the mean of sets."""
     sets = list(dict.fromkeys(j.set for j in judged))
     totals = []
     for name in sets:
@@ -194,7 +196,7 @@ def _of(judged: list[JudgedProblem], name: str, by: str | None = None, value: st
 
 
 def _in_order(value: str) -> tuple[float, str]:
-    """Numbers by size, then texts."""
+    """Sort numbers by size, then texts."""
     try:
         return float(value), ""
     except ValueError:
@@ -202,7 +204,7 @@ def _in_order(value: str) -> tuple[float, str]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN and infinities, which JSON lacks, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""An evaluation from its configuration to its result: what is there is read, only what is missing is sampled.
+"""Run an evaluation: read finished problems from disk, sample the others, write and print the result.
 
 problems --> done before? --> rollouts --> rewards --> verdicts --> a part on disk
                   |                                                      |
@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
+from grpo_dist.evaluation.sampling import STAGE, EvalSet
 from grpo_dist.runs.prepare import (
     check_scoring,
     check_writable,
@@ -25,21 +25,24 @@ from grpo_dist.runs.prepare import (
     resolve_model,
 )
 from grpo_dist.runs.start_checks import check_length
-from grpo_dist.runtime.concurrency import deadline, in_thread
+from grpo_dist.runtime.concurrency import in_thread
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.tools.evaluate.benchmarks import breakdown
+from grpo_dist.tools.evaluate.compare import compare
 from grpo_dist.tools.evaluate.result import RESULT, EvaluationResult, JudgedProblem, read_earlier
 from grpo_dist.tools.evaluate.store import Identity, Store, default_directory
-from grpo_dist.tools.evaluate.table import print_result
+from grpo_dist.tools.evaluate.table import print_comparison, print_result
+from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker, key_of
+from grpo_dist.tools.sampling import sample_with_model
 from grpo_dist.types import Group, Prompt
 
-_SAMPLES_PER_PART = 64  # what a kill may cost is this much sampling, or one problem
+_SAMPLES_PER_PART = 64  # at most this much sampling (or one problem) is lost to a kill
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A set of problems. ``by``: what their columns say, by uid, that results are also given by."""
+    """A set of problems. ``by``: by uid, the values of the columns that results are broken down by."""
 
     name: str
     prompts: list[Prompt]
@@ -54,12 +57,14 @@ def evaluate_model(
     by: Sequence[str] = (),
     fresh: bool = False,
 ) -> EvaluationResult:
-    """Sample `model.path` on `data.eval`, as far as that was not done before, and print the estimates.
+    """Sample `model.path` on the problems of `data.eval` that have no verdict yet, and print the estimates.
 
-    ``directory``: of the results; None: one that follows from model and settings. ``by``: columns that
-    results are also given by. ``fresh``: nothing of before counts, and what is there is moved aside.
+    Args:
+        directory: of the results; None derives it from model and settings.
+        by: columns that results are broken down by.
+        fresh: start over, and keep an existing directory as a backup.
 
-    Raises UserError for input that cannot be used, and for a directory with another evaluation.
+    Raises UserError for invalid input, and for a directory that holds another evaluation.
     """
     with refusals():
         if not config.data.eval:
@@ -74,7 +79,7 @@ def evaluate_model(
         store.begin()
         earlier = read_earlier(place, {own.name: {p.uid for p in own.prompts} for own in asked})
     if store.moved:
-        say(f"what was in {place} is now in {store.moved}")
+        say(f"{place}: moved the earlier evaluation to {store.moved}")
     with store.alone():
         _sample_missing(config, model_dir, asked, store, say)
         result = EvaluationResult.of(identity, list(_judged(asked, store, config.evaluation.k)))
@@ -82,13 +87,14 @@ def evaluate_model(
     print_result(result, str(place))
     names = {own.name for own in asked}
     if others := [name for name in dict.fromkeys(judged.set for judged in earlier) if name not in names]:
-        say(f"{RESULT} there has {', '.join(others)}, measured before, too")
+        say(f"{RESULT} also has the earlier results on {', '.join(others)}")
     return result
 
 
 def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[str], None]) -> list[Asked]:
-    """The sets with their prompts. Columns for the report are kept from the rewards, which see what they
-    see in training.
+    """Load the sets with their prompts.
+
+    Columns that only the breakdown needs are hidden from the rewards, which see the same as in training.
     """
     columns = [_columns(source, by) for source in config.data.eval]
     for name in by:
@@ -105,7 +111,7 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[st
 
 
 def _columns(source: DataSourceConfig, by: Sequence[str]) -> list[str]:
-    """Those of the wanted columns that all rows of ``source`` have."""
+    """Return the breakdown columns that all rows of ``source`` have."""
     wanted = by or breakdown(source)
     return [name for name in common_columns(source) if name in wanted]
 
@@ -120,7 +126,7 @@ def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], config: Config
 def _sample_missing(
     config: Config, model_dir: Path, asked: list[Asked], store: Store, say: Callable[[str], None]
 ) -> None:
-    """Every problem that has no verdict yet. No engine is started when all have."""
+    """Sample every problem that has no verdict yet. Start no engine when there is none."""
     missing = _missing(asked, store)
     todo, total = sum(len(prompts) for _, prompts in missing), sum(len(a.prompts) for a in asked)
     if not todo:
@@ -135,7 +141,7 @@ def _sample_missing(
 
 
 def _missing(asked: list[Asked], store: Store) -> list[tuple[str, list[Prompt]]]:
-    """Set and prompts of each part to be made."""
+    """Return the name of each set with its prompts that have no verdict."""
     parts = []
     for own in asked:
         known = store.verdicts(own.name)
@@ -151,53 +157,47 @@ async def _sample(
     store: Store,
     say: Callable[[str], None],
 ) -> None:
-    from actors.cluster import Cluster
-
     size = max(1, _SAMPLES_PER_PART // config.evaluation.samples_per_prompt)
     parts = [
         (name, prompts[first : first + size])
         for name, prompts in missing
         for first in range(0, len(prompts), size)
     ]
-    told = _Progress(sum(len(prompts) for _, prompts in parts), say)
-    with VerdictMaker(config.rewards) as judge:
+    total = sum(len(prompts) for _, prompts in parts)
+    progress = _Progress(total, say)
+    with VerdictMaker(config.rewards) as maker:
 
         async def finished(number: int, groups: list[Group]) -> None:
-            verdicts = await in_thread(partial(judge.verdicts, groups))
+            verdicts = await in_thread(partial(maker.verdicts, groups))
             store.add(parts[number][0], groups, verdicts)
-            told.more(len(groups))
+            progress.add(len(groups))
 
-        async with Cluster(config) as cluster:
-            async with deadline(
-                config.cluster.timeouts.up_s, "start: engine and graders up", explain=cluster.where_stuck
-            ):
-                samplers = await cluster.start_evaluation(model_dir)
-            with stage("evaluation", f"{sum(len(prompts) for _, prompts in parts)} problems"):
-                await sample_chunks(
-                    config,
-                    config.evaluation,
-                    samplers,
-                    {number: prompts for number, (_, prompts) in enumerate(parts)},
-                    finished,
-                    stage=STAGE,
-                    what="evaluate",
-                )
+        await sample_with_model(
+            config,
+            config.evaluation,
+            model_dir,
+            {number: prompts for number, (_, prompts) in enumerate(parts)},
+            finished,
+            stage=STAGE,
+            what="evaluate",
+            shown=stage("evaluation", f"{total} problems"),
+        )
 
 
 class _Progress:
-    """Says how far it is at every tenth of the way."""
+    """Reports progress ten times over an evaluation."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._total, self._say, self._done = total, say, 0
 
-    def more(self, count: int) -> None:
+    def add(self, count: int) -> None:
         before, self._done = self._done, self._done + count
         if 10 * before // self._total < 10 * self._done // self._total:
             self._say(f"evaluate: {self._done} of {self._total} problems")
 
 
 def _judged(asked: list[Asked], store: Store, ks: Sequence[int]) -> list[JudgedProblem]:
-    """Every problem, in the order of the data."""
+    """Return every problem with its verdict, in the order of the data."""
     judged = []
     for own in asked:
         known: dict[str, Verdict] = store.verdicts(own.name)
@@ -216,22 +216,17 @@ def evaluate_target(
     by: Sequence[str] = (),
     fresh: bool = False,
 ) -> EvaluationResult:
-    """`grpo-dist eval TARGET DATA ... key=value ...`; see `target.configuration` and `evaluate_model`."""
-    from grpo_dist.tools.evaluate.target import configuration
-
+    """Run `grpo-dist eval TARGET DATA ... key=value ...`; see `target.configuration` and `evaluate_model`."""
     config = configuration(target, data, overrides, data_dir=data_dir)
     return evaluate_model(config, say, directory=directory, by=by, fresh=fresh)
 
 
 def compare_results(first: Path, second: Path, output: Path | None) -> None:
-    """Print the table of two results; and write it to ``output``."""
-    from grpo_dist.tools.evaluate.compare import compare
-    from grpo_dist.tools.evaluate.table import print_comparison
-
+    """Compare two results: print the table, and write it to ``output`` unless that is None."""
     with refusals():
         found = compare(first, second)
         print_comparison(found)
         if output is not None:
             if output.is_dir():
-                raise UserError(f"--output {output}: is a directory; with --compare it names a JSON file")
+                raise UserError(f"--output {output} is a directory; with --compare it names a JSON file")
             found.write(output)

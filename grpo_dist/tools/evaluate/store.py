@@ -1,13 +1,13 @@
-"""What an evaluation keeps in its directory, so that it goes on where it was stopped and is not done twice.
+"""The directory of an evaluation, from which an interrupted evaluation resumes without repeating work.
 
     DIRECTORY/
-      evaluation.json                     what decides the samples: model, settings
+      evaluation.json                     model and settings, which decide the samples
       samples/SET/part_00000.parquet      samples of a few problems (grpo_dist/observe/samples.py)
-      verdicts/SET/part_00000.jsonl       and what became of these problems; a part is done when this is there
-      problems.jsonl, result.json         of all sets measured here, written at the end
+      verdicts/SET/part_00000.jsonl       verdicts on these problems; written last, it completes the part
+      problems.jsonl, result.json         of all sets evaluated here, written at the end
 
-Parts appear whole or not at all. A problem counts as done when a verdict on just this problem, as it is asked
-now, is in a part: problems that are added later are sampled then, and those that are gone do no harm.
+Parts are written atomically. A problem is done when a part has a verdict on it, worded as it is now: problems
+that are added later are sampled then, and verdicts on removed problems are ignored.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ _REWARDS_LEFT_OUT = {"num_workers", "processes_per_worker", "code_paths", "shuff
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides every sample and verdict of an evaluation, but for the problems: of these each has its own
-    key. ``digest`` is of all of it, ``settings`` have *** for secrets.
+    """What decides every sample and verdict of an evaluation, apart from the problems, which have keys.
+
+    ``digest`` covers everything; ``settings`` has *** for secrets.
     """
 
-    model: str  # as it was named
+    model: str  # as given
     fingerprint: str  # of the model's files
     settings: dict[str, Any]
     digest: str
@@ -66,10 +67,10 @@ class Identity:
 
 
 class Store:
-    """The directory of one evaluation. ``fresh``: what is there is moved aside.
+    """The directory of one evaluation. With ``fresh``, an existing directory is kept as a backup.
 
-    Raises ValueError where the directory holds something else, an evaluation of another model or with other
-    settings, or one that another process is at.
+    Raises ValueError when the directory holds something else, or an evaluation of another model or with
+    other settings; UserError when another process uses it.
     """
 
     def __init__(self, directory: Path, identity: Identity, *, fresh: bool) -> None:
@@ -79,8 +80,7 @@ class Store:
         if not known.is_file():
             if directory.exists() and any(directory.iterdir()):
                 raise ValueError(
-                    f"{directory}: is there, but holds no evaluation (no {_IDENTITY}); choose another "
-                    "--output"
+                    f"{directory}: exists, but holds no evaluation (no {_IDENTITY}); choose another --output"
                 )
         elif fresh:
             with self.alone():
@@ -91,12 +91,12 @@ class Store:
                 old = {name: found[name] for name in ("model", "fingerprint", "settings", "digest")}
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"{known}: cannot be read ({error}); begin anew with --fresh, or choose another --output"
+                    f"{known}: cannot be read ({error}); start over with --fresh, or choose another --output"
                 ) from error
             _check_same(directory, old, identity)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Raises UserError where another process is at this evaluation."""
+        """Lock the directory. Raises UserError when another process has locked it."""
         return alone(self.directory, "at this evaluation; wait for it, or choose another --output")
 
     def begin(self) -> None:
@@ -104,13 +104,13 @@ class Store:
             write_text(self.directory / _IDENTITY, json.dumps(self.identity.to_json(), indent=1) + "\n")
 
     def verdicts(self, name: str) -> dict[str, Verdict]:
-        """Of a set's problems that are done, by key."""
+        """Return the verdicts on the problems of a set by key."""
         parts = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         rows = (dict(row) for part in parts for _, row in json_lines(part))
         return {row["key"]: Verdict.from_json(row) for row in rows}
 
     def add(self, name: str, groups: list[Group], verdicts: Sequence[Verdict]) -> None:
-        """One more part. The verdicts come last: what has none is sampled again."""
+        """Write one more part, verdicts last: samples without verdicts are drawn again."""
         done = sorted((self.directory / "verdicts" / name).glob("part_*.jsonl"))
         number = int(done[-1].stem.removeprefix("part_")) + 1 if done else 0
         write_groups(self.directory / "samples" / name / f"part_{number:05d}.parquet", groups)
@@ -119,14 +119,14 @@ class Store:
 
 
 def default_directory(config: Config, identity: Identity) -> Path:
-    """One for each model and each way to sample it."""
+    """Return a directory that is distinct for each model and each sampling setup."""
     path = Path(config.model.path.rpartition(":")[2])
     label = path.parent.name if path.name == "model" and path.parent.name else path.name
     return Path(config.output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """What decides samples and their rewards, by the keys of the configuration."""
+    """Return the settings that decide samples and their rewards, by configuration key."""
     sampling, tree = sampling_of(config, config.evaluation), config.model_dump(mode="json")
     rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
@@ -145,13 +145,13 @@ def _settings(config: Config) -> dict[str, Any]:
         "rewards": rewards,
         "rollout": {"engine": tree["rollout"]["engine"]},
         "files": _files(config),
-        # Another grader may judge otherwise, another engine sample otherwise.
+        # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
 
 
 def _files(config: Config) -> dict[str, str]:
-    """Fingerprints of what the rewards are made of: code of the user's, reward models."""
+    """Return the fingerprints of user reward code and reward models, by path."""
     models = [Path(model.path).expanduser() for model in config.rewards.models]
     found = [*own_code(config.rewards), *(path for path in models if path.exists())]
     return {str(path): fingerprint(path) for path in found}
@@ -165,5 +165,5 @@ def _check_same(directory: Path, old: dict[str, Any], new: Identity) -> None:
         found.insert(0, f"the model was {old['model']} and is {new.model}, or its files have changed")
     raise ValueError(
         f"{directory}: holds another evaluation: {listed(found) or 'a secret setting has changed'}. Choose "
-        "another --output, or move it aside and begin anew with --fresh"
+        "another --output, or start over with --fresh, which keeps a backup"
     )

@@ -1,4 +1,4 @@
-"""Results of an evaluation, and of a comparison, for people."""
+"""Terminal tables of an evaluation and of a comparison."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def print_result(result: EvaluationResult, directory: str) -> None:
 
 
 def headings(names: Sequence[str]) -> dict[str, str]:
-    """Of each measure that is shown. What has two names is shown once: of n samples pass@1 is avg@n, and
-    maj@n is cons@n.
+    """Return the heading of each measure to show.
+
+    Equal measures share a column: of n samples pass@1 is avg@n, and maj@n is cons@n.
     """
     shown = {name: name for name in names}
     for name in names:
@@ -49,7 +50,7 @@ def row(measured: Measured, names: Sequence[str]) -> list[str]:
 
 
 def interval(found: Estimate | None) -> str:
-    """0.5, 0.4 to 0.6 -> "50.0 [40.0, 60.0]"; what could not be estimated is "–"."""
+    """Format an estimate in %: 0.5, 0.4 to 0.6 -> "50.0 [40.0, 60.0]"; None and NaN are "–"."""
     if found is None or math.isnan(found.value):
         return "–"
     return f"{100 * found.value:.1f} [{100 * found.low:.1f}, {100 * found.high:.1f}]"

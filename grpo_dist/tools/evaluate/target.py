@@ -1,11 +1,11 @@
-"""What `grpo-dist eval` is asked to evaluate, as a configuration.
+"""The configuration of a target of `grpo-dist eval`.
 
     CONFIG.yaml      its model on its `data.eval`
-    run directory    the model that the run exported, with the run's own settings
-    model            a directory, a hub id, `demo:tiny`: with the settings below
+    run directory    the exported model, with the settings of the run
+    model            a directory, a hub id or `demo:tiny`, with the settings below
 
-DATA takes the place of `data.eval`, and is read by the columns of the configuration's or run's own data where
-it has these; key=value sets whatever else.
+DATA replaces `data.eval`. It is read with the column names of the configuration's or run's own data where it
+has those columns; key=value overrides any setting.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_dist.data.readers import PATTERN_S, first_record
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.tools.evaluate.benchmarks import BENCHMARKS, data_source
 
-# Asked of a model that nothing else is known of: the grader looks for a box first.
+# For a bare model; the grader looks for a box first.
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _TEXTS = ("problem_column", "answer_column")
 _COLUMNS = (*_TEXTS, "answer_pattern", "columns")
@@ -38,7 +38,7 @@ _MODEL: dict[str, Any] = {
 def configuration(
     target: str, data: Sequence[str], overrides: Sequence[str], *, data_dir: Path | None = None
 ) -> Config:
-    """Raises UserError for a target or data that cannot be what they are asked to be."""
+    """Build the configuration that evaluates ``target`` on ``data``. Raises UserError for invalid ones."""
     path = Path(target).expanduser()
     if path.suffix in (".yaml", ".yml"):
         tree = read_tree(path)
@@ -49,7 +49,7 @@ def configuration(
         if not data:
             raise UserError(
                 f"{target}: no data to evaluate it on; name a benchmark ({', '.join(BENCHMARKS)}), a file or "
-                f"a hub id behind it, e.g. grpo-dist eval {target} gsm8k"
+                f"a hub id after it, e.g. grpo-dist eval {target} gsm8k"
             )
     if data:
         _set_data(tree, data, data_dir or _directory_of_environment(), target)
@@ -63,7 +63,7 @@ def _directory_of_environment() -> Path | None:
 
 
 def _is_run(path: Path) -> bool:
-    """Of `grpo-dist train`, or a stage of a pipeline."""
+    """Return True for a directory of `grpo-dist train` or of a pipeline stage."""
     known = ("config.yaml", "stage.json", "model")
     return path.is_dir() and not (path / "config.json").exists() and any((path / n).exists() for n in known)
 
@@ -72,8 +72,8 @@ def _of_run(path: Path) -> DictConfig:
     model = path / "model"
     if not (model / "config.json").is_file():
         raise UserError(
-            f"{path}: a run directory without an exported model (no {model / 'config.json'}); let the run "
-            "come to its end with checkpoint.export=true, or name a model directory"
+            f"{path}: a run directory without an exported model (no {model / 'config.json'}); finish the "
+            "run with checkpoint.export=true, or name a model directory"
         )
     own = path / "config.yaml"
     tree = read_tree(own) if own.is_file() else OmegaConf.create(_MODEL)
@@ -91,15 +91,13 @@ def _set_data(tree: DictConfig, data: Sequence[str], data_dir: Path | None, wher
         for name, source in zip(data, sources, strict=True)
     ]
     set_key(tree, "data.eval", sources, where)
-    set_key(tree, "evaluation.max_prompts", None, where)  # a run's shorter look at other data
+    set_key(tree, "evaluation.max_prompts", None, where)  # the limit was meant for the run's own sets
     if OmegaConf.select(tree, "data.train") is None:
-        set_key(tree, "data.train", sources, where)  # a configuration has some; an evaluation reads none
+        set_key(tree, "data.train", sources, where)  # required by the schema; an evaluation does not read it
 
 
 def _finds(pattern: str, text: str) -> bool:
-    """Whether ``pattern`` is in ``text``; True where it finds no end or cannot be read: reading the data says
-    so.
-    """
+    """Return True when ``text`` has ``pattern``, also for a bad pattern: reading the data reports that."""
     try:
         with PatternSearch(pattern, timeout_s=PATTERN_S) as search:
             return search.search(text) is not None
@@ -108,7 +106,7 @@ def _finds(pattern: str, text: str) -> bool:
 
 
 def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
-    """How the data of a configuration or a run are read, those of its evaluations first."""
+    """Return the column settings of the data of a configuration or run, evaluation sets first."""
     known: list[dict[str, Any]] = []
     for key in ("data.eval", "data.train"):
         try:
@@ -124,9 +122,10 @@ def _known_columns(tree: DictConfig, where: str) -> list[dict[str, Any]]:
 
 
 def _with_columns(source: dict[str, Any], known: list[dict[str, Any]]) -> dict[str, Any]:
-    """``source`` read as the first of ``known`` data whose problem and answer its first row has, too. The
-    answer pattern goes with it where it matches that row. What cannot be read stays as it is: reading it
-    says why.
+    """Return ``source`` with the first of the ``known`` column settings that fits its first row.
+
+    The answer pattern is kept only if it matches that row. An unreadable source is returned unchanged, and
+    reading it later reports why.
     """
     try:
         first = first_record(DataSourceConfig(**source))

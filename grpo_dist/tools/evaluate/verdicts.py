@@ -1,4 +1,4 @@
-"""What became of one problem of an evaluation: its samples graded, and which of them gave the same answer."""
+"""Verdicts on the problems of an evaluation: graded samples, and which of them gave the same answer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
 from grpo_dist.types import Group, Prompt, correctness
 
-_SHOWN = 200  # characters of an answer that are kept
+_SHOWN = 200  # characters of an answer to keep
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``correct``: of each sample 1, 0, or None where it could not be scored. ``numbers``: equal for equal
-    answers, -1 for none; None where no math grader ran, so that answers cannot be compared, and for a single
-    sample.
+    """The graded samples of one problem.
+
+    ``correct`` has 1, 0 or None (unscored) per sample. ``numbers`` has one number per distinct answer, -1 for
+    no answer; it is None for a single sample, and without a math grader, which alone can compare answers.
     """
 
     key: str
@@ -33,11 +34,11 @@ class Verdict:
     numbers: tuple[int, ...] | None
     answers: tuple[str, ...]
     lengths: tuple[int, ...]  # tokens of each completion
-    truncated: int  # samples that were cut off
+    truncated: int  # truncated samples
 
     @property
     def flags(self) -> np.ndarray:
-        """float64 [samples], NaN where it could not be scored."""
+        """float64 [samples], NaN for unscored ones."""
         return np.array([np.nan if c is None else c for c in self.correct])
 
     def to_json(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Verdict:
 
 
 def key_of(prompt: Prompt) -> str:
-    """The same for the same problem asked in the same words: what rewards see of it and the tokens of it."""
+    """Return a digest of the tokens of the prompt and of all that rewards see of it."""
     seen = json.dumps([prompt.uid, prompt.answer, dict(prompt.columns)], default=str, sort_keys=True)
     digest = hashlib.blake2b(seen.encode(), digest_size=12)
     digest.update(np.asarray(prompt.token_ids, np.int32).tobytes())
@@ -58,7 +59,7 @@ def key_of(prompt: Prompt) -> str:
 
 
 class VerdictMaker:
-    """Makes verdicts, in any thread. A context manager; its grader processes start when one is needed."""
+    """Grades groups into verdicts. Thread-safe; a context manager whose processes start on first use."""
 
     def __init__(self, rewards: RewardsConfig) -> None:
         self._rewards, self._lock = rewards, Lock()
@@ -91,7 +92,7 @@ class VerdictMaker:
         )
 
     def _answers(self, group: Group) -> list[str]:
-        """Only wrong ones are looked for where they are not in a box: all right ones are equal."""
+        """Return each sample's answer. Only wrong ones without a box need a search: right ones are equal."""
         texts = [r.text for r in group.rollouts]
         wrong = [i for i, outcome in enumerate(group.outcomes) if outcome == "wrong"]
         found = dict(zip(wrong, final_answers([texts[i] for i in wrong], self._pool), strict=True))

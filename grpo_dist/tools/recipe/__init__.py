@@ -1,1 +1,1 @@
-"""Recipes of several stages: supervised training, GRPO and rejection sampling, each on what came before."""
+"""Pipelines of stages: supervised training, GRPO and rejection sampling, each on earlier results."""

@@ -1,7 +1,7 @@
-"""What can be refused of every stage before the first one starts.
+"""Checks of all stages of a pipeline before the first one starts.
 
-A model that an earlier stage will make is stood in for by the one it descends from: tokenizer, chat template
-and longest sequence are the same. Data that an earlier stage will write are the only thing left unread.
+The model of an earlier stage is checked by the model that it derives from, which has the same tokenizer, chat
+template and longest sequence. Only data that an earlier stage will write stay unchecked.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
 
 def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
-    """Raises UserError, naming the stage, for the first thing that one of the stages ``todo`` cannot use."""
-    from actors.cluster import check_fits
+    """Check the stages ``todo``. Raises UserError, naming the stage, for the first problem."""
+    from actors.cluster import check_fits  # imports Ray
 
     with refusals():
         check_writable(pipeline.directory)
@@ -54,7 +54,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
 
 @contextmanager
 def _naming(stage: ResolvedStage) -> Iterator[None]:
-    """Refusals begin with the stage's name."""
+    """Prefix errors in the block with the name of the stage."""
     try:
         with refusals():
             yield
@@ -63,16 +63,16 @@ def _naming(stage: ResolvedStage) -> Iterator[None]:
 
 
 def _quiet(message: str) -> None:
-    """What is said of data is said when the stage runs."""
+    """Drop messages about data, which are printed when the stage runs."""
 
 
 def evaluates(config: Config) -> bool:
-    """Whether the stage's result is measured on held-out problems."""
+    """Return True when the result of the stage is evaluated on held-out problems."""
     return bool(config.evaluation.after and config.data.eval)
 
 
 def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
-    """The model that exists now and that the stage's descends from."""
+    """Return the existing model from which the model of the stage derives."""
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
     if start.startswith("stage:"):
@@ -98,7 +98,7 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
 
 
 def _check_sft_length(stage: ResolvedStage, config: Config, pipeline: ResolvedPipeline) -> None:
-    """That the model takes rows of `sft.max_length`, and that no earlier stage can make longer ones."""
+    """Check that the model accepts rows of `sft.max_length`, and that no earlier stage makes longer ones."""
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
     longest = config.sft.max_length
     limit = position_limit(config, Path(config.model.path))
@@ -117,12 +117,12 @@ def _check_sft_length(stage: ResolvedStage, config: Config, pipeline: ResolvedPi
             raise ValueError(
                 f"sft.max_length = {longest}, but stage `{maker.name}` may make rows of {made} tokens "
                 f"(data.max_prompt_tokens + the longest completion); raise sft.max_length to {made}, or "
-                f"lower one of the two there"
+                f"lower one of the two in that stage"
             )
 
 
 def _a_few(source: DemonstrationsConfig) -> DemonstrationsConfig:
-    """Demonstrations made here are right by construction: one is enough to know that they can be made."""
+    """Limit generated demonstrations to one, which is enough to check them."""
     return source.model_copy(update={"examples": 1}) if source.path.startswith("demo:") else source
 
 

@@ -16,10 +16,10 @@
         config: ../demo.yaml
         overrides: {sft.data: ["${stage:rejection}/sft.jsonl", {path: "demo:add3", examples: 500}]}
 
-``${stage:NAME}`` is the model of an sft or grpo stage and the directory of a sample stage. A stage's settings
-are those of its file, then the pipeline's `seed` (as `sft.seed`, too), then `settings` (nested) and
-`overrides` (dotted keys), then ``STAGE.key=value`` of the command line. Other interpolations are those of the
-stage's configuration.
+``${stage:NAME}`` is the model of an sft or grpo stage and the directory of a sample stage. The settings of a
+stage come from its file, then the pipeline's `seed` (also as `sft.seed`), `settings` (nested), `overrides`
+(dotted keys), and ``STAGE.key=value`` on the command line. Other interpolations belong to the configuration
+of the stage.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from grpo_dist.secrets import masked_setting
 Kind = Literal["sft", "grpo", "sample"]
 REFERENCE = re.compile(r"\$\{\s*stage\s*:\s*([^}]*?)\s*\}")
 _SCORING = "rewards.models"
-_OWN = ("name", "output_dir", "seed")  # of a pipeline, settable on the command line
-_PLACES = {  # settings that the pipeline decides, and why
-    "name": "the pipeline names a stage's directory",
+_OWN = ("name", "output_dir", "seed")  # keys of a pipeline that the command line can set
+_PLACES = {  # settings that the pipeline decides, with the reason
+    "name": "the pipeline names the directory of a stage",
     "output_dir": "the stages of a pipeline share its `output_dir`",
-    "checkpoint.resume": "a pipeline always goes on from where it was; use --from to do a stage again",
+    "checkpoint.resume": "a pipeline always resumes; use --from to redo a stage",
 }
 
 
@@ -66,7 +66,7 @@ class StageFile(Section):
         description="sft: supervised training; grpo: reinforcement; sample: rejection sampling"
     )
     config: str | None = Field(None, description="configuration file, relative to the pipeline's")
-    settings: dict[str, Any] = Field({}, description="merged over the file: a configuration of its own")
+    settings: dict[str, Any] = Field({}, description="nested settings, merged over the file")
     overrides: dict[str, Any] = Field({}, description="dotted keys, e.g. {policy.optimizer.lr: 1.0e-5}")
 
 
@@ -76,13 +76,13 @@ class PipelineFile(Section):
     name: str = Field(
         "pipeline",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="of the pipeline and of its directory in `output_dir`",
+        description="name of the pipeline and of its directory in `output_dir`",
     )
-    output_dir: str = Field("runs", description="where the pipeline's directory is made")
+    output_dir: str = Field("runs", description="parent of the pipeline's directory")
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="of every stage and its `sft` section; null: what each stage's configuration says"
+        None, description="seed of every stage and of its `sft` section; null: the seed in each configuration"
     )
-    stages: tuple[StageFile, ...] = Field(min_length=1, description="in the order they are done")
+    stages: tuple[StageFile, ...] = Field(min_length=1, description="the stages, in order")
 
     @model_validator(mode="after")
     def _names(self) -> PipelineFile:
@@ -97,8 +97,10 @@ class PipelineFile(Section):
 
 @dataclass(frozen=True)
 class ResolvedStage:
-    """One stage, resolved. ``symbolic`` is ``config`` with ``stage:NAME`` where a path of another stage
-    stands: what stays the same wherever the pipeline's directory is.
+    """One stage with its complete configuration.
+
+    ``symbolic`` is ``config`` with ``stage:NAME`` in place of the paths of other stages, so that it does not
+    depend on the directory of the pipeline.
     """
 
     name: str
@@ -110,7 +112,7 @@ class ResolvedStage:
 
     @property
     def result(self) -> Path:
-        """What ``${stage:NAME}`` stands for."""
+        """The path that ``${stage:NAME}`` resolves to."""
         return self.directory if self.kind == "sample" else self.directory / "model"
 
 
@@ -127,8 +129,8 @@ class ResolvedPipeline:
 def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
     """Read a pipeline file and every configuration it names.
 
-    Raises ConfigError for what `load_config` refuses, in any stage, for a reference to a stage that does not
-    come earlier, and for a result used as what it is not.
+    Raises ConfigError for an invalid configuration of any stage, for a reference to a stage that is not an
+    earlier one, and for a result of the wrong kind (a model as data, or data as a model).
     """
     path = Path(path)
     tree = read_tree(path)
@@ -139,9 +141,7 @@ def load_pipeline(path: str | Path, overrides: Sequence[str] = ()) -> ResolvedPi
 
 
 def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
-    """Interpolations of the pipeline's own keys are resolved; those of the stages wait for their
-    configurations.
-    """
+    """Validate the file. Resolve interpolations in the pipeline's own keys, and leave those of the stages."""
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     for key in (key for key in _OWN if key in plain):
@@ -153,7 +153,7 @@ def _read_file(tree: DictConfig, path: Path) -> PipelineFile:
 
 
 def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> ResolvedPipeline:
-    """As `load_pipeline`, of a file's contents. ``path``: what stages' files are relative to."""
+    """Resolve the contents of a pipeline file. Configuration files of stages are relative to ``path``."""
     directory = Path(file.output_dir) / file.name
     by_stage = _by_stage(overrides, file)
     stages: list[ResolvedStage] = []
@@ -166,7 +166,7 @@ def resolve(file: PipelineFile, path: Path, overrides: Sequence[str] = ()) -> Re
 
 
 def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[str]]:
-    """``rejection.model.path=x`` -> model.path=x for the stage `rejection`."""
+    """Group overrides by stage: ``rejection.model.path=x`` is model.path=x of the stage `rejection`."""
     found: dict[str, list[str]] = {stage.name: [] for stage in file.stages}
     for text in overrides:
         name, dot, rest = text.partition(".")
@@ -182,7 +182,7 @@ def _by_stage(overrides: Sequence[str], file: PipelineFile) -> dict[str, list[st
 def _tree(
     written: StageFile, seed: int | None, path: Path, overrides: Sequence[str], where: str
 ) -> DictConfig:
-    """The stage's configuration before references to stages are replaced."""
+    """Return the configuration of a stage, with its references to other stages unresolved."""
     tree = read_tree(path.parent / written.config) if written.config else OmegaConf.create({})
     for key in _PLACES:
         OmegaConf.update(tree, key, None)
@@ -218,7 +218,7 @@ def _stage(
         if text.startswith("stage:"):
             meant, slash, rest = text.removeprefix("stage:").partition("/")
             raise ConfigError(
-                f"{where}: {text!r} is no reference to a stage; write ${{stage:{meant}}}{slash}{rest}"
+                f"{where}: {text!r} is not a reference to a stage; write ${{stage:{meant}}}{slash}{rest}"
             )
     inputs = tuple(dict.fromkeys(name for text in _strings(plain) for name in REFERENCE.findall(text)))
     results = {stage.name: stage for stage in earlier}
@@ -274,7 +274,7 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
 
 
 def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedStage], where: str) -> None:
-    """A model is wanted where a model is made, and a file where one is written."""
+    """Check that a key for a model refers to a model, and a key for data to a file of demonstrations."""
     if not value.startswith("stage:"):
         return
     name, slash, file = value.removeprefix("stage:").partition("/")
@@ -282,7 +282,7 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedSta
     if key.startswith(_SCORING):
         raise ConfigError(
             f"{where}: `{key}` = ${{stage:{name}}}{slash}{file}: a reward model is a classifier, which no "
-            "stage makes; expected a directory or a hub id"
+            "stage trains; expected a directory or a hub id"
         )
     if model and (slash or not makes_model):
         raise ConfigError(
@@ -297,7 +297,7 @@ def _check_use(key: str, value: str, model: bool, earlier: dict[str, ResolvedSta
 
 
 def paths(config: Config) -> Iterator[tuple[str, str, bool]]:
-    """Every key that names a model (True) or data (False), with its value."""
+    """Yield key, value and True for every path of a model; key, value and False for every path of data."""
     yield "model.path", config.model.path, True
     yield from ((f"{_SCORING}.{i}.path", m.path, True) for i, m in enumerate(config.rewards.models))
     for name, sources in (("train", config.data.train), ("eval", config.data.eval)):

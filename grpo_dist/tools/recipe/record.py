@@ -1,8 +1,8 @@
-"""What a stage's directory says of the stage: `stage.json`, written atomically before and after the work.
+"""The record of a stage: `stage.json` in its directory, written atomically before and after the work.
 
-A stage is done when its record says so and was made with these settings, from these inputs. Settings stand in
-the record as they are, so that a refusal can name what has changed; an input stands as a fingerprint: of a
-file its contents, of an earlier stage the id of the record its result was finished with.
+A stage is complete when its record says so with the current settings and inputs. The record has the settings
+themselves, so that an error can name the changed ones. Inputs are fingerprints: the contents of a file, or
+the id of the completed record of an earlier stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_dist.tools.recipe.config import Kind, ResolvedStage, paths
 
 FILE = "stage.json"
 
-# Sections that do not decide a stage's result.
+# Sections that do not affect the result of a stage.
 _PLACES = {"name", "output_dir", "checkpoint", "tracking", "cluster"}
 _NO_TRAINING = {"batch", "algorithm", "reference", "policy", "weight_sync", "steps", "max_staleness"}
 _UNUSED: dict[Kind, set[str]] = {
@@ -35,7 +35,7 @@ _UNUSED: dict[Kind, set[str]] = {
     "sample": _PLACES | _NO_TRAINING | {"evaluation"},
 }
 
-# Of `rejection`: what chooses among samples that are there, and is applied to all of them at the end.
+# Keys of `rejection` that choose among finished samples.
 _CHOICE = {"min_reward", "keep_per_prompt", "prefer", "max_pass_rate"}
 
 
@@ -46,9 +46,9 @@ class StageRecord:
     settings: dict[str, Any]
     inputs: dict[str, str | None]
     state: Literal["started", "complete"] = "started"
-    id: str = ""  # of the completion
-    seconds: float = 0.0  # of work, over all starts
-    # Measures on held-out problems (`eval/SET/pass@1` ...) of the model begun with and of the result.
+    id: str = ""  # set on completion
+    seconds: float = 0.0  # working time over all starts
+    # Evaluations (`eval/SET/pass@1` ...) of the initial model and of the result.
     before: dict[str, float | None] = field(default_factory=dict)
     after: dict[str, float | None] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)  # report.json of a sample stage
@@ -58,7 +58,7 @@ class StageRecord:
 
 
 def read_record(directory: Path) -> StageRecord | None:
-    """None where no stage was begun. Raises ValueError for a record that cannot be read."""
+    """Read the record; None when there is none. Raises ValueError for an invalid record."""
     path = directory / FILE
     if not path.is_file():
         return None
@@ -66,7 +66,7 @@ def read_record(directory: Path) -> StageRecord | None:
         return StageRecord(**read_json(path))
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{path}: not a record of a stage ({error}); move {directory} away to do the stage again"
+            f"{path}: not the record of a stage ({error}); move {directory} away to redo the stage"
         ) from error
 
 
@@ -75,12 +75,12 @@ def write_record(directory: Path, record: StageRecord) -> None:
 
 
 def begin(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> StageRecord:
-    """The record of a stage about to start. ``earlier``: complete ones, by stage name."""
+    """Return the record of a stage about to start. ``earlier``: complete records by stage name."""
     return StageRecord(stage.name, stage.kind, settings(stage), inputs(stage, earlier))
 
 
 def settings(stage: ResolvedStage) -> dict[str, Any]:
-    """What decides the stage's result, references to other stages by their names, *** for secrets."""
+    """Return the settings that affect the result, other stages by name, with *** for secrets."""
     return masked(_settings(stage))
 
 
@@ -95,8 +95,9 @@ def _settings(stage: ResolvedStage) -> dict[str, Any]:
 
 
 def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str, str | None]:
-    """Fingerprints of the local files and directories and of the earlier stages that the stage reads; None
-    for a stage that is not complete.
+    """Return fingerprints of the files, directories and earlier stages that the stage reads.
+
+    The fingerprint of an incomplete stage is None.
     """
     found: dict[str, str | None] = {}
     used = settings(stage)
@@ -112,13 +113,13 @@ def inputs(stage: ResolvedStage, earlier: Mapping[str, StageRecord]) -> dict[str
     for file in own_code(stage.config.rewards):
         found[str(file)] = fingerprint(file)
     whole = _settings(stage)
-    if used != whole:  # a custom reward's `end_token` may pass for a secret, and decides
+    if used != whole:  # a custom reward's `end_token` may look like a secret, and affects the result
         found[f"what {HIDDEN} stands for"] = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
     return found
 
 
 def sampled_with(record: StageRecord) -> StageRecord:
-    """``record`` without the settings that its samples do not depend on."""
+    """Return ``record`` without the settings that do not affect its samples."""
     if record.kind != "sample":
         return record
     rejection = {k: v for k, v in record.settings["rejection"].items() if k not in _CHOICE}
@@ -126,13 +127,13 @@ def sampled_with(record: StageRecord) -> StageRecord:
 
 
 def differences(old: StageRecord, new: StageRecord) -> list[str]:
-    """In words, one item for every setting and input: "`steps` was 40 and is 60"."""
+    """Describe every changed setting and input: "`steps` was 40 and is 60"."""
     found = changes(without_layout(old.settings), new.settings)
     for name in dict.fromkeys([*old.inputs, *new.inputs]):
         if old.inputs.get(name) != new.inputs.get(name):
             stage = name.removeprefix("stage:")
             found.append(
-                f"stage `{stage}` was done anew or is not done any more"
+                f"stage `{stage}` was redone or is no longer complete"
                 if stage != name
                 else f"{name} has changed"
             )

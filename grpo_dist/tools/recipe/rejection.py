@@ -1,6 +1,6 @@
-"""Rejection sampling: which samples of a policy become demonstrations, and why the others do not.
+"""Rejection sampling: choose the samples that become demonstrations, and count why others do not.
 
-4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | cut off
+4 samples of a prompt    right, 9 tokens | wrong | right, 7 tokens | truncated
 keep_per_prompt 1, prefer shortest  ->  the third
 """
 
@@ -19,7 +19,7 @@ from grpo_dist.data.prompts import user_content
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, Prompt, Rollout
 
-# Why a sample is not kept, in the order in which it is asked.
+# Why a sample is dropped, in the order of the checks.
 REASONS = (
     "unscored", "below_min_reward", "truncated", "hidden_tokens", "no_text", "duplicate", "too_easy",
     "enough",
@@ -34,14 +34,14 @@ class Report:
     samples: int = 0
     kept: int = 0
     prompts_kept: int = 0
-    passed: int = 0  # samples of at least the reward asked for
+    passed: int = 0  # samples with at least `rejection.min_reward`
     scored: int = 0
     tokens_kept: int = 0
-    respelled: int = 0  # kept, but the tokenizer spells the text with other tokens than the policy did
+    respelled: int = 0  # kept samples whose text the tokenizer encodes differently from the policy
     dropped: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> dict[str, Any]:
-        """The counts with what follows from them: shares, and tokens of a kept completion. None for 0 / 0."""
+        """Return the counts, the pass rate and the mean length of kept completions; None for 0 / 0."""
         return {
             "prompts": self.prompts,
             "prompts_kept": self.prompts_kept,
@@ -55,7 +55,7 @@ class Report:
 
 
 class Selection:
-    """Takes scored groups one after the other; gives the records of `sft.jsonl` and keeps the counts."""
+    """Turns scored groups into records of `sft.jsonl`, and counts kept and dropped samples."""
 
     def __init__(self, settings: RejectionConfig, data: DataConfig, tokenizer: Any, *, seed: int) -> None:
         self._settings, self._data, self._tokenizer, self._seed = settings, data, tokenizer, seed
@@ -65,7 +65,7 @@ class Selection:
         self.report = Report()
 
     def take(self, groups: Iterable[Group]) -> list[dict[str, Any]]:
-        """Records of what is kept, groups in order, the samples of each in the order preferred."""
+        """Return the records of the kept samples: groups in order, samples of each by preference."""
         return [record for group in groups for record in self._of_group(group)]
 
     def _of_group(self, group: Group) -> list[dict[str, Any]]:
@@ -95,17 +95,17 @@ class Selection:
         return [self._record(group, i, pass_rate) for i in kept]
 
     def _objection(self, prompt: Prompt, rollout: Rollout, *, scored: bool, passed: bool) -> str:
-        """Why this sample cannot be a demonstration; "" when it can."""
+        """Return why this sample cannot be a demonstration, or ""."""
         if not scored:
             return "unscored"
         if not passed:
             return "below_min_reward"
         if rollout.finish_reason != "stop":
-            return "truncated"  # the end of the answer would be taught where the model had none
+            return "truncated"  # training would teach an end that the model did not produce
         if self._hides_tokens(rollout):
             return "hidden_tokens"
         if not rollout.text or "\N{REPLACEMENT CHARACTER}" in rollout.text:
-            return "no_text"  # nothing but the end, or tokens that are no whole characters
+            return "no_text"  # empty, or incomplete characters
         if (prompt.text, rollout.text) in self._seen:
             return "duplicate"
         self._seen.add((prompt.text, rollout.text))
@@ -131,7 +131,7 @@ class Selection:
         return list(indices)
 
     def _record(self, group: Group, index: int, pass_rate: float) -> dict[str, Any]:
-        """A row as `data.demonstrations` reads it, and where it comes from."""
+        """Return a row for `data.demonstrations` with its origin."""
         data, prompt, rollout = self._data, group.prompt, group.rollouts[index]
         asked: dict[str, Any] = {"prompt": user_content(prompt.text, data.instruction)}
         if data.system_prompt:

@@ -1,6 +1,6 @@
-"""A pipeline from its file to its table: what is done is skipped, what was interrupted goes on.
+"""Run a pipeline: skip complete stages, resume interrupted ones, print the table.
 
-refuse everything that can be refused  ->  for each stage: skip | go on | begin  ->  table
+check everything  ->  for each stage: skip | resume | start  ->  table
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ def run_pipeline(
     again_from: str | None = None,
     check_only: bool = False,
 ) -> Done:
-    """Every stage, in order; the records of all. ``again_from``: that stage and all later ones are done anew.
+    """Run every stage in order, and return the records of all.
 
-    Raises UserError, before anything is started, for a complete stage whose settings or inputs have changed,
-    and for whatever a stage still to do cannot use. Nothing of an earlier start is deleted: what is done anew
-    is moved aside.
+    Args:
+        again_from: redo this stage and all later ones; their earlier directories are kept as backups.
+        check_only: check everything and print the plan, but run nothing.
+
+    Raises UserError, before anything starts, for a complete stage with changed settings or inputs, and for
+    invalid settings of a remaining stage.
     """
     anew = _anew(pipeline, again_from)
     if check_only:
@@ -53,21 +56,21 @@ def run_pipeline(
     with refusals():
         check_writable(pipeline.directory)
     if fresh := not pipeline.directory.exists():
-        _checked(pipeline, anew)  # so that a refusal leaves nothing behind
+        _checked(pipeline, anew)  # before the directory exists, so that an error leaves nothing behind
         with refusals():
             pipeline.directory.mkdir(parents=True, exist_ok=True)
     with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
-        with refusals():  # what another process has done meanwhile counts
+        with refusals():  # read again under the lock: another process may have finished stages
             done = complete_stages(pipeline, anew)
         if not fresh:
             check_stages(pipeline, _to_do(pipeline, done))
         for stage in anew:
             if stage.directory.exists():
-                say(f"stage {stage.name}: what was there is now {keep_backup(stage.directory)}")
+                say(f"stage {stage.name}: moved the earlier directory to {keep_backup(stage.directory)}")
         for number, stage in enumerate(pipeline.stages, 1):
             heading = f"stage {number} of {len(pipeline.stages)}: {stage.name} ({stage.kind})"
             if stage.name in done:
-                say(f"{heading}: done before")
+                say(f"{heading}: already done")
                 continue
             say(heading)
             done[stage.name] = _run(stage, done, say)
@@ -76,7 +79,7 @@ def run_pipeline(
 
 
 def _checked(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage]) -> Done:
-    """Complete stages, after a look at what the others can use."""
+    """Return the complete stages after checking the others."""
     with refusals():
         done = complete_stages(pipeline, anew)
     check_stages(pipeline, _to_do(pipeline, done))
@@ -88,9 +91,7 @@ def _to_do(pipeline: ResolvedPipeline, done: Done) -> list[str]:
 
 
 def complete_stages(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage] = ()) -> Done:
-    """Records of the stages that need no work. Raises ValueError for one that has changed since it was
-    made.
-    """
+    """Return the records of complete stages. Raises ValueError for changed settings or inputs."""
     done: Done = {}
     for stage in pipeline.stages:
         if stage in anew:
@@ -107,7 +108,7 @@ def complete_stages(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage] = 
 
 
 def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageRecord:
-    """One stage, begun or gone on with. Its time counts whether it ends well or not."""
+    """Start or resume one stage. Its time counts even when it fails."""
     record = begin(stage, done)
     earlier = read_record(stage.directory)
     spent = earlier.seconds if earlier else 0.0
@@ -137,14 +138,16 @@ def _anew(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, 
 def _check_free(stage: ResolvedStage) -> None:
     if stage.directory.exists() and (not stage.directory.is_dir() or any(stage.directory.iterdir())):
         raise ValueError(
-            f"stage `{stage.name}`: {stage.directory} is there, but not of this pipeline (no {FILE}); choose "
-            f"another `name` or `output_dir`, or move it aside with --from {stage.name}"
+            f"stage `{stage.name}`: {stage.directory} exists, but is not of this pipeline (no {FILE}); "
+            f"choose another `name` or `output_dir`, or use --from {stage.name}, which keeps it as a backup"
         )
 
 
 def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> None:
-    """A stage that has begun and left nothing yet may still change; of one that has begun to sample, what
-    chooses among its samples may.
+    """Check that settings and inputs are those of the record.
+
+    A started stage without any files may change freely, and a started sample stage may change the settings
+    that choose among its samples.
     """
     if record.state == "started":
         if not _has_work(stage.directory):
@@ -152,10 +155,10 @@ def _check_same(stage: ResolvedStage, record: StageRecord, now: StageRecord) -> 
         record, now = sampled_with(record), sampled_with(now)
     changed = differences(record, now)
     if changed:
-        state = "complete" if record.state == "complete" else "begun"
+        state = "complete" if record.state == "complete" else "started"
         raise ValueError(
             f"stage `{stage.name}` is {state} ({stage.directory}) with other settings or inputs: "
-            f"{listed(changed)}. Restore them, or do it and all later stages again with --from {stage.name}"
+            f"{listed(changed)}. Restore them, or redo it and all later stages with --from {stage.name}"
         )
 
 
@@ -164,8 +167,8 @@ def _check_there(stage: ResolvedStage) -> None:
     gone = next((name for name in wanted if not any(stage.result.glob(name))), None)
     if gone:
         raise ValueError(
-            f"stage `{stage.name}` is complete, but {stage.result / gone} is gone; put it back, or do the "
-            f"stage and all later ones again with --from {stage.name}"
+            f"stage `{stage.name}` is complete, but {stage.result / gone} is missing; put it back, or redo "
+            f"the stage and all later ones with --from {stage.name}"
         )
 
 
@@ -180,7 +183,7 @@ def _say_plan(
         if stage.name in done:
             state = "done"
         elif stage in anew and stage.directory.exists():
-            state = "to be done again"
+            state = "to redo"
         else:
-            state = "begun, to go on" if (stage.directory / FILE).exists() else "to do"
+            state = "to resume" if (stage.directory / FILE).exists() else "to do"
         say(f"{stage.directory}  {stage.kind}  {state}")

@@ -1,11 +1,11 @@
-"""The `sample` stage: completions of the training prompts by the stage's model, scored, the good ones kept.
+"""The `sample` stage: sample and score completions of the training prompts, and keep the good ones.
 
     DIRECTORY/
-      samples/part_00000.parquet   every sample of a chunk of prompts, written when all of them are scored
-      sft.jsonl                    what is kept, as `sft.data` reads it; there when all is done
+      samples/part_00000.parquet   every sample of a chunk of prompts, written once all are scored
+      sft.jsonl                    kept samples in the format of `sft.data`, written last
       report.json                  counts
 
-A start finds the parts of the one before it and samples only what is missing.
+A restart finds the finished parts and samples only the missing ones.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
-from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.tools.recipe.rejection import Selection
+from grpo_dist.tools.sampling import sample_with_model
 from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"
-_STAGE = -2  # of request seeds: those of training steps count from 0, evaluations have -1
+_STAGE = -2  # for request seeds; training steps count from 0, evaluations use -1
 
 
 def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Fill ``directory``; the contents of its report.json.
+    """Fill ``directory`` and return the contents of its report.json.
 
-    Raises UserError for input that cannot be used, and where nothing can be kept: there is nothing to teach.
+    Raises UserError for invalid input, and when no sample is kept.
     """
     with refusals():
         model_dir = resolve_model(config, say)
@@ -56,7 +55,7 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
     write_text(directory / "report.json", json.dumps(report, indent=1) + "\n")
     if not lines:
         raise UserError(
-            f"{directory}: none of {report['samples']} samples is kept ({_reasons(report)}); lower "
+            f"{directory}: none of {report['samples']} samples was kept ({_reasons(report)}); lower "
             f"`rejection.min_reward` = {config.rejection.min_reward:g}, sample more, or use a better model"
         )
     write_text(directory / SFT_FILE, "".join(lines))
@@ -69,7 +68,7 @@ def _reasons(report: dict[str, Any]) -> str:
 
 
 def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
-    """All prompts of `data.train`, or as many of them as `rejection.max_prompts` says, drawn by seed."""
+    """Return all prompts of `data.train`, or `rejection.max_prompts` of them drawn by seed."""
     found = train_prompts(config, read_all(config.data.train), tokenizer, say).prompts
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
@@ -90,29 +89,24 @@ def _part(directory: Path, number: int) -> Path:
 async def _sample_missing(
     config: Config, model_dir: Path, chunks: list[list[Prompt]], directory: Path, say: Callable[[str], None]
 ) -> None:
-    """Every part that is not there yet. No engine is started when all are."""
-    from actors.cluster import Cluster
-
+    """Sample every missing part. Start no engine when there is none."""
     missing = [i for i in range(len(chunks)) if not _part(directory, i).exists()]
     if not missing:
         return
 
     async def finished(number: int, groups: list[Group]) -> None:
         write_groups(_part(directory, number), groups)
-        of = f"chunk {number + 1} of {len(chunks)}"
+        chunk = f"chunk {number + 1} of {len(chunks)}"
         samples = sum(len(g.rollouts) for g in groups)
-        say(f"rejection sampling: {of}: {samples} samples of {len(groups)} prompts")
+        say(f"rejection sampling: {chunk}: {samples} samples of {len(groups)} prompts")
 
-    async with Cluster(config) as cluster:
-        async with deadline(config.cluster.timeouts.up_s, "start: engine and graders up"):
-            workers = await cluster.start_evaluation(model_dir)
-        with stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"):
-            await sample_chunks(
-                config,
-                config.rejection,
-                workers,
-                {number: chunks[number] for number in missing},
-                finished,
-                stage=_STAGE,
-                what="rejection sampling",
-            )
+    await sample_with_model(
+        config,
+        config.rejection,
+        model_dir,
+        {number: chunks[number] for number in missing},
+        finished,
+        stage=_STAGE,
+        what="rejection sampling",
+        shown=stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"),
+    )

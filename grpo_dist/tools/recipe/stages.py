@@ -1,7 +1,7 @@
-"""The work of each kind of stage: in its directory, from where the start before it ended.
+"""The work of each kind of stage. Every stage resumes from the files in its directory.
 
-sft      model/, and evaluation.json and evaluations/ where `evaluation.after` asks for one
-grpo     a run directory as `grpo-dist train` makes it; resumes from its newest checkpoint
+sft      model/; with `evaluation.after` also evaluation.json and evaluations/
+grpo     a run directory as of `grpo-dist train`; resumes from its newest checkpoint
 sample   samples/, sft.jsonl, report.json
 """
 
@@ -23,7 +23,7 @@ from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 from grpo_dist.tools.recipe.record import StageRecord
 
-Measures = dict[str, float | None]  # eval/SET/pass@1 and the like; None: could not be estimated
+Measures = dict[str, float | None]  # by metric, e.g. eval/SET/pass@1; None: no estimate
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ Run = Callable[[ResolvedStage, Measures, Callable[[str], None]], StageResult]
 
 
 def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    """``before``: measures of the model it starts from where an earlier stage took the same; else they are
-    taken here, if the configuration asks for it.
+    """Train the supervised model and evaluate it.
+
+    ``before``: the evaluation of the initial model if an earlier stage has it; otherwise it is made here when
+    `evaluation.before` is set.
     """
     from grpo_dist.runs.cold_start import base_model, write_sft
 
@@ -46,7 +48,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
     assert settings is not None  # an sft stage has the section
     if not stage.result.exists():
         partial = stage.directory / ".partial_model"
-        clear(partial)  # left by a start that was killed
+        clear(partial)  # left by a killed start
         partial.mkdir()
         with refusals(), logged_stage("supervised", f"{settings.steps} steps"):
             write_sft(settings, base_model(settings), partial, say)
@@ -62,7 +64,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    """The run's own evaluations: before its first step, and of the model it ends with, where it made them."""
+    """Train, and return the run's evaluations before its first and after its last step, if it made them."""
     from grpo_dist.runs.run import finished_steps
     from grpo_dist.runs.session import train
 
@@ -85,8 +87,9 @@ RUNS: dict[Kind, Run] = {"sft": run_sft_stage, "grpo": run_grpo_stage, "sample":
 
 
 def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Measures:
-    """Measures of the model that ``stage`` starts from, taken by the stage that made it, where they were
-    taken on the same problems in the same way.
+    """Return the evaluation of the initial model of ``stage`` by the stage that trained it.
+
+    Empty unless that stage evaluated on the same problems with the same settings.
     """
     symbolic = stage.symbolic
     start = symbolic.sft.model if stage.kind == "sft" and symbolic.sft else symbolic.model.path
@@ -97,7 +100,7 @@ def known_measures(stage: ResolvedStage, earlier: dict[str, StageRecord]) -> Mea
 
 
 def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
-    """What decides the measures of a model, besides the model."""
+    """Return the settings, apart from the model, that affect an evaluation."""
     settings = without_layout(settings)
     data = {key: value for key, value in settings["data"].items() if key not in ("train", "overlap")}
     when = ("every", "before", "after")
@@ -112,7 +115,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
-    """Kept below ``directory``: a stage that is killed goes on with it."""
+    """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
     from grpo_dist.tools.evaluate.run import evaluate_model
 
     model = config.model.model_copy(update={"path": str(model_dir)})
@@ -121,7 +124,7 @@ def _evaluate(config: Config, model_dir: Path, directory: Path, say: Callable[[s
 
 
 def _measures(metrics: dict[str, Any]) -> Measures:
-    """Those of an evaluation; JSON has no NaN."""
+    """Select the metrics of an evaluation, with None for NaN, which JSON lacks."""
     found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
     return {
         key: value if value is not None and math.isfinite(value) else None for key, value in found.items()

@@ -1,6 +1,4 @@
-"""The closing table of a pipeline: accuracy on held-out problems before and after each stage, and its
-time.
-"""
+"""The closing table of a pipeline: accuracy on held-out problems before and after each stage, and time."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ def print_table(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) 
 
 
 def rows(pipeline: ResolvedPipeline, records: Mapping[str, StageRecord]) -> Iterator[tuple[str, ...]]:
-    """One row for each measure of a stage, pass@1 or whatever comes first of every held-out set; seconds and
-    path stand in the first.
+    """Yield a row for each held-out set of a stage, with its first measure, usually pass@1.
+
+    Seconds and path are in the first row of the stage.
     """
     for stage in pipeline.stages:
         record = records[stage.name]
@@ -48,7 +47,7 @@ def _measured(record: StageRecord) -> list[tuple[str, str, str]]:
 
 
 def _share(measures: Mapping[str, float | None], key: str) -> str:
-    """0.5, 0.02 -> "50.0% ± 2.0"; what was not measured is "–"."""
+    """Format a share: 0.5, 0.02 -> "50.0% ± 2.0%"; a missing one is "–"."""
     value, error = measures.get(key), measures.get(f"{key}_stderr")
     if value is None:
         return "–"

@@ -6,45 +6,49 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
+from grpo_dist.tools.arguments import add_command, print_line, split_overrides
 
 
 def add_commands(commands: Any) -> None:
     text = (
-        "grade a file of completions with any rewards, in processes as those of a run: how the rewards are "
-        "distributed, what cannot be scored and why, how long it takes, and where graders disagree"
+        "grade a file of completions with any rewards, in the same processes as a run: distribution of the "
+        "rewards, unscored completions and why, time per completion, and where graders disagree"
     )
-    sub = commands.add_parser("score", help=text, description=text)
+    sub = add_command(commands, "score", text, _score)
     sub.add_argument(
         "config", metavar="COMPLETIONS",
         help="JSONL with `problem`, `answer`, `completion` (or a list: `completions`) and any other columns",
     )  # fmt: skip
     sub.add_argument(
         "overrides", nargs="*", metavar="CONFIG | key=value",
-        help="YAML file whose `rewards` are used, with weights and gates; rewards.timeout_s=2 and the like",
+        help="YAML file that gives `rewards` with weights and gates; overrides such as rewards.timeout_s=2",
     )  # fmt: skip
     sub.add_argument(
         "--reward", action="append", default=[], metavar="NAME",
-        help="a built-in reward, or module:function (in rewards.code_paths=[DIR]); several are compared; "
+        help="a built-in reward, or module:function (in rewards.code_paths=[DIR]); repeat to compare; "
         "default math",
     )  # fmt: skip
     sub.add_argument(
-        "--label", metavar="COLUMN", help="true or false by a person or another grader; compared, too"
+        "--label",
+        metavar="COLUMN",
+        help="true or false, from a person or another grader; compared with the rewards",
     )
     sub.add_argument("--problem-column", default="problem", metavar="COLUMN")
     sub.add_argument("--completion-column", metavar="COLUMN", help="default: completion or completions")
     sub.add_argument("--answer-column", default="answer", metavar="COLUMN")
-    sub.add_argument("--output", type=Path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl, here")
-    sub.add_argument("--show", type=int, default=5, metavar="N", help="disagreements shown; default 5")
-    sub.set_defaults(command=_score)
+    sub.add_argument(
+        "--output", type=Path, metavar="FILE", help="default: COMPLETIONS.scored.jsonl in this directory"
+    )
+    sub.add_argument(
+        "--show", type=int, default=5, metavar="N", help="number of disagreements to print; default 5"
+    )
 
 
 def _score(path: str, rest: list[str], **options: Any) -> None:
-    from grpo_dist.config.files import is_override
-
-    overrides = [text for text in rest if is_override(text)]
-    files = [text for text in rest if text not in overrides]
+    files, overrides = split_overrides(rest)
     if len(files) > 1:
-        raise UserError(f"score: {', '.join(files)}: expected one configuration at most")
+        raise UserError(f"score: {', '.join(files)}: expected at most one configuration")
+    # These load numpy and the rewards, which --help does not need.
     from grpo_dist.tools.scoring.rows import Columns
     from grpo_dist.tools.scoring.run import score
 
@@ -56,7 +60,7 @@ def _score(path: str, rest: list[str], **options: Any) -> None:
         options["reward"],
         files[0] if files else None,
         overrides,
-        lambda message: print(message, flush=True),
+        print_line,
         columns=columns,
         output=options["output"],
         show=options["show"],

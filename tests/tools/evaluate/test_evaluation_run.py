@@ -214,7 +214,7 @@ def test_fresh_moves_aside_and_samples_anew(here, capsys):
     _, result, _ = evaluate()
     assert evaluate("--fresh")[1] == result and len(here.worlds) == 2
     assert Path("out.old-1/result.json").read_text() == result
-    assert "out is now in out.old-1" in capsys.readouterr().out
+    assert "out: moved the earlier evaluation to out.old-1" in capsys.readouterr().out
 
 
 def test_several_sets_have_rows_of_their_own_and_what_they_come_to(here):
@@ -250,7 +250,7 @@ def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy/file").write_text("")
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy"]) == 2
-    assert "busy: is there, but holds no evaluation" in capsys.readouterr().err
+    assert "busy: exists, but holds no evaluation" in capsys.readouterr().err
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy", "--fresh"]) == 2
     assert here.worlds == []
 
@@ -340,7 +340,7 @@ def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
     capsys.readouterr()
     _, both, all_rows = evaluate(data=("other.jsonl",))
     out = capsys.readouterr().out
-    assert "result.json there has data, measured before, too" in out
+    assert "result.json also has the earlier results on data" in out
     measured = json.loads(both)["measured"]
     assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
     assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
@@ -356,7 +356,7 @@ def test_results_of_several_sets_are_compared_on_those_that_both_have(here, caps
     evaluate("seed=3", data=("other.jsonl",), directory="b")
     capsys.readouterr()
     assert main(["eval", "--compare", "a", "b", "--output", "difference.json"]) == 0
-    assert "warning: only b was measured on other, which is left out" in capsys.readouterr().out
+    assert "warning: only b was measured on other, which is not compared" in capsys.readouterr().out
     assert {row["set"] for row in json.loads(Path("difference.json").read_text())["rows"]} == {"data"}
     evaluate("seed=3", data=("other.jsonl",), directory="c")
     assert main(["eval", "--compare", "a", "c"]) == 2

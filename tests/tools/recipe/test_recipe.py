@@ -111,8 +111,8 @@ def test_stages_run_in_order_once_and_are_then_skipped(world):
     assert world.ran == NAMES == list(done)
     again, said = run()
     assert world.ran == NAMES and again == done
-    assert [line for line in said if "done before" in line] == [
-        f"stage {i} of 4: {s['name']} ({s['kind']}): done before" for i, s in enumerate(STAGES, 1)
+    assert [line for line in said if "already done" in line] == [
+        f"stage {i} of 4: {s['name']} ({s['kind']}): already done" for i, s in enumerate(STAGES, 1)
     ]
 
 
@@ -164,7 +164,7 @@ def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world)
     with pytest.raises(KeyboardInterrupt):
         run()
     write(stages=with_overrides(1, steps=60))
-    assert "stage `reason` is begun" in refused()
+    assert "stage `reason` is started" in refused()
     Path("runs/p/02_reason/metrics.jsonl").unlink()
     world.fail_in = None
     run()
@@ -196,7 +196,7 @@ def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, 
         run()
     world.fail_in = None
     write(stages=with_overrides(2, **{"rejection.temperature": 0.5}))
-    assert "stage `reject` is begun" in refused() and "`rejection.temperature`" in refused()
+    assert "stage `reject` is started" in refused() and "`rejection.temperature`" in refused()
     choice = {"min_reward": 0.5, "keep_per_prompt": 2, "prefer": "first", "max_pass_rate": 0.9}
     write(stages=with_overrides(2, **{f"rejection.{key}": value for key, value in choice.items()}))
     done, _ = run()
@@ -247,7 +247,7 @@ def test_a_stage_made_from_one_that_is_gone_is_not_passed_off_as_done(world):
     run()
     Path("runs/p/01_cold").rename("elsewhere")
     message = refused()
-    assert "stage `reason`" in message and "stage `cold` was done anew or is not done any more" in message
+    assert "stage `reason`" in message and "stage `cold` was redone or is no longer complete" in message
     assert world.ran == NAMES
 
 
@@ -255,13 +255,13 @@ def test_a_complete_stage_without_its_result_is_refused(world):
     run()
     Path("runs/p/03_reject/sft.jsonl").unlink()
     message = refused()
-    assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is gone" in message
+    assert "stage `reject` is complete, but runs/p/03_reject/sft.jsonl is missing" in message
 
 
 def test_a_complete_stage_without_its_weights_is_refused(world):
     run()
     Path("runs/p/01_cold/model/model.safetensors").unlink()
-    assert "runs/p/01_cold/model/*.safetensors is gone" in refused()
+    assert "runs/p/01_cold/model/*.safetensors is missing" in refused()
 
 
 def test_from_redoes_a_stage_and_all_later_ones_and_moves_the_old_ones_aside(world):
@@ -291,7 +291,7 @@ def test_from_a_stage_that_does_not_exist_is_refused(world):
 def test_a_directory_of_somebody_else_is_refused_and_moved_aside_on_request(world):
     Path("runs/p/01_cold").mkdir(parents=True)
     Path("runs/p/01_cold/theirs").write_text("x")
-    assert "runs/p/01_cold is there, but not of this pipeline" in refused()
+    assert "runs/p/01_cold exists, but is not of this pipeline" in refused()
     run(again_from="cold")
     assert Path("runs/p/01_cold.old-1/theirs").read_text() == "x"
 
@@ -381,7 +381,7 @@ def test_check_says_what_would_be_done_and_starts_nothing(world):
     assert said[0] == "runs/p/01_cold  sft  to do" and not Path("runs").exists()
     run()
     assert run(check_only=True)[1][-1] == "runs/p/04_again  sft  done"
-    assert run(check_only=True, again_from="again")[1][-1] == "runs/p/04_again  sft  to be done again"
+    assert run(check_only=True, again_from="again")[1][-1] == "runs/p/04_again  sft  to redo"
     assert world.ran == NAMES and not Path("runs/p/04_again.old-1").exists()
 
 

@@ -51,6 +51,9 @@ def clusters(monkeypatch):
         async def __aexit__(self, *exc):
             return None
 
+        async def where_stuck(self):
+            return ""
+
         async def start_evaluation(self, model_dir):
             return made[-1].workers()
 
@@ -99,5 +102,5 @@ def test_where_nothing_is_kept_the_stage_says_why_and_leaves_no_demonstrations(t
     with pytest.raises(UserError) as refusal:
         sample(tmp_path, min_reward=2)
     message = str(refusal.value)
-    assert "none of 40 samples is kept (40 below_min_reward); lower `rejection.min_reward` = 2" in message
+    assert "none of 40 samples was kept (40 below_min_reward); lower `rejection.min_reward` = 2" in message
     assert not (tmp_path / "sft.jsonl").exists() and (tmp_path / "report.json").is_file()

@@ -320,8 +320,8 @@ def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
         (["run", "--output", "run"], "a directory"),
         (["run", "--output", "none/such/x.html"], "cannot be written"),
         (["run", "--serve", "--output", "x.html"], "--serve writes no file"),
-        (["run", "--rollouts", "-1"], "not negative"),
-        (["run", "--token-steps", "5-x"], "'5-x' is no step"),
+        (["run", "--rollouts", "-1"], "expected 0 or more"),
+        (["run", "--token-steps", "5-x"], "'5-x' is not a step"),
     ],
 )
 def test_what_cannot_be_reported_is_refused_with_exit_code_2(arguments, said, tmp_path, monkeypatch, capsys):
