@@ -32,7 +32,7 @@ class WandbRun:
                 entity=settings.entity,
                 name=config.name,
                 dir=str(run_dir),
-                mode=_mode(settings.mode, run_dir, tell),
+                mode=online_mode(settings.mode, run_dir, tell),
                 id=run_id,
                 resume="allow",
                 config=masked(config.model_dump(mode="json")),
@@ -66,7 +66,7 @@ def _masked_command() -> Iterator[None]:
         sys.argv = command
 
 
-def _mode(
+def online_mode(
     wanted: str, run_dir: Path, tell: Callable[[str], None]
 ) -> Literal["online", "offline", "disabled"]:
     """Online where that is wanted, a key is set, and its server takes the key; ``auto`` heeds WANDB_MODE."""

@@ -83,7 +83,7 @@ def _key(path: str, field: FieldInfo) -> Key:
 def _row(key: Key, headings: Mapping[type[BaseModel], str]) -> str:
     value = key.value
     if key.section is not None:
-        value = value.replace("section", f"[section](#{_anchor(headings[key.section])})")
+        value = value.replace("section", f"[section](#{anchor(headings[key.section])})")
     return f"| `{key.path}` | {value} | {key.default} | {_cell(meaning(key))} |"
 
 
@@ -91,7 +91,7 @@ def _heading(prefixes: Sequence[str], title: str) -> str:
     return ", ".join(f"`{prefix[:-1]}`" if prefix else title for prefix in prefixes)
 
 
-def _anchor(heading: str) -> str:
+def anchor(heading: str) -> str:
     """As renderers of markdown name it: "`data.train.N`, `data.eval.N`" -> datatrainn-dataevaln."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 

@@ -18,7 +18,7 @@ from grpo_dist.observe import EVENTS, Tracker, sinks
 from grpo_dist.observe.completions import COLUMNS, step_of, table_of
 from grpo_dist.observe.settings import check_trackers, flat
 from grpo_dist.observe.sinks import AsyncSink, close_all
-from grpo_dist.observe.wandb_run import _mode
+from grpo_dist.observe.wandb_run import online_mode
 from tests.support import fakes, wandb_file
 from tests.support.made_groups import group
 from tests.support.patience import HANG_S
@@ -202,8 +202,8 @@ def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monk
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     told: list[str] = []
-    assert _mode("auto", tmp_path, told.append) == "offline" and told == []
-    assert _mode("online", tmp_path, told.append) == "offline"
+    assert online_mode("auto", tmp_path, told.append) == "offline" and told == []
+    assert online_mode("online", tmp_path, told.append) == "offline"
     assert told == [f"no key is set; the run is kept in {tmp_path / 'wandb'}, for `wandb sync`"]
 
 
@@ -211,8 +211,8 @@ def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monk
 def test_wandb_with_a_key_stays_off_line_where_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert _mode("auto", tmp_path, print) == mode
-    assert _mode("online", tmp_path, print) == "online"
+    assert online_mode("auto", tmp_path, print) == mode
+    assert online_mode("online", tmp_path, print) == "online"
 
 
 def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_path):

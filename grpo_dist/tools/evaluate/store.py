@@ -54,7 +54,7 @@ class Identity:
 
     @classmethod
     def of(cls, config: Config, model_dir: Path) -> Identity:
-        settings = _settings(config)
+        settings = settings_of(config)
         model = fingerprint(model_dir)
         digest = hashlib.sha256(json.dumps([model, settings], sort_keys=True, default=str).encode())
         return cls(config.model.path, model, masked(settings), digest.hexdigest()[:16])
@@ -125,7 +125,7 @@ def default_directory(config: Config, identity: Identity) -> Path:
     return Path(config.output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that decide samples and their rewards, by configuration key."""
     sampling, tree = sampling_of(config, config.evaluation), config.model_dump(mode="json")
     rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}

@@ -112,8 +112,9 @@ class Selection:
         return ""
 
     def _hides_tokens(self, rollout: Rollout) -> bool:
-        """Whether the text leaves tokens out: special ones, and ids that the model has (its vocabulary is
-        often padded) but the tokenizer has not.
+        """Return True when the text lacks tokens: special ones, or ids beyond the tokenizer.
+
+        Vocabularies of models are often padded beyond that of the tokenizer.
         """
         ids = rollout.completion_ids[:-1].tolist()
         return bool(self._special.intersection(ids)) or max(ids, default=0) >= len(self._tokenizer)

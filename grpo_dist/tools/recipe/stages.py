@@ -57,8 +57,8 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():
-            before = _evaluate(stage.config, base_model(settings), stage.directory, say)
-    after = _evaluate(stage.config, stage.result, stage.directory, say)
+            before = evaluate_stage(stage.config, base_model(settings), stage.directory, say)
+    after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return StageResult(before, after)
 
@@ -114,7 +114,7 @@ def _protocol(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _evaluate(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
+def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callable[[str], None]) -> Measures:
     """Evaluate a model. The evaluation is kept in ``directory``, so that a killed stage resumes it."""
     from grpo_dist.tools.evaluate.run import evaluate_model
 

@@ -1,1 +1,1 @@
-"""Completions from a file, graded by rewards before anything is trained on these. See README.md."""
+"""`grpo-dist score`: grade completions from a file, to test rewards before training. See README.md."""

@@ -1,6 +1,6 @@
-"""Where graders of the same completions agree, and where not.
+"""Agreement between graders of the same completions.
 
-A grader is a reward whose every value is 0 or 1, or the column of somebody's labels.
+A grader is a reward whose values are all 0 or 1, or a column of labels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Of two graders: completions by what the first and the second say; ``unscored`` by at least one."""
+    """Confusion counts of two graders. ``unscored``: completions that at least one did not score."""
 
     first: str
     second: str
@@ -31,16 +31,17 @@ class Agreement:
 
     @property
     def rate(self) -> float:
-        """Share on which they say the same; NaN for none."""
+        """Share of the scored completions on which both agree; NaN without any."""
         return (self.both + self.neither) / self.scored if self.scored else math.nan
 
     @property
     def kappa(self) -> float:
-        """Cohen's kappa: (rate - chance) / (1 - chance), where chance is how often graders would agree that
-        say "right" as often as these two, but at random (Cohen 1960). NaN where chance is 1: each says one
-        thing only.
+        """Cohen's kappa (Cohen 1960): (rate - chance) / (1 - chance).
 
-            20 both, 5 only the first, 10 only the second, 15 neither: rate 0.7, chance 0.5, kappa 0.4
+        Chance is the agreement of random graders with the same share of "right" as these two. NaN when chance
+        is 1, as each grader has a single verdict.
+
+            20 both, 5 only first, 10 only second, 15 neither: rate 0.7, chance 0.5, kappa 0.4
         """
         n = self.scored
         if not n:
@@ -51,13 +52,13 @@ class Agreement:
 
 
 def is_grader(values: np.ndarray) -> bool:
-    """Whether all that could be scored is 0 or 1; not of what never could be."""
+    """Return True when all scored values are 0 or 1, and at least one was scored."""
     known = values[~np.isnan(values)]
     return bool(len(known)) and bool(np.isin(known, (0.0, 1.0)).all())
 
 
 def agreements(graders: Mapping[str, np.ndarray]) -> list[Agreement]:
-    """Of every two of ``graders``: float [N], NaN where it could not be scored."""
+    """Compare every two of ``graders``: float [N] each, NaN for unscored."""
     return [_agreement(a, graders[a], b, graders[b]) for a, b in combinations(graders, 2)]
 
 
@@ -70,6 +71,6 @@ def _agreement(first: str, ours: np.ndarray, second: str, theirs: np.ndarray) ->
 
 
 def disagreements(graders: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Indices of the completions that one grader calls right and another wrong."""
+    """Return the indices of completions that one grader calls right and another wrong."""
     values = np.array(list(graders.values()))
     return np.flatnonzero((values == 1).any(axis=0) & (values == 0).any(axis=0))

@@ -1,4 +1,4 @@
-"""What scoring found, for people: tables, and files of all scores and of disagreements."""
+"""Output of `grpo-dist score`: tables, and files of all scores and of disagreements."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from grpo_dist.tools.scoring.scorer import Outcome, Scored
 _BINS = 10
 _BARS = " ▁▂▃▄▅▆▇█"
 _PLACES = 3
-_TAIL = 160  # characters of a completion that are shown, from its end
+_TAIL = 160  # characters to show of a completion, from its end
 
 
 def write_scores(path: Path, outcome: Outcome) -> None:
-    """Every row as it was read, with `score`: of a single completion values, of a list lists of them."""
+    """Write every row with its `score`: values for a single completion, lists for a list of completions."""
     write_text(path, "".join(_line(dict(s.row.record) | {"score": _score(s)}) for s in outcome.scored))
 
 
@@ -44,7 +44,7 @@ def _score(scored: Scored) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Of an array, for JSON: the shortest number that is this one in its own precision, 0.1 for float32's."""
+    """Convert a numpy value for JSON; a float32 0.1 becomes 0.1, the shortest text that gives it back."""
     if not isinstance(value, np.floating):
         return value.item() if isinstance(value, np.generic) else value
     return None if np.isnan(value) else float(str(value))
@@ -53,7 +53,7 @@ def _plain(value: Any) -> Any:
 def write_disagreements(
     path: Path, outcome: Outcome, graders: dict[str, np.ndarray], indices: np.ndarray
 ) -> list[dict[str, Any]]:
-    """One row for each completion on which ``graders`` disagree; returns them."""
+    """Write a row for each completion on which ``graders`` disagree, and return the rows."""
     flat = [(s, i) for s in outcome.scored for i in range(len(s.row.completions))]
     rows = []
     for index in indices:
@@ -79,7 +79,7 @@ def _line(row: dict[str, Any]) -> str:
 def print_scores(
     console: Console, outcome: Outcome, rewards: np.ndarray, parts: dict[str, np.ndarray]
 ) -> None:
-    """Distribution, outcomes, reasons of what could not be scored, and time."""
+    """Print distributions, outcomes, reasons of unscored completions, and times."""
     columns = ("reward", "scored", "unscored", "mean", "std", "min", "p50", "max", "distribution")
     rows = [[escape(name), *_distribution(own)] for name, own in (("total", rewards), *parts.items())]
     print_rows(console, "rewards", columns, rows)
@@ -92,12 +92,12 @@ def print_scores(
 
 
 def _unscored(outcome: Outcome, name: str, part: np.ndarray) -> str:
-    """How many, where the first are, and what the reward said of it, where it said something."""
+    """Describe the unscored completions of a reward: count, first locations, and error messages."""
     where = [s.row.location for s in outcome.scored for _ in s.row.completions]
     missing = np.flatnonzero(np.isnan(part))
     first = ", ".join(where[i] for i in missing[:_PLACES])
-    said = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
-    return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in said)
+    errors = [f"{count} times: {text}" for text, count in outcome.failures.get(name, Counter()).most_common()]
+    return f"unscored: {name}: {len(missing)}, e.g. {first}" + "".join(f"\n    {line}" for line in errors)
 
 
 def _distribution(values: np.ndarray) -> list[str]:
@@ -114,7 +114,7 @@ def _distribution(values: np.ndarray) -> list[str]:
 
 
 def bars(values: np.ndarray) -> str:
-    """A histogram in ten characters, from the least to the greatest finite value; one where all are equal."""
+    """Draw a histogram of ten characters over the finite values; one character if all are equal."""
     values = values[np.isfinite(values)]
     if not len(values) or values.min() == values.max():
         return _BARS[-1]
@@ -124,7 +124,7 @@ def bars(values: np.ndarray) -> str:
 
 
 def _print_time(console: Console, outcome: Outcome) -> None:
-    """Of a completion: what its row took, shared out among the row's completions."""
+    """Print the time per completion: the time of a row divided by its completions."""
     each = sorted(s.seconds_each for s in outcome.scored for _ in s.row.completions)
     p50, p99 = (each[math.ceil(q * len(each)) - 1] for q in (0.5, 0.99))
     console.print(
@@ -132,8 +132,8 @@ def _print_time(console: Console, outcome: Outcome) -> None:
         f"{outcome.processes} processes; each {1e3 * p50:.1f} ms (p50), {1e3 * p99:.0f} ms (p99)"
     )
     slowest = sorted(outcome.scored, key=lambda s: -s.seconds_each)[:3]
-    said = ", ".join(f"{s.row.location} {1e3 * s.seconds_each:.0f} ms" for s in slowest)
-    print_lines(console, [f"slowest: {said}"])
+    shown = ", ".join(f"{s.row.location} {1e3 * s.seconds_each:.0f} ms" for s in slowest)
+    print_lines(console, [f"slowest: {shown}"])
 
 
 def print_agreements(console: Console, found: Sequence[Agreement]) -> None:
@@ -155,10 +155,10 @@ def _number(value: float, form: str) -> str:
 
 def print_disagreements(console: Console, rows: Sequence[dict[str, Any]], shown: int) -> None:
     for row in rows[:shown]:
-        said = ", ".join(
+        verdicts = ", ".join(
             f"{name} {'unscored' if value is None else f'{value:g}'}"
             for name, value in row["graders"].items()
         )
         text = row["completion"]
         tail = ("..." if len(text) > _TAIL else "") + text[-_TAIL:]
-        print_lines(console, [f"{row['location']}: {said}; answer {row['answer']!r}: {tail!r}"])
+        print_lines(console, [f"{row['location']}: {verdicts}; answer {row['answer']!r}: {tail!r}"])

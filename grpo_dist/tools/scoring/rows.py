@@ -1,4 +1,4 @@
-"""Completions to score, from a JSONL file. Every refusal names the file and the line."""
+"""Read completions to score from a JSONL file. Every error names the file and the line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from grpo_dist.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column holds what. ``completion`` may be a text or a list of texts; None: `completion` or
-    `completions`, whichever a row has. ``label``: right or not, as somebody else says.
+    """Names of the columns.
+
+    ``completion`` holds a text or a list of texts; None takes `completion` or `completions`, whichever a row
+    has. ``label`` holds verdicts of a person or another grader.
     """
 
     problem: str = "problem"
@@ -39,14 +41,12 @@ class CompletionRow:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a reward may ask for. Problem and answer are as a run has them, texts, whatever columns they
-        are from.
-        """
+        """Columns that a reward can ask for. Problem and answer are texts under these names, as in a run."""
         return {**self.record, "problem": self.problem, "answer": self.answer}
 
 
 def read_rows(path: Path, columns: Columns) -> list[CompletionRow]:
-    """Raises UserError for a file that is not there or empty, and for a row that cannot be scored."""
+    """Read all rows. Raises UserError for a missing or empty file, and for an invalid row."""
     if not path.is_file():
         raise UserError(f"{path}: no such file; expected JSON Lines with `completion` (or `completions`)")
     try:
@@ -98,7 +98,7 @@ def _completions(record: dict[str, Any], location: str, column: str | None) -> t
 
 
 def _answer(record: dict[str, Any], location: str, column: str) -> str:
-    """8 and 8.0 are "8"."""
+    """Return the answer as text; 8 and 8.0 are "8"."""
     if column not in record:
         raise UserError(
             f"{location}: no column `{column}`; the row has {', '.join(map(str, record))}. --answer-column "
@@ -112,9 +112,7 @@ def _answer(record: dict[str, Any], location: str, column: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{location}: `{column}` is {value}; expected a text or a finite number")
     if not str(value).strip():
-        raise UserError(
-            f"{location}: `{column}` is empty; what has no answer cannot be graded: remove the row"
-        )
+        raise UserError(f"{location}: `{column}` is empty, and grading needs an answer: remove the row")
     return str(value)
 
 
@@ -135,7 +133,7 @@ def _labels(
 
 
 def _each(value: Any, count: int, location: str, column: str) -> list[Any]:
-    """One for each completion, of a list of so many or of a single value."""
+    """Return one value per completion: those of a list, or a single value repeated."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise UserError(

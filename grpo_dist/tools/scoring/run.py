@@ -1,4 +1,4 @@
-"""`grpo-dist score`: a file of completions, graded as a run would grade them, without engine or GPU."""
+"""`grpo-dist score`: grade a file of completions as a run would, without engine or GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_dist.tools.scoring.agreement import agreements, disagreements, is_grad
 from grpo_dist.tools.scoring.rows import Columns, CompletionRow, read_rows
 from grpo_dist.tools.scoring.scorer import OF_TOKENS, Outcome, score_rows
 
-_NO_MODEL = "no/model"  # of a configuration that was made of rewards alone
+_NO_MODEL = "no/model"  # model path of a configuration made for --reward
 
 
 def score(
@@ -35,15 +35,16 @@ def score(
     output: Path | None,
     show: int,
 ) -> Outcome:
-    """Grade ``path``, print what was found and write it. ``rewards``: names; none: those of ``config_file``,
-    or the math grader.
+    """Grade the completions in ``path``; print and write the scores.
 
-    Raises UserError for a row, a reward or a setting that cannot be used, before anything is graded.
+    ``rewards`` are names; if empty, the rewards of ``config_file`` are used, or else the math grader.
+
+    Raises UserError for an invalid row, reward or setting, before anything is graded.
     """
     config = configuration(path, rewards, config_file, overrides)
     target = output or Path(f"{path.stem}.scored.jsonl")
     if target.resolve() == path.resolve():
-        raise UserError(f"--output {target}: is the file of completions; name another")
+        raise UserError(f"--output {target} is the file of completions; name another")
     _check_without_models(config.rewards)
     rows = read_rows(path, columns)
     with refusals():
@@ -52,21 +53,21 @@ def score(
         tokenizer = _tokenizer(config, say)
     if config.rewards.models:
         names = ", ".join(model.name for model in config.rewards.models)
-        say(f"warning: reward models are not asked ({names}): the total is without them")
+        say(f"warning: reward models are not run ({names}): the total excludes them")
     processes = min(
         config.rewards.num_workers * config.rewards.processes_per_worker, available_cpus(), len(rows)
     )
     outcome = score_rows(rows, config, tokenizer, processes=max(1, processes))
-    _tell(outcome, columns, target, show)
+    _report(outcome, columns, target, show)
     return outcome
 
 
 def configuration(
     path: Path, rewards: Sequence[str], config_file: str | None, overrides: Sequence[str]
 ) -> Config:
-    """Raises UserError for rewards named twice over, and for what a configuration cannot be."""
+    """Build the configuration. Raises UserError for --reward with a file, and for invalid settings."""
     if rewards and config_file:
-        raise UserError(f"--reward and {config_file}: both say which rewards; give one of the two")
+        raise UserError(f"--reward and {config_file}: both give rewards; give one of the two")
     if config_file:
         return load_config(config_file, overrides)
     functions = [{"function": name} for name in rewards or ["math"]]
@@ -83,43 +84,44 @@ def configuration(
 
 
 def _check_output(target: Path) -> None:
-    """A file that is there is replaced."""
+    """Raise UserError unless ``target`` can be written; an existing file is replaced."""
     try:
         check_writable(target.absolute().parent)
     except ValueError as error:
-        raise UserError(f"--output {target}: cannot be written there; name another file") from error
+        raise UserError(f"--output {target} cannot be written; name another file") from error
     if target.is_dir():
-        raise UserError(f"--output {target}: is a directory; name a file")
+        raise UserError(f"--output {target} is a directory; name a file")
 
 
 def _check_without_models(rewards: RewardsConfig) -> None:
-    """Reward models run on engines' hardware, and are not asked: what is left must stand alone."""
+    """Raise UserError if rewards depend on reward models, which do not run: they need GPUs of engines."""
     models = [model.name for model in rewards.models]
     if not rewards.functions:
-        raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not asked")
+        raise UserError(f"rewards.functions is empty, and reward models ({', '.join(models)}) are not run")
     gated = next((r for r in rewards.functions if r.gate in models), None)
     if gated:
         raise UserError(
             f"reward {gated.name or gated.function}: its gate {gated.gate} is a reward model, which is not "
-            "asked; remove the gate, or the reward"
+            "run; remove the gate, or the reward"
         )
 
 
 def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
-    """The policy's, where a reward looks at tokens; else None."""
-    asked = [r.function for r in config.rewards.functions if r.function in OF_TOKENS]
-    if not asked:
+    """Return the policy's tokenizer if a reward needs tokens, else None."""
+    token_rewards = [r.function for r in config.rewards.functions if r.function in OF_TOKENS]
+    if not token_rewards:
         return None
     if config.model.path == _NO_MODEL:
         raise ValueError(
-            f"reward {asked[0]} counts tokens; say whose, e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
+            f"reward {token_rewards[0]} counts tokens; set the model of the tokenizer, "
+            "e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
         )
     model_dir = resolve_model(config, say, train_first=False)
     return load_tokenizer(model_dir, config.model.trust_remote_code)
 
 
-def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
-    """Tables on the terminal, scores and disagreements in files."""
+def _report(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
+    """Print tables, and write scores and disagreements to files."""
     console = wide_console()
     scored = [s.scores for s in outcome.scored]
     parts = {name: np.concatenate([s.parts[name] for s in scored]).astype(float) for name in scored[0].parts}
@@ -134,9 +136,7 @@ def _tell(outcome: Outcome, columns: Columns, target: Path, show: int) -> None:
         return
     report.print_agreements(console, agreements(graders))
     if others := [name for name in parts if name not in graders]:
-        console.print(
-            f"not compared, for they say more than right or wrong: {', '.join(others)}", markup=False
-        )
+        console.print(f"not compared, as their values are not all 0 or 1: {', '.join(others)}", markup=False)
     file = target.with_name(f"{target.name.removesuffix('.jsonl')}.disagreements.jsonl")
     rows = report.write_disagreements(file, outcome, graders, disagreements(graders))
     report.print_disagreements(console, rows, show)

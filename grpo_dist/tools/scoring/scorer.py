@@ -1,7 +1,7 @@
-"""Rows through the rewards of a configuration, in as many lanes as there are grader processes.
+"""Score rows with the rewards of a configuration, in one lane per grader process.
 
-rows --> lane: Scorer + one killable process --> Scored      a lane has one row at a time, so that the time
-    \\--> lane: Scorer + one killable process --> Scored      of a row is its own and nobody else's
+rows --> lane: Scorer + one killable process --> Scored      a lane takes one row at a time, so that
+    \\--> lane: Scorer + one killable process --> Scored      times of rows do not mix
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
 from grpo_dist.rewards.thought import shown_by
 from grpo_dist.tools.scoring.rows import CompletionRow
 
-# Rewards that look at tokens of the policy, and not at text alone.
+# Rewards that need tokens of the policy, not only text.
 OF_TOKENS = ("overlong", "cosine_length", "relative_length", "repetition")
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What a row's completions are worth; ``seconds`` all of them took."""
+    """The scores of a row, and the ``seconds`` that scoring took."""
 
     row: CompletionRow
     scores: Scores
@@ -43,16 +43,16 @@ class Scored:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``failures``: of each reward how often which message kept it from being given."""
+    """All scores. ``failures``: by reward, how often each error message occurred."""
 
     scored: list[Scored]
-    seconds: float  # of wall clock, without the start of processes
+    seconds: float  # wall clock, without the start of processes
     processes: int
     failures: dict[str, Counter[str]] = field(default_factory=dict)
 
 
 def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *, processes: int) -> Outcome:
-    """In the order of ``rows``. ``tokenizer``: the policy's; None where no reward looks at tokens."""
+    """Score ``rows`` in order. ``tokenizer``: the policy's; None when no reward needs tokens."""
     settings = placed(config.rewards)
     with ExitStack() as stack:
         lanes: queue.Queue[Scorer] = queue.Queue()
@@ -69,7 +69,7 @@ def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *,
             )
             scorer = Scorer(reward_specs(settings), pool, workers=processes)
             stack.callback(scorer.close)
-            pool.grade([("\\boxed{1}", "1")])  # the process is up: its start is nobody's time
+            pool.grade([("\\boxed{1}", "1")])  # starts the process, outside of the measured time
             made.append(scorer)
             lanes.put(scorer)
 

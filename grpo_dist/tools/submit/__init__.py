@@ -1,11 +1,11 @@
-"""Runs on clusters that are shared with others: submitted, asked about, followed and ended.
+"""Runs on shared clusters: submit, status, logs and stop.
 
-    arguments, commands        the command line, and what it does
-    job                        what is submitted, and the record of it in the run directory
-    checks                     what is refused before anything is submitted
+    arguments, commands        the command lines and the commands
+    job                        the job, and its record in the run directory
+    checks                     checks before submission
     ray_jobs, slurm_jobs, kuberay   one target each: render, submit, state, logs, stop
-    code                       what a Ray job carries
+    code                       the files that a Ray job carries
     nodes                      waits on a cluster until all nodes have joined
 
-The templates are the files in `launch/`, which can be used by hand, too.
+The templates are the files in `launch/`, which also work by hand.
 """

@@ -1,4 +1,4 @@
-"""What is refused before anything is submitted."""
+"""Checks of a job before it is submitted."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from grpo_dist.errors import UserError
 from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
 from grpo_dist.tools.submit.job import Job, Variable, run_directory
 
-# Also what editors and YAML take for the end of a line.
+# Includes the other line ends of editors and YAML.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def check_resumes(config: Config) -> None:
-    """Raises UserError for a run that cannot go on after its job was interrupted, or has nothing left."""
+    """Raise UserError for a run that cannot resume after an interruption, or is complete."""
     if config.checkpoint.resume == "never":
         raise UserError(
-            "`checkpoint.resume` = never: a job that is preempted would begin anew in another directory; use "
+            "`checkpoint.resume` = never: a preempted job would start over in another directory; use "
             "auto, and another `name` for a fresh run"
         )
-    from grpo_dist.runs.run import finished_steps
+    from grpo_dist.runs.run import finished_steps  # imports torch
 
     run_dir = run_directory(config)
     done = finished_steps(run_dir)
     if done is not None and done >= config.steps:
         raise UserError(
-            f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise `steps` to go on"
+            f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise "
+            "`steps` to continue"
         )
 
 
 def check_rewards_known(config: Config) -> None:
-    """Raises UserError for a built-in reward that there is not. The user's own may be there on the cluster
-    alone.
-    """
-    from grpo_dist.rewards.registry import REWARDS, module_and_name
+    """Raise UserError for an unknown built-in reward. The user's own may exist only on the cluster."""
+    from grpo_dist.rewards.registry import REWARDS, module_and_name  # imports numpy
 
     for i, reward in enumerate(config.rewards.functions):
         if reward.function not in REWARDS:
             try:
                 module_and_name(reward.function)
             except ValueError as error:
-                said = str(error).removeprefix(f"reward function {reward.function!r}: ")
-                raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {said}") from error
+                reason = str(error).removeprefix(f"reward function {reward.function!r}: ")
+                raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {reason}") from error
 
 
 def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
-    """Raises UserError for a secret in what travels or is written down: the configuration, overrides,
-    variables of the job, and ``options`` of the target, by the option's name. Every target calls it.
+    """Raise UserError for a secret in anything that others can read. Every target calls it.
+
+    This covers the configuration, overrides, variables, and ``options`` (name, text) of the target.
     """
     check_secrets(job.config.model_dump(mode="json"), str(job.path))
     for text in job.overrides:
@@ -68,7 +68,7 @@ def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
 
 
 def check_secrets(shown: Any, what: str) -> None:
-    """Raises UserError when ``shown``, plain mappings and lists that others can read, has a secret."""
+    """Raise UserError when ``shown``, nested mappings and lists that others can read, has a secret."""
     found = list(_differing(shown, masked(shown), ()))
     if found:
         raise _secret(f"{what}: `{'.'.join(found[0])}`")
@@ -77,14 +77,12 @@ def check_secrets(shown: Any, what: str) -> None:
 def _secret(what: str) -> UserError:
     return UserError(
         f"{what} looks like a secret, and others on the cluster could read it; name an environment variable "
-        "instead (`api_key_env` of a judge), and hand that on with --env or --secret"
+        "instead (`api_key_env` of a judge), and pass it with --env or --secret"
     )
 
 
 def check_one_line(what: str, text: str) -> None:
-    """Raises UserError for line breaks and other control characters in ``text``, which stands on a line of a
-    script or manifest.
-    """
+    """Raise UserError for a control character in ``text``, which becomes part of a line of a script."""
     if _CONTROL.search(text):
         raise UserError(
             f"{what} = {text!r} has a line break or another control character, which could end its line; "
@@ -104,10 +102,10 @@ def _differing(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ..
 
 
 def check_output(config: Config, reason: str) -> None:
-    """Raises UserError for a run directory that would be lost with the job."""
+    """Raise UserError for a run directory that would be lost with the job."""
     if ".." in Path(config.output_dir).parts:
         raise UserError(
-            f"`output_dir` = {config.output_dir} has a `..` in it, which may lead out of the storage that it "
+            f"`output_dir` = {config.output_dir} contains `..`, which may lead out of the storage that it "
             "names; give the path without"
         )
     if not Path(config.output_dir).is_absolute():
@@ -118,7 +116,7 @@ def check_output(config: Config, reason: str) -> None:
 
 
 def check_not_left_behind(config: Config) -> None:
-    """Raises UserError for data or a model that is named relative to this directory: it stays here."""
+    """Raise UserError for data or a model with a path relative to this directory, which does not travel."""
     for key, value in _named_files(config):
         path = value.removeprefix("random:")
         if not Path(path).is_absolute() and Path(path).expanduser().exists():
@@ -139,8 +137,9 @@ def _named_files(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def variables(named: Sequence[str]) -> tuple[Variable, ...]:
-    """``NAME`` as it is set here, hidden, or ``NAME=value``. Raises UserError for what is not set, and for a
-    secret on the command line, where other users of this machine read it.
+    """Parse --env: ``NAME`` takes the value set here and hides it; ``NAME=value`` shows it.
+
+    Raises UserError for an unset variable, and for a secret on the command line, which other users can read.
     """
     return tuple(_variable(text, os.environ.get) for text in named)
 
@@ -148,13 +147,13 @@ def variables(named: Sequence[str]) -> tuple[Variable, ...]:
 def _variable(text: str, get: Callable[[str], str | None]) -> Variable:
     name, sign, value = text.partition("=")
     if not _VARIABLE.fullmatch(name):
-        shown = f"{name}={HIDDEN}" if sign else name  # a value may be a secret under whatever name
+        shown = f"{name}={HIDDEN}" if sign else name  # any value may be a secret
         raise UserError(f"--env {shown}: expected NAME, or NAME=value; a name has letters, digits and _")
     if sign:
         if masked({name: value})[name] != value:
             raise UserError(
-                f"--env {name}=***: looks like a secret, and the command line is no place for one; use --env "
-                f"{name}, which takes the value that it has here and shows it to nobody"
+                f"--env {name}=***: looks like a secret, and other users can read command lines; use --env "
+                f"{name}, which passes the value set here without showing it"
             )
         return Variable(name, value, hidden=False)
     here = get(name)

@@ -1,4 +1,4 @@
-"""What a Ray job carries: this code, the resolved configuration and the user's reward code; nothing else."""
+"""The files that a Ray job carries: this code, the resolved configuration and the user's reward code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.version import __version__
 
 CONFIG = "config.yaml"
-# Names of files and directories that often hold keys. `launch/ray_runtime_env.yaml` has them, too.
+# Names of files and directories that often hold keys; `launch/ray_runtime_env.yaml` repeats them.
 KEYS = (
     "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx", "*.jks",
     "*.keystore", "*.kdbx", "*.gpg", "*.asc", ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass",
@@ -30,9 +30,9 @@ KEYS = (
     ".ssh", ".aws", ".azure", ".gcloud", ".kube", ".gnupg", ".docker",
 )  # fmt: skip
 _PRIVATE_KEY = b"-----BEGIN "
-LIMIT_MIB = 100  # what a Ray cluster takes of a working directory, by its usual settings
+LIMIT_MIB = 100  # largest working directory that a Ray cluster accepts by default
 _PACKAGES = ("grpo_dist", "actors")
-# So that the engines' processes find the plug-in also where grpo-dist is not installed.
+# Lets the processes of engines find the plug-in where grpo-dist is not installed.
 _METADATA = {
     "METADATA": f"Metadata-Version: 2.1\nName: grpo-dist\nVersion: {__version__}\n",
     "entry_points.txt": "[vllm.general_plugins]\ngrpo_dist = actors.transfer.vllm_plugin:register\n",
@@ -41,8 +41,9 @@ _METADATA = {
 
 @dataclass(frozen=True)
 class Carried:
-    """A directory and what is in it, bytes by path. ``left_out``: files of the user's that stay here because
-    they look like keys, or are links or no files, with the reason.
+    """A directory and its files, in bytes by path.
+
+    ``left_out`` has the reason for each user file that stays here: it looks like a key, is a link or no file.
     """
 
     directory: Path
@@ -50,11 +51,11 @@ class Carried:
     left_out: dict[str, str] = field(default_factory=dict)
 
     def notices(self) -> list[str]:
-        """``left out: rewards/id_rsa (its name is that of a key)``, one a line."""
+        """Return lines such as ``left out: rewards/id_rsa (its name is that of a key)``."""
         return [f"left out: {json.dumps(name)[1:-1]} ({why})" for name, why in sorted(self.left_out.items())]
 
     def summary(self) -> str:
-        """``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``"""
+        """Return a line such as ``config.yaml, grpo_dist/ (130 files), actors/ (26 files): 0.9 MiB``."""
         tops: dict[str, int] = {}
         for name in self.files:
             top = name.split("/")[0] + ("/" if "/" in name else "")
@@ -64,8 +65,9 @@ class Carried:
 
 
 def resolved(config: Config, *, grows: bool) -> str:
-    """The configuration as YAML, every default written out; the cluster is the one a job finds itself on,
-    which ``grows`` or is made for it.
+    """Return the configuration as YAML with all defaults. The run joins the cluster on which its job starts.
+
+    ``grows``: that cluster may grow, so `cluster.grows_to` stays.
     """
     plain = config.model_dump(mode="json")
     plain["cluster"] |= {"address": None} | ({} if grows else {"grows_to": None})
@@ -73,11 +75,11 @@ def resolved(config: Config, *, grows: bool) -> str:
 
 
 def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
-    """Put everything into the empty directory ``into``.
+    """Copy everything into the empty directory ``into``.
 
-    ``excludes``: patterns of names of files and directories that stay behind, as in
-    `launch/ray_runtime_env.yaml`. Raises UserError for reward
-    code that cannot travel, and when it all is too much.
+    ``excludes``: patterns of names to leave out, as in `launch/ray_runtime_env.yaml`.
+
+    Raises UserError for reward code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
     for relative in _reward_code(config):
@@ -86,7 +88,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         assert spec is not None and spec.origin is not None
-        shutil.rmtree(into / package, ignore_errors=True)  # a checkout's own, found in the current directory
+        shutil.rmtree(into / package, ignore_errors=True)  # copied as reward code from a checkout
         _copy(Path(spec.origin).parent, into / package, ("__pycache__",), {})
     for name, text in _METADATA.items():
         file = into / f"grpo_dist-{__version__}.dist-info" / name
@@ -103,12 +105,12 @@ def _reward_code(config: Config) -> Iterator[str]:
     for given in config.rewards.code_paths:
         path = Path(given).expanduser()
         if path.is_absolute():
-            continue  # a place on the cluster
+            continue  # a path on the cluster
         relative = os.path.relpath(path)
         if relative.startswith("..") or not path.resolve().is_relative_to(Path.cwd().resolve()):
             raise UserError(
-                f"`rewards.code_paths`: {given} is outside of the current directory, which is what travels "
-                "with the job; submit from a directory above, or give an absolute path on the cluster"
+                f"`rewards.code_paths`: {given} is outside of the current directory, and only that travels "
+                "with the job; submit from a parent directory, or give an absolute path on the cluster"
             )
         if not path.is_dir():
             raise UserError(f"`rewards.code_paths`: {given}: no such directory here")
@@ -127,7 +129,7 @@ def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[st
             why = _unfit(path, top)
             if why:
                 left_out[os.path.relpath(path)] = why
-            # A link is excluded under the name of what it leads to, too.
+            # A link is also excluded by the name of its target.
             own = {name, path.resolve().name}
             if why or any(fnmatch(each, pattern) for each in own for pattern in patterns):
                 found.append(name)
@@ -140,7 +142,7 @@ def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[st
         left -= (size := os.path.getsize(file))
         if left >= 0:
             return shutil.copy2(file, to)
-        with open(to, "wb") as hole:  # it all is too much, and will be refused by its size alone
+        with open(to, "wb") as hole:  # too large: the size alone is needed for the error
             hole.truncate(size)
         return to
 
@@ -148,7 +150,7 @@ def _copy(source: Path, target: Path, excludes: Sequence[str], left_out: dict[st
 
 
 def _unfit(path: Path, top: Path) -> str:
-    """Why ``path`` in the directory ``top`` stays here; "" where it may travel."""
+    """Return why ``path`` in the directory ``top`` must not travel, or ""."""
     real = path.resolve()
     if path.is_symlink():
         if not path.exists():
@@ -170,7 +172,7 @@ def _is_private_key(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             line = file.readline(200)
-    except OSError:  # copying it says what is wrong
+    except OSError:  # copying reports the error
         return False
     return line.startswith(_PRIVATE_KEY) and b"PRIVATE KEY" in line
 
@@ -185,6 +187,6 @@ def _check_size(carried: Carried) -> None:
         largest = sorted(carried.files.items(), key=lambda item: -item[1])[:5]
         shown = ", ".join(f"{name} ({size / 2**20:.1f} MiB)" for name, size in largest)
         raise UserError(
-            f"`rewards.code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster takes "
-            f"{LIMIT_MIB}; name a directory with the reward code alone. The largest: {shown}"
+            f"`rewards.code_paths`: {mib:.0f} MiB would travel with the job, and a Ray cluster accepts "
+            f"{LIMIT_MIB}; name a directory with only the reward code. Largest files: {shown}"
         )

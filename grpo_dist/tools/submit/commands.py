@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from grpo_dist.config import Config
+from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
 from grpo_dist.tools.submit.checks import check_one_line, check_resumes, check_rewards_known, variables
@@ -20,24 +21,22 @@ _TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
 
 class Target(Protocol):
     def check(self, job: Job) -> None:
-        """Raises UserError for what cannot be submitted so."""
+        """Raise UserError for a job that cannot be submitted."""
 
     def idle(self, config: Config, target: str) -> str | None:
-        """A warning where the job would hold GPUs that the run does not use."""
+        """Return a warning if the job would hold GPUs that the run does not use."""
 
     def render(self, job: Job) -> str:
-        """Exactly what would be submitted, with *** for secrets."""
+        """Return exactly what would be submitted, with *** for secrets."""
 
     def submit(self, job: Job) -> SubmissionRecord:
-        """Raises UserError where the run is there already, pending or running."""
+        """Submit the job. Raises UserError when the run is already pending or running."""
 
 
 def submit(
     path: str, overrides: Sequence[str], to: str, dry_run: bool, env: list[str], **options: Any
 ) -> None:
-    """Refuse, show, or submit. ``options``: what `arguments` knows, None where not given."""
-    from grpo_dist.config.files import load_config
-
+    """Check a job, then print or submit it. ``options``: those of the command line, None if not given."""
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
     check_resumes(config)
@@ -46,7 +45,7 @@ def submit(
     target = _target(to, options)
     target.check(job)
     if dry_run:
-        print(target.render(job), end="")  # a warning is a comment there
+        print(target.render(job), end="")  # includes the warning as a comment
         return
     if (warning := target.idle(job.config, to)) is not None:
         print(warning, file=sys.stderr)
@@ -65,7 +64,7 @@ def status(run_dir: str) -> None:
 
 def logs(run_dir: str, follow: bool) -> None:
     record = _record(run_dir)
-    with suppress(KeyboardInterrupt):  # whoever follows has seen enough
+    with suppress(KeyboardInterrupt):  # ends --follow
         _module(record).print_logs(record, follow)
 
 
@@ -77,11 +76,11 @@ def stop(run_dir: str) -> None:
         print(f"{record.job} is over: {found.text}")
         return
     module.stop(record)
-    print(f"{record.job}: asked to end; it saves a checkpoint, and a later submission goes on from it")
+    print(f"{record.job}: asked to stop; it saves a checkpoint, from which the next submission resumes")
 
 
 def _target(to: str, options: dict[str, Any]) -> Target:
-    """Raises UserError for an option of another target."""
+    """Build the target. Raises UserError for an option of another target."""
     given = {name: value for name, value in options.items() if value is not None}
     targets: dict[str, Any] = {
         "ray": ray_jobs.RayTarget, "slurm": slurm_jobs.SlurmTarget, "kuberay": kuberay.KubeRayTarget,
@@ -89,7 +88,7 @@ def _target(to: str, options: dict[str, Any]) -> Target:
     own = targets[to].__dataclass_fields__
     if foreign := sorted(set(given) - set(own)):
         known = ", ".join(_option(name) for name in own)
-        raise UserError(f"{_option(foreign[0])} is no option of --to {to}, which has {known}")
+        raise UserError(f"{_option(foreign[0])} is not an option of --to {to}, which has {known}")
     target: Target = targets[to](**given)
     return target
 
@@ -103,10 +102,10 @@ def _record(run_dir: str) -> SubmissionRecord:
     if record is None:
         raise UserError(
             f"{run_dir}: nothing was submitted for this run directory from here; expected "
-            "`output_dir`/`name` of a configuration that `grpo-dist submit` was given"
+            "`output_dir`/`name` of a submitted configuration"
         )
     if record.target not in _TARGETS:
-        raise UserError(f"{run_dir}: submitted to {record.target}, which is none of {', '.join(_TARGETS)}")
+        raise UserError(f"{run_dir}: submitted to {record.target}; expected one of {', '.join(_TARGETS)}")
     return record
 
 

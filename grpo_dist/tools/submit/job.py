@@ -1,4 +1,4 @@
-"""What is submitted, and the record of it that `status`, `logs` and `stop` read."""
+"""A job, and the record of its submission that `status`, `logs` and `stop` read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
 
 RECORD = "submitted.json"
-_SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`: actors end, files are closed
-_LONGEST_NAME = 38  # with its digest 47: what KubeRay allows a RayJob
+_SHUTDOWN_S = 30  # beyond `checkpoint.grace_s`, for actors to end and files to close
+_LONGEST_NAME = 38  # 47 with the digest, the limit of KubeRay for a RayJob
 
 
 @dataclass(frozen=True)
 class Variable:
-    """Of a job's environment. ``hidden``: its value is shown to nobody."""
+    """An environment variable of a job. ``hidden``: its value is never shown."""
 
     name: str
     value: str
@@ -33,7 +33,7 @@ class Variable:
 @dataclass(frozen=True)
 class Job:
     config: Config
-    path: Path  # of the configuration file, absolute
+    path: Path  # absolute, of the configuration file
     overrides: tuple[str, ...]
     environment: tuple[Variable, ...] = ()
 
@@ -43,24 +43,24 @@ class Job:
 
     @property
     def name(self) -> str:
-        """That of the run directory on every cluster; fit for a DNS label: ``my-run-1a2b3c4d``."""
+        """Name of the job, unique to its run directory and valid as a DNS label: ``my-run-1a2b3c4d``."""
         digest = hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:8]
         plain = re.sub(r"[^a-z0-9]+", "-", self.config.name.lower())[:_LONGEST_NAME].strip("-")
         return f"{plain if plain[:1].isalpha() else 'run-' + plain}"[:_LONGEST_NAME].strip("-") + f"-{digest}"
 
     @property
     def stop_patience(self) -> dict[str, str]:
-        """The variable by which Ray waits long enough before it kills a job that is to stop."""
+        """The variable that makes Ray wait for the checkpoint before it kills a stopped job."""
         wait_s = int(self.config.checkpoint.grace_s) + _SHUTDOWN_S
         return {"RAY_JOB_STOP_WAIT_TIME_S": str(wait_s)}
 
 
 @dataclass(frozen=True)
 class SubmissionRecord:
-    """What became of a submission."""
+    """A submission: where it went, and as which job."""
 
     target: str
-    job: str  # as the cluster calls it
+    job: str  # its id on the cluster
     run_dir: str
     where: str = ""  # Ray: address; KubeRay: namespace
     log: str = ""  # Slurm: the file
@@ -72,14 +72,14 @@ class SubmissionRecord:
         if run_dir.is_dir() or run_dir.parent.is_dir():
             try:
                 return write_text(run_dir / RECORD, text)
-            except OSError:  # only the cluster may write there; the job is submitted all the same
+            except OSError:  # perhaps only the cluster can write there; the job is submitted
                 pass
         write_text(_elsewhere(run_dir), text)
 
 
 @dataclass(frozen=True)
 class JobState:
-    """Of a job. ``live``: it waits or runs."""
+    """State of a job. ``live``: it is pending or running."""
 
     text: str
     live: bool
@@ -90,7 +90,7 @@ def run_directory(config: Config) -> Path:
 
 
 def read_record(run_dir: Path) -> SubmissionRecord | None:
-    """Of the last submission of this run; None where there was none. Raises UserError for a broken one."""
+    """Read the record of the last submission; None if there is none. Raises UserError for an invalid one."""
     run_dir = Path(os.path.abspath(run_dir))
     found = [_read(path) for path in (run_dir / RECORD, _elsewhere(run_dir)) if path.is_file()]
     return max(found, key=lambda record: record.submitted_at, default=None)
@@ -107,6 +107,6 @@ def _read(path: Path) -> SubmissionRecord:
 
 
 def _elsewhere(run_dir: Path) -> Path:
-    """Of the record where the storage of the cluster is not there on this machine."""
+    """Return the path of the record when the storage of the cluster is not mounted on this machine."""
     digest = hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:16]
     return cache_dir() / "submitted" / f"{run_dir.name}-{digest}.json"

@@ -1,7 +1,7 @@
-"""To Kubernetes: a RayJob for the KubeRay operator, `launch/rayjob.yaml` filled in, by way of kubectl.
+"""Kubernetes target: a RayJob for the KubeRay operator, from `launch/rayjob.yaml`, created with kubectl.
 
-A run has one RayJob of its name, so that no second one can be made while it is there; one that is over gives
-way to the next.
+A run has one RayJob, named after it, so that a second one cannot exist at the same time. The next submission
+replaces a finished one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EXPECTED = {
     "--image": "the name of an image, e.g. registry/grpo-dist:gpu",
     "--secret": "the name of a Secret, or NAME:KEY",
 }
-# Where the manifest mounts something itself, or the kernel does; and what programs of the image live in.
+# Mount points of the manifest and the kernel; and directories that programs of the image need.
 _MOUNTED = ("/etc/grpo-dist", "/dev", "/proc", "/sys")
 _NEEDED = (*_MOUNTED, "/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/tmp/ray")
 _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
@@ -41,8 +41,10 @@ _GIB_PER_GPU, _GIB_ON_CPUS = 64, 32
 
 @dataclass(frozen=True)
 class KubeRayTarget(NodeSizes):
-    """``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
-    ``memory_gib``: of a worker node. ``retries``: on a new cluster, whatever the job failed of.
+    """Options of --to kuberay.
+
+    ``volume``: CLAIM:/path. ``secret``: names of Secrets, or NAME:KEY for one key as a variable KEY.
+    ``memory_gib``: of a worker node. ``retries``: on a new cluster, after any failure.
     """
 
     image: str | None = None
@@ -55,12 +57,12 @@ class KubeRayTarget(NodeSizes):
     secret: list[str] = field(default_factory=list)
 
     def check(self, job: Job) -> None:
-        """Raises UserError for what cannot be submitted so; asks nobody."""
+        """Raise UserError for a job that cannot be submitted. Does not contact the cluster."""
         for option, value in (("--image", self.image), ("--volume", self.volume)):
             if not value:
                 raise UserError(
-                    f"--to kuberay: give {option}: the image that docker/Dockerfile makes (--image), and the "
-                    "claim that holds runs and where it is mounted (--volume CLAIM:/runs)"
+                    f"--to kuberay: give {option}: --image takes the image built with docker/Dockerfile, and "
+                    "--volume CLAIM:/runs the claim that holds the runs with its mount point"
                 )
         self._check_numbers()
         self._check_names()
@@ -76,8 +78,8 @@ class KubeRayTarget(NodeSizes):
         check_no_secrets(job)
         if hidden := [variable.name for variable in job.environment if variable.hidden]:
             raise UserError(
-                f"--env {hidden[0]}: its value would stand in the manifest; make a Secret of it and give "
-                f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value where it is none"
+                f"--env {hidden[0]}: its value would be in the manifest; create a Secret and give "
+                f"--secret NAME:{hidden[0]}, or --env {hidden[0]}=value if it is not secret"
             )
         self.nodes_for(job.config, "kuberay")
 
@@ -88,7 +90,7 @@ class KubeRayTarget(NodeSizes):
                 raise UserError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
 
     def _check_names(self) -> None:
-        """Raises UserError for what Kubernetes would take for something else, or not at all."""
+        """Raise UserError for names that Kubernetes would misread or reject."""
         named = [("--namespace", self.namespace or "default", _NAME), ("--image", self.image or "", _IMAGE)]
         named += [("--secret", secret, _SECRET) for secret in self.secret]
         for option, text, pattern in named:
@@ -123,11 +125,11 @@ class KubeRayTarget(NodeSizes):
         found = _found(kubectl, job.name)
         if found is not None and _is_live(found):
             raise UserError(
-                f"{job.run_dir}: its RayJob {job.name} is there ({_words(found)}); end it with "
+                f"{job.run_dir}: its RayJob {job.name} exists ({_words(found)}); end it with "
                 f"`grpo-dist stop {job.run_dir}`, or choose another `name`"
             )
-        # This project's own: a run that is over, or what is left where only its RayJob was deleted. kubectl
-        # would create the other one all the same, with the configuration of before.
+        # Delete the finished run, or the ConfigMap left by a deleted RayJob. With an old ConfigMap kubectl
+        # would still create the RayJob, which would run the old configuration.
         left = "configmap" if found is None else "rayjob,configmap"
         ask([*kubectl, "delete", left, job.name, "--ignore-not-found", "--timeout=90s"])
         ask([*kubectl, "create", "-f", "-"], given=self.render(job))
@@ -148,7 +150,7 @@ class KubeRayTarget(NodeSizes):
         for own in _MOUNTED:
             if path.startswith(f"{own}/"):
                 raise UserError(
-                    f"--volume {self.volume}: {path} lies within {own}, which is mounted already; mount it "
+                    f"--volume {self.volume}: {path} is inside {own}, which is already mounted; mount it "
                     "elsewhere, e.g. --volume runs:/runs"
                 )
         return claim, path
@@ -181,7 +183,7 @@ class KubeRayTarget(NodeSizes):
 
 
 def _size(pod: dict[str, Any], *, cpus: int, memory_gib: int, shm: int, gpus: int = 0) -> None:
-    """``shm``: the part of its memory that it may share; 4: a quarter."""
+    """Set the limits of a pod. ``shm``: 4 makes a quarter of its memory available as shared memory."""
     limits = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
     pod["containers"][0]["resources"]["limits"] = limits | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
     volume = next(volume for volume in pod["volumes"] if volume["name"] == "shm")
@@ -189,7 +191,7 @@ def _size(pod: dict[str, Any], *, cpus: int, memory_gib: int, shm: int, gpus: in
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as such, and no references between equal parts."""
+    """Writes block scalars for texts of several lines, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -205,12 +207,12 @@ _Dumper.add_representer(str, _text)
 def state(record: SubmissionRecord) -> JobState:
     found = _found(_kubectl(record.where), record.job)
     if found is None:
-        return JobState("over, and its RayJob is gone", live=False)
+        return JobState("over; its RayJob no longer exists", live=False)
     return JobState(_words(found), live=_is_live(found))
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
-    """Of the pod that submitted to the cluster, which repeats what the driver says."""
+    """Print the log of the submitting pod, which repeats the output of the driver."""
     kubectl = _kubectl(record.where)
     options = [f"job/{record.job}", "--tail=-1"]
     if not follow:
@@ -221,7 +223,7 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
 
 
 def stop(record: SubmissionRecord) -> None:
-    """The driver is asked to end, on the head; a RayJob that has no driver yet is deleted."""
+    """Ask the driver on the head to end; delete a RayJob that has no driver yet."""
     kubectl = _kubectl(record.where)
     found = _found(kubectl, record.job)
     status = (found or {}).get("status", {})

@@ -1,6 +1,6 @@
-"""``python -m grpo_dist.tools.submit.nodes COUNT --within SECONDS``: waits until COUNT nodes are alive.
+"""``python -m grpo_dist.tools.submit.nodes COUNT --within SECONDS``: wait until COUNT nodes are alive.
 
-It asks the Ray cluster at RAY_ADDRESS, prints how many nodes are alive, and exits with 1 after SECONDS.
+Polls the Ray cluster at RAY_ADDRESS, prints how many nodes are alive, and exits with 1 after SECONDS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 _EVERY_S = 1.0
-_SAID_EVERY_S = 15.0
+_PRINT_EVERY_S = 15.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("--within", type=float, required=True, metavar="SECONDS")
     args = parser.parse_args(arguments)
-    import ray
+    import ray  # slow; not needed for --help
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -34,28 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def alive() -> list[str]:
-    """One word for each node that has joined and is there."""
-    import ray
+    """Return hostname/address of each live node."""
+    import ray  # slow; not needed for --help
 
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return [f"{node['NodeManagerHostname']}/{node['NodeManagerAddress']}" for node in nodes]
 
 
 def wait_for(count: int, within_s: float, names: Callable[[], list[str]]) -> None:
-    """Raises TimeoutError, with those that are there, when fewer than ``count`` are after ``within_s``."""
+    """Wait for ``count`` nodes. Raises TimeoutError, listing the live ones, after ``within_s``."""
     started = time.monotonic()
-    said_at, said = -_SAID_EVERY_S, -1
+    printed_at, printed = -_PRINT_EVERY_S, -1
     while True:
         there, now = names(), time.monotonic() - started
-        if len(there) != said or now - said_at >= _SAID_EVERY_S:
+        if len(there) != printed or now - printed_at >= _PRINT_EVERY_S:
             print(f"{len(there)} of {count} nodes have joined ({now:.0f} s)", flush=True)
-            said, said_at = len(there), now
+            printed, printed_at = len(there), now
         if len(there) >= count:
             return
         if now >= within_s:
             raise TimeoutError(
-                f"{len(there)} of {count} nodes have joined within {within_s:g} s: {', '.join(there)}; look "
-                "whether the others are up (sinfo), what they say, and whether they reach the first node"
+                f"{len(there)} of {count} nodes have joined within {within_s:g} s: {', '.join(there)}; check "
+                "whether the others are up (sinfo), their logs, and whether they reach the first node"
             )
         time.sleep(_EVERY_S)
 

@@ -1,4 +1,4 @@
-"""Programs of a cluster (sbatch, squeue, kubectl), which answer within a deadline or are given up."""
+"""Run programs of a cluster (sbatch, squeue, kubectl) with a deadline."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _DEADLINE_S = 120.0
 
 
 class Refused(UserError):
-    """The program ended with an error; the message is its own."""
+    """The program failed; the message is its own."""
 
 
 def ask(command: Sequence[str], *, given: str | None = None) -> str:
-    """What ``command`` prints. Raises Refused with what it says when it fails, UserError when it is not there
-    or does not answer.
+    """Run ``command`` and return its output.
+
+    Raises Refused with its message when it fails, UserError when it is missing or does not answer.
     """
     check_there(command[0])
     try:
@@ -26,16 +27,17 @@ def ask(command: Sequence[str], *, given: str | None = None) -> str:
             command, input=given, capture_output=True, text=True, timeout=_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"`{' '.join(command)}` has not answered within {_DEADLINE_S:g} s") from error
+        raise UserError(f"`{' '.join(command)}` did not answer within {_DEADLINE_S:g} s") from error
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
-        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}: {said}")
+        output = (done.stderr.strip() or done.stdout.strip()).replace("\n", " ")
+        raise Refused(f"`{' '.join(command)}` failed with exit code {done.returncode}: {output}")
     return done.stdout
 
 
 def lines(command: Sequence[str]) -> Iterator[str]:
-    """Of what ``command`` prints, for as long as it runs. It ends with whoever reads, and says itself what is
-    wrong. Raises Refused when it fails, UserError when it is not there.
+    """Yield the lines that ``command`` prints while it runs; terminate it when the reader stops.
+
+    Its errors go to stderr. Raises Refused when it fails, UserError when it is missing.
     """
     check_there(command[0])
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -51,7 +53,7 @@ def lines(command: Sequence[str]) -> Iterator[str]:
 
 
 def check_there(program: str) -> None:
-    """Raises UserError where ``program`` is not on the path."""
+    """Raise UserError when ``program`` is not on the path."""
     if shutil.which(program) is None:
         raise UserError(
             f"{program}: no such program here; submit from a machine that has it, such as a login node"

@@ -1,11 +1,12 @@
-"""To a Ray cluster by its Jobs API: code and configuration travel, and the driver runs on the head node.
+"""Ray target: the Jobs API takes code and configuration, and runs the driver on the head node.
 
-The jobs of a run are NAME-1, NAME-2, ...: each goes on where the one before ended, and none begins while one
-is pending or running. Of two that are submitted at once the cluster takes one: they have the same number.
+The jobs of a run are NAME-1, NAME-2, ... Each resumes the one before, and none starts while another is
+pending or running. Of two simultaneous submissions the cluster accepts one, as both have the same number.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import tempfile
@@ -26,7 +27,7 @@ from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_rec
 from grpo_dist.tools.submit.templates import template
 
 _MOST_CPUS = 100_000  # of the driver
-_DEADLINE_S = 60.0  # of one answer of the job server
+_DEADLINE_S = 60.0  # for an answer of the job server
 _ADDRESS = "RAY_API_SERVER_ADDRESS"
 _ENTRYPOINT = f"python -m grpo_dist.cli train {CONFIG}"
 _HEAD = {"node:__internal_head__": 0.001}
@@ -34,23 +35,23 @@ _HEAD = {"node:__internal_head__": 0.001}
 
 @dataclass(frozen=True)
 class RayTarget:
-    """``driver_cpus``: reserved for the driver on the head node."""
+    """Options of --to ray. ``driver_cpus``: CPUs reserved for the driver on the head node."""
 
     address: str | None = None
     driver_cpus: float = 1
 
     def check(self, job: Job) -> None:
-        """Raises UserError for what cannot be submitted so; asks nobody."""
+        """Raise UserError for a job that cannot be submitted. Does not contact the cluster."""
         if not 0 <= self.driver_cpus <= _MOST_CPUS:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
         check_no_secrets(job)
-        with _carried(job):  # refuses code that cannot travel
+        with _carried(job):  # checks that the code can travel
             pass
 
     def idle(self, config: Config, target: str) -> str | None:
-        """None: the job reserves the GPUs of its workers and no others."""
+        """Return None: a job reserves only the GPUs of its workers."""
         return None
 
     def render(self, job: Job) -> str:
@@ -66,7 +67,7 @@ class RayTarget:
     def submit(self, job: Job) -> SubmissionRecord:
         client = _client(_server(self.address))
         number = _next_number(job)
-        with _answers(client.get_address()):
+        with server_errors(client.get_address()):
             for other in client.list_jobs():
                 if not (own := _number(other.submission_id, job)):
                     continue
@@ -85,7 +86,7 @@ class RayTarget:
         return SubmissionRecord("ray", submitted, str(job.run_dir), where=client.get_address())
 
     def _request(self, job: Job, number: int) -> dict[str, Any]:
-        """Arguments of the Jobs API, the working directory aside."""
+        """Return the arguments of the Jobs API, without the working directory."""
         given = {variable.name: variable.value for variable in job.environment}
         return {
             "submission_id": f"{job.name}-{number}",
@@ -97,29 +98,27 @@ class RayTarget:
                 "config": job.path.name,
                 "overrides": " ".join(job.overrides),
             },
-            "runtime_env": {"env_vars": _template()["env_vars"] | job.stop_patience | given},
+            "runtime_env": {"env_vars": runtime_env()["env_vars"] | job.stop_patience | given},
         }
 
 
 def state(record: SubmissionRecord) -> JobState:
     client = _client(record.where)
-    with _answers(record.where):
+    with server_errors(record.where):
         info = client.get_job_info(record.job)
     text = f"{info.status}: {info.message}" if info.message else str(info.status)
     if info.driver_exit_code == Preempted.exit_code:
-        text += " (it ended in order; submit again and it goes on)"
+        text += " (preempted after a checkpoint; submit again to resume)"
     return JobState(text, live=not info.status.is_terminal())
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
     client = _client(record.where)
-    with _answers(record.where):
+    with server_errors(record.where):
         if not follow:
             print(client.get_job_logs(record.job), end="", flush=True)
             return
-        import asyncio
-
-        client.get_job_info(record.job)  # says in words where there is no such job
+        client.get_job_info(record.job)  # a clear error if there is no such job
 
         async def tail() -> None:
             async for text in client.tail_job_logs(record.job):
@@ -130,29 +129,30 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
 
 def stop(record: SubmissionRecord) -> None:
     client = _client(record.where)
-    with _answers(record.where):
+    with server_errors(record.where):
         client.stop_job(record.job)
 
 
-def _template() -> dict[str, Any]:
+def runtime_env() -> dict[str, Any]:
+    """Return the runtime environment of `launch/ray_runtime_env.yaml`."""
     return yaml.safe_load(template("ray_runtime_env.yaml"))
 
 
 @contextmanager
 def _carried(job: Job) -> Iterator[Carried]:
-    """What travels, in a directory that ends with the block."""
+    """Gather the files of the job in a directory that exists during the block."""
     with tempfile.TemporaryDirectory(prefix="grpo-dist-submit-") as directory:
-        yield gather(job.config, Path(directory), _template()["excludes"])
+        yield gather(job.config, Path(directory), runtime_env()["excludes"])
 
 
 def _next_number(job: Job) -> int:
-    """As far as this machine knows: the record of the last submission has its number."""
+    """Return the number after that of the last submission from this machine."""
     record = read_record(job.run_dir)
     return 1 + (_number(record.job, job) if record and record.target == "ray" else 0)
 
 
 def _number(submission_id: str | None, job: Job) -> int:
-    """Of a job of this run; 0 for any other."""
+    """Return the number of a job of this run; 0 for any other job."""
     name, _, number = (submission_id or "").rpartition("-")
     return int(number) if name == job.name and number.isdigit() else 0
 
@@ -167,16 +167,19 @@ def _server(address: str | None) -> str:
         raise UserError("--to ray: no cluster; give --address http://HEAD:8265, or set RAY_ADDRESS to that")
     if not found.startswith(("http://", "https://")):
         raise UserError(
-            f"--to ray: {found} is no address of a job server; give the one that also shows the dashboard, "
+            f"--to ray: {found} is not the address of a job server; give the address of the dashboard, "
             "e.g. --address http://HEAD:8265"
         )
     return found.rstrip("/")
 
 
 def _client(address: str) -> Any:
-    """Of the job server at ``address``; its requests have a deadline. Raises UserError when none answers."""
+    """Return a client of the job server at ``address`` whose requests have a deadline.
+
+    Raises UserError when there is no answer.
+    """
     try:
-        from ray.job_submission import JobSubmissionClient
+        from ray.job_submission import JobSubmissionClient  # ray[default] is optional
     except ImportError as error:
         raise UserError(f"--to ray needs Ray's job client: pip install 'ray[default]' ({error})") from error
 
@@ -186,9 +189,9 @@ def _client(address: str) -> Any:
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = os.environ.get(_ADDRESS)
-    os.environ[_ADDRESS] = address  # Ray lets the environment win over the argument
+    os.environ[_ADDRESS] = address  # Ray prefers the environment to the argument
     try:
-        with _answers(address):
+        with server_errors(address):
             return Client(address)
     finally:
         os.environ.pop(_ADDRESS)
@@ -197,8 +200,9 @@ def _client(address: str) -> Any:
 
 
 @contextmanager
-def _answers(address: str) -> Iterator[None]:
-    """Within, what the server refuses, and a server that is not there, is the user's to mend."""
+def server_errors(address: str) -> Iterator[None]:
+    """Turn errors of the server, and an unreachable server, into UserError."""
+    # Slow to import; they come with ray[default].
     from aiohttp import ClientError
     from ray.exceptions import AuthenticationError
     from requests.exceptions import RequestException
@@ -207,7 +211,7 @@ def _answers(address: str) -> Iterator[None]:
         yield
     except AuthenticationError as error:
         raise UserError(f"{address}: {error}") from error
-    except (ConnectionError, RequestException, ClientError) as error:  # the last where logs are followed
+    except (ConnectionError, RequestException, ClientError) as error:  # ClientError: from --follow
         raise UserError(
             f"{address}: no Ray job server answers there ({type(error).__name__}); check the address, and "
             "that the head was started with its dashboard"

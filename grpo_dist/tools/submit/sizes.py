@@ -1,4 +1,4 @@
-"""How many nodes of which size a job asks for."""
+"""Number and size of the nodes that a job requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from actors.placement.demands import Demand, Resources
 
 _LEAST_CPUS, _CPUS_PER_GPU = 16, 8
-# Of the options: least and most.
+# Least and greatest value of each option.
 _BOUNDS = {"gpus_per_node": (0, 1024), "cpus_per_node": (1, 100_000), "nodes": (1, 100_000)}
 
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """``cpus_per_node`` None: enough; ``nodes`` None: the fewest that suffice."""
+    """Requested nodes. ``cpus_per_node`` None: 8 per GPU; ``nodes`` None: the fewest that fit."""
 
     gpus_per_node: int | None = None
     cpus_per_node: int | None = None
@@ -26,21 +26,21 @@ class NodeSizes:
 
     @property
     def cpus(self) -> int:
-        """Of a node."""
+        """CPUs of a node."""
         return self.cpus_per_node or max(_LEAST_CPUS, _CPUS_PER_GPU * (self.gpus_per_node or 0))
 
     def nodes_for(self, config: Config, target: str) -> tuple[int, str]:
-        """How many the run takes, and its placement on them in words. Raises UserError when ``nodes`` do not
-        suffice.
+        """Return the number of nodes and a description of the placement. Raises UserError if ``nodes`` are
+        too few.
         """
-        from actors.placement.demands import describe
+        from actors.placement.demands import describe  # imports torch
 
         count, demands, has = self._fitted(config, target)
         return count, describe(demands, has)
 
     def idle(self, config: Config, target: str) -> str | None:
-        """A warning where the job would hold GPUs that no worker of the run uses; None where it would not."""
-        from actors.placement.fitting import bundles
+        """Return a warning if the job would hold GPUs that no worker uses, else None."""
+        from actors.placement.fitting import bundles  # imports torch
 
         count, demands, _ = self._fitted(config, target)
         per_node = self.gpus_per_node or 0
@@ -62,7 +62,8 @@ class NodeSizes:
             return False
 
     def _fitted(self, config: Config, target: str) -> tuple[int, dict[str, Demand], Resources]:
-        """Number of nodes, what every role takes of them, and what they have. Raises as `nodes_for`."""
+        """Return the number of nodes, the demand of each role and the resources. Raises as `nodes_for`."""
+        # These import torch.
         from actors.placement.demands import Resources, describe, placement
         from actors.placement.fitting import Node, bundles, fits
 
@@ -87,7 +88,7 @@ class NodeSizes:
             each = f"{gpus} GPU(s) and {cpus} CPU(s)"
             refused = UserError(
                 f"cluster: {count} node(s) with {each} each have no room for {describe(demands, has)}; a "
-                "worker has what it takes on one node: use more or larger nodes, or lower "
+                "worker must fit on one node: use more or larger nodes, or lower "
                 "`rollout.tensor_parallel_size`"
             )
         assert refused is not None
@@ -95,6 +96,6 @@ class NodeSizes:
 
 
 def _most_nodes(config: Config) -> int:
-    """Beyond so many further ones cannot help: each worker that computes has a node of its own then."""
+    """Return the number of nodes at which each computing worker has its own; more cannot help."""
     models = sum(model.num_workers for model in config.rewards.models)
     return config.rollout.num_workers + config.policy.num_workers + config.reference.num_workers + models

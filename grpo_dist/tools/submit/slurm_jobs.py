@@ -1,6 +1,6 @@
-"""To Slurm: one sbatch file, `launch/slurm.sbatch` with its settings written for the job.
+"""Slurm target: one sbatch file, `launch/slurm.sbatch` with the settings of the job.
 
-Jobs of a run have one name, and `singleton` lets one of them run at a time.
+All jobs of a run have the same name, and `singleton` lets only one of them run at a time.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from grpo_dist.tools.submit.templates import template
 _BEGIN, _END = "# >>> settings\n", "# <<< settings\n"
 _SHUTDOWN_S = 120  # before the time limit, beyond `checkpoint.grace_s`
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE)
-_READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable that a command sets to what it reads elsewhere
+_READ = re.compile(r"=[\"']?[$`][^;&|\n]*")  # a variable set from another variable or a command
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "SUSPENDED", "STOPPED")
 _RUNNING = ("RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT")
-_EVERY_S = 2.0  # the log is read
-_ASKED_EVERY_S = 10.0  # is the controller, which answers all users of the cluster
+_EVERY_S = 2.0  # between two reads of the log
+_ASKED_EVERY_S = 10.0  # between two queries of the controller
 
 
 @dataclass(frozen=True)
 class SlurmTarget(NodeSizes):
-    """``sbatch``: further options. ``setup``: shell commands."""
+    """Options of --to slurm. ``sbatch``: options of sbatch. ``setup``: shell commands to run first."""
 
     time: str = "24:00:00"
     sbatch: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
 
     def check(self, job: Job) -> None:
-        """Raises UserError for what cannot be submitted so; asks nobody."""
+        """Raise UserError for a job that cannot be submitted. Does not contact Slurm."""
         options = [("--sbatch", text) for text in self.sbatch]
         options += [("--setup", _READ.sub("=", text)) for text in self.setup]
         check_no_secrets(job, options)
@@ -54,7 +54,7 @@ class SlurmTarget(NodeSizes):
         for what, path in (("the current directory", Path.cwd()), ("the run directory", job.run_dir)):
             check_one_line(what, str(path))
             if "\\" in str(path):
-                raise UserError(f"{what} = {path} has a backslash, which Slurm reads as a sign of its own")
+                raise UserError(f"{what} = {path} has a backslash, which Slurm treats specially")
         self.nodes_for(job.config, "slurm")
 
     def render(self, job: Job) -> str:
@@ -65,8 +65,8 @@ class SlurmTarget(NodeSizes):
         other = _live(job)
         if other:
             raise UserError(
-                f"{job.run_dir}: its job {other} waits or runs; end it with `grpo-dist stop {job.run_dir}`, "
-                "or choose another `name`"
+                f"{job.run_dir}: its job {other} is pending or running; end it with `grpo-dist stop "
+                f"{job.run_dir}`, or choose another `name`"
             )
         job.run_dir.mkdir(parents=True, exist_ok=True)
         # "1234" or "1234;cluster"
@@ -91,10 +91,10 @@ class SlurmTarget(NodeSizes):
             f"--output={shlex.quote(_pattern(job, 'slurm-%j.log'))}",
             *self.sbatch,
         ]
-        # The programs of the environment that submits, which a shared file system has on every node.
+        # The submitting environment is on a shared file system, so every node has its programs.
         prepare = [f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"]
         prepare += [f"export {v.name}={shlex.quote(v.value)}" for v in job.environment if not v.hidden]
-        # Slurm hands on what is set where the job is submitted.
+        # Slurm passes the variables of the submitting shell to the job.
         prepare += [f': "${{{v.name}:?was not set there}}"' for v in job.environment if v.hidden]
         prepare += self.setup
         train = ["grpo-dist", "train", str(job.path), *job.overrides, "cluster.address=null"]
@@ -115,7 +115,7 @@ def state(record: SubmissionRecord) -> JobState:
         found = ask(["squeue", "--noheader", "--jobs", record.job, "--format", "%T|%M|%R"]).strip()
     except Refused as error:
         if "invalid job id" not in str(error).lower():
-            raise  # it does not answer: nobody knows whether the job is over
+            raise  # no answer: the state is unknown
         found = ""
     if found:
         name, elapsed, reason = found.splitlines()[0].split("|", 2)
@@ -123,10 +123,10 @@ def state(record: SubmissionRecord) -> JobState:
     accounting = ["sacct", "--noheader", "--allocations", "--parsable2", "--jobs", record.job]
     try:
         rows = ask([*accounting, "--format", "State,ExitCode,Elapsed"]).strip().splitlines()
-    except Refused:  # a cluster without accounting
+    except Refused:  # no accounting on this cluster
         rows = []
     if not rows:
-        return JobState("over; squeue and sacct know no more", live=False)
+        return JobState("over; squeue and sacct no longer know the job", live=False)
     name, exit_code, elapsed = rows[-1].split("|")
     return JobState(
         f"{name}, exit code {exit_code.split(':')[0]}, {elapsed}", live=name in _WAITING + _RUNNING
@@ -134,7 +134,7 @@ def state(record: SubmissionRecord) -> JobState:
 
 
 def print_logs(record: SubmissionRecord, follow: bool) -> None:
-    """The file that Slurm writes, and while the job waits or runs what is added to it."""
+    """Print the log file of the job; with ``follow`` also its new lines until the job ends."""
     path, read, over, asked_at = Path(record.log), 0, not follow, -_ASKED_EVERY_S
     while True:
         if not over and time.monotonic() - asked_at >= _ASKED_EVERY_S:
@@ -145,14 +145,14 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
                 print(file.read(), end="", flush=True)
                 read = file.tell()
         elif over:
-            raise UserError(f"{path}: not there (yet); the job: {state(record).text}")
+            raise UserError(f"{path}: does not exist yet; state of the job: {state(record).text}")
         if over:
             return
         time.sleep(_EVERY_S)
 
 
 def stop(record: SubmissionRecord) -> None:
-    """A job that runs saves a checkpoint first; one that waits is taken off the queue."""
+    """Ask a running job to save a checkpoint and end; cancel a pending one."""
     if state(record).text.startswith(_RUNNING):
         ask(["scancel", "--signal=USR2", "--batch", record.job])
     else:
@@ -160,7 +160,7 @@ def stop(record: SubmissionRecord) -> None:
 
 
 def _live(job: Job) -> str:
-    """Number of a job of this run that waits or runs; empty where none does."""
+    """Return the id of a pending or running job of this run, or ""."""
     found = ask(["squeue", "--noheader", "--user", getpass.getuser(), "--name", job.name, "--format", "%i"])
     return found.split()[0] if found.split() else ""
 
@@ -170,5 +170,5 @@ def _log(job: Job, number: str) -> str:
 
 
 def _pattern(job: Job, name: str) -> str:
-    """The path of a file of the run for Slurm, which puts something in the place of %j, %x and the like."""
+    """Return the path of a file of the run, escaped for Slurm, which expands %j, %x and others."""
     return str(job.run_dir).replace("%", "%%") + f"/{name}"

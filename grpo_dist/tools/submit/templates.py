@@ -1,4 +1,4 @@
-"""Where the files of `launch/` are: beside the packages in a checkout, else where the wheel put them."""
+"""Find the files of `launch/`: next to the packages in a checkout, else where the wheel installed them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INSTALLED = "share/grpo-dist/launch"
 
 
 def template(name: str) -> str:
-    """The text of `launch/NAME`. Raises FileNotFoundError where the installation is broken."""
+    """Return the text of `launch/NAME`. Raises FileNotFoundError for a broken installation."""
     here = _CHECKOUT / name
     if here.is_file():
         return here.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from pydantic import BaseModel
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import checked
-from grpo_dist.tools.config_reference import PAGE, Key, _anchor, keys, main, meaning, page, sections
+from grpo_dist.tools.config_reference import PAGE, Key, anchor, keys, main, meaning, page, sections
 from grpo_dist.tools.recipe.config import PipelineFile
 
 ROOTS = (Config, PipelineFile)
@@ -80,6 +80,6 @@ def test_values_ranges_and_defaults_are_said_as_they_are():
 @pytest.mark.parametrize("root", ROOTS)
 def test_every_link_of_the_page_has_its_heading(root):
     text = page(root, "The run")
-    anchors = {_anchor(heading) for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
+    anchors = {anchor(heading) for heading in re.findall(r"^### (.+)$", text, re.MULTILINE)}
     links = set(re.findall(r"\]\(#([^)]+)\)", text))
     assert links and links <= anchors

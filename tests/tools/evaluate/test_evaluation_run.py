@@ -269,7 +269,7 @@ def test_two_results_are_compared_on_the_command_line(here, capsys):
     capsys.readouterr()
     assert main(["eval", "--compare", "a", "b/result.json", "--output", "difference.json"]) == 0
     out = capsys.readouterr().out
-    assert "B - A" in out and "warning: A and B were not measured in the same way" in out
+    assert "B - A" in out and "warning: A and B were measured with different settings" in out
     rows = json.loads(Path("difference.json").read_text())["rows"]
     assert {row["measure"] for row in rows} == {"pass@1", "pass@4", "avg@32", "maj@4", "cons@32"}
     write("data.jsonl", PROBLEMS[:9])
@@ -291,8 +291,8 @@ def test_one_process_at_a_time(here, capsys):
 
 def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_model, tmp_path):
     config = load_config_of(tmp_path)
-    measures = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
-    again = stages._evaluate(config, tiny_model, tmp_path / "stage", lambda _: None)
+    measures = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
+    again = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
     assert measures == again and len(here.worlds) == 1
     names = ("pass@1", "pass@1_stderr", "length_tokens", "unscored")
     assert set(measures) == {f"eval/own/{name}" for name in names}
@@ -327,9 +327,9 @@ def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
 
 
 def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeypatch):
-    before = store._settings(fakes.config())
+    before = store.settings_of(fakes.config())
     monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
-    after = store._settings(fakes.config())
+    after = store.settings_of(fakes.config())
     assert before["versions"]["math-verify"] != "99.0"
     assert after == before | {"versions": {"math-verify": "99.0"}}
 
@@ -390,4 +390,4 @@ def test_a_damaged_result_is_not_compared(here, capsys):
     evaluate("seed=3", directory="b")
     Path("a/result.json").write_text('{"model"')
     assert main(["eval", "--compare", "a", "b"]) == 2
-    assert "a: holds no whole result" in capsys.readouterr().err
+    assert "a: the result is incomplete" in capsys.readouterr().err

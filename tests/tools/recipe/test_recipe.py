@@ -299,7 +299,7 @@ def test_a_directory_of_somebody_else_is_refused_and_moved_aside_on_request(worl
 def test_a_damaged_record_is_refused_by_name(world):
     run()
     Path("runs/p/02_reason/stage.json").write_text('{"stage": "reason"}')
-    assert "runs/p/02_reason/stage.json: not a record of a stage" in refused()
+    assert "runs/p/02_reason/stage.json: not the record of a stage" in refused()
 
 
 def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):

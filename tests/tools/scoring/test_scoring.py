@@ -75,7 +75,7 @@ def test_scores_of_before_are_replaced_and_no_directory_is(here, capsys):
     Path("sub").mkdir()
     assert "--output sub: is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
     message = refusal(capsys, "c.jsonl", "--output", "c.jsonl/x.jsonl")
-    assert "--output c.jsonl/x.jsonl: cannot be written there" in message
+    assert "--output c.jsonl/x.jsonl cannot be written" in message
 
 
 def test_lists_of_completions_have_lists_of_scores(here):
@@ -108,7 +108,7 @@ def test_what_is_no_verdict_is_not_compared(here, capsys):
     arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "rewards.code_paths=[.]"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "not compared, for they say more than right or wrong: mine:length" in out
+    assert "not compared, as their values are not all 0 or 1: mine:length" in out
     assert lines("c.scored.jsonl")[0]["score"]["parts"]["mine:length"] == pytest.approx(1.2)
     assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_scored_is_null_with_its_reason(here, capsys):
 
 
 def test_rewards_of_tokens_need_a_tokenizer(here, capsys):
-    assert "reward repetition counts tokens; say whose" in refusal(
+    assert "reward repetition counts tokens; set the model" in refusal(
         capsys, "c.jsonl", "--reward", "repetition"
     )
     assert main(["score", "c.jsonl", "--reward", "repetition", "model.path=demo:tiny"]) == 0
@@ -196,7 +196,7 @@ def test_commands_that_cannot_be_are_refused(here, capsys):
     assert "nothing.jsonl: no such file" in refusal(capsys, "nothing.jsonl")
     assert "is the file of completions" in refusal(capsys, "c.jsonl", "--output", "c.jsonl")
     assert "'maths'" in refusal(capsys, "c.jsonl", "--reward", "maths")
-    assert "both say which rewards" in refusal(capsys, "c.jsonl", "x.yaml", "--reward", "math")
+    assert "both give rewards" in refusal(capsys, "c.jsonl", "x.yaml", "--reward", "math")
     assert "one configuration at most" in refusal(capsys, "c.jsonl", "x.yaml", "y.yaml")
     write("empty.jsonl", [])
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
@@ -206,11 +206,11 @@ def test_reward_models_are_not_asked_and_nothing_may_depend_on_them(here, capsys
     text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
     Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
     assert main(["score", "c.jsonl", "config.yaml"]) == 0
-    assert "warning: reward models are not asked (quality)" in capsys.readouterr().out
+    assert "warning: reward models are not run (quality)" in capsys.readouterr().out
     gated = "rewards.functions=[{function: math, gate: quality}]"
     assert "math: its gate quality is a reward model" in refusal(capsys, "c.jsonl", "config.yaml", gated)
     alone = "rewards.functions=[]"
-    assert "reward models (quality) are not asked" in refusal(capsys, "c.jsonl", "config.yaml", alone)
+    assert "reward models (quality) are not run" in refusal(capsys, "c.jsonl", "config.yaml", alone)
 
 
 def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):

@@ -171,7 +171,7 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
         {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING", "rayClusterName": "c-1", "jobId": "j-1"},
     )
     status, said = submit(capsys, tmp_path)
-    assert status == 2 and f"its RayJob {name} is there (Running: RUNNING)" in said
+    assert status == 2 and f"its RayJob {name} exists (Running: RUNNING)" in said
     assert f"{name} on kuberay" in (said := command(capsys, "status", run)[1]) and "Running: RUNNING" in said
     assert command(capsys, "logs", run)[1] == command(capsys, "logs", "--follow", run)[1] == "step 1\n"
     (kube / "broken").touch()
@@ -187,7 +187,7 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
     has(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # over: it gives way to the next
     assert submit(capsys, tmp_path)[0] == 0
     assert [call.split()[2] for call in calls(kube)[-3:]] == ["get", "delete", "create"]
-    assert "its RayJob is gone" in command(capsys, "status", run)[1]
+    assert "its RayJob no longer exists" in command(capsys, "status", run)[1]
 
 
 def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
@@ -206,10 +206,10 @@ def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
         (("--volume", "claim:/etc/grpo-dist"), "/etc/grpo-dist would hide /etc/grpo-dist of the pods"),
         (("--volume", "claim:/etc/./"), "/etc would hide /etc/grpo-dist"),
         (("--volume", "claim://"), "/ would hide /etc/grpo-dist"),
-        (("--volume", "claim:/etc/grpo-dist/runs"), "lies within /etc/grpo-dist"),
-        (("--volume", "claim:/dev/shm"), "/dev/shm lies within /dev"),
+        (("--volume", "claim:/etc/grpo-dist/runs"), "is inside /etc/grpo-dist"),
+        (("--volume", "claim:/dev/shm"), "/dev/shm is inside /dev"),
         (("--volume", "claim:/opt"), "/opt would hide /opt of the pods"),
-        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
         (('output_dir="/data/a\\nb"',), "has a line break"),
         (("--image", "a b\nkind: Pod"), "--image 'a b\\nkind: Pod': expected the name of an image"),
         (("--namespace", "a b"), "--namespace 'a b': expected small letters"),
@@ -219,9 +219,9 @@ def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
         (("output_dir=/elsewhere",), "`output_dir` = /elsewhere is not below /data"),
         (("output_dir=runs",), "`output_dir` = runs is relative"),
         (("rewards.code_paths=[.]",), "no code travels to a pod"),
-        (("--env", "PATH"), "--env PATH: its value would stand in the manifest"),
+        (("--env", "PATH"), "--env PATH: its value would be in the manifest"),
         (("--nodes", "1", "policy.num_workers=4", "rollout.num_workers=8"), "12 GPUs are needed"),
-        (("--address", "x"), "--address is no option of --to kuberay"),
+        (("--address", "x"), "--address is not an option of --to kuberay"),
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
     ],
 )

@@ -164,7 +164,7 @@ def test_a_dry_run_names_the_cluster_that_would_be_asked(project, capsys, monkey
 def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_message():
     from aiohttp import ClientError
 
-    with pytest.raises(UserError, match="http://head:8265"), ray_jobs._answers("http://head:8265"):
+    with pytest.raises(UserError, match="http://head:8265"), ray_jobs.server_errors("http://head:8265"):
         raise ClientError("404")
 
 
@@ -173,7 +173,7 @@ def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
     config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
     into = project / "carried"
     into.mkdir()
-    carried = code.gather(config, into, ray_jobs._template()["excludes"])
+    carried = code.gather(config, into, ray_jobs.runtime_env()["excludes"])
     assert {"grpo_dist/cli.py", "actors/transfer/vllm_plugin.py", "rewards/driver.py", "config.yaml"} <= set(
         carried.files
     )
@@ -191,7 +191,7 @@ def test_by_hand_ray_leaves_no_code_behind():
     from ray._private.runtime_env.packaging import _get_excludes
 
     root = Path(__file__).resolve().parents[3]
-    stays = _get_excludes(root, ray_jobs._template()["excludes"])
+    stays = _get_excludes(root, ray_jobs.runtime_env()["excludes"])
     code_of_ours = [p for name in ("grpo_dist", "actors", "configs") for p in (root / name).rglob("*.*")]
     assert not [p for p in code_of_ours if "__pycache__" not in p.parts and p.is_file() and stays(p)]
     for left in (
@@ -210,7 +210,7 @@ def test_the_top_alone_is_excluded_where_it_says_so(project):
         (project / place / "words.py").write_text("")
     (project / "carried").mkdir()
     config = load_config(config_in(project), ["rewards.code_paths=[.]"])
-    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
     assert "lib/data/words.py" in carried.files and "data/words.py" not in carried.files
 
 
@@ -266,7 +266,7 @@ def test_neither_keys_nor_what_links_lead_out_to_travel(project, capsys):
     (rewards / "credentials.py").write_text("")  # a module
     config = load_config(config_in(project), ["rewards.code_paths=[rewards]"])
     (project / "carried").mkdir()
-    carried = code.gather(config, project / "carried", ray_jobs._template()["excludes"])
+    carried = code.gather(config, project / "carried", ray_jobs.runtime_env()["excludes"])
     own = {name for name in carried.files if name.startswith("rewards/")}
     assert own == {"rewards/driver.py", "rewards/same.py", "rewards/credentials.py"}
     assert not [p for p in (project / "carried").rglob("*") if p.is_file() and b"SESAME" in p.read_bytes()]
@@ -291,7 +291,7 @@ def test_a_directory_of_code_that_is_a_link_out_of_here_is_refused(project, caps
 
 
 def test_by_hand_keys_stay_here_too():
-    excludes = ray_jobs._template()["excludes"]
+    excludes = ray_jobs.runtime_env()["excludes"]
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
 
 
@@ -313,9 +313,9 @@ def test_links_that_lead_nowhere_do_not_travel(project, capsys):
         (("rewards.functions=[{function: maths}]",), "`rewards.functions.0.function` = maths: expected"),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: not set here"),
         (("--env", "HF_TOKEN=hf_123"), "--env HF_TOKEN=***: looks like a secret"),
-        (("--image", "x"), "--image is no option of --to ray"),
+        (("--image", "x"), "--image is not an option of --to ray"),
         ((), "no cluster; give --address http://HEAD:8265"),
-        (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is no address of a job server"),
+        (("--address", "10.0.0.1:6379"), "10.0.0.1:6379 is not the address of a job server"),
         (("--address", "http://127.0.0.1:1"), "no Ray job server answers there"),
         (
             ('rewards.functions=[{function: math, kwargs: {api_key: "k-1"}}]',),
@@ -323,7 +323,7 @@ def test_links_that_lead_nowhere_do_not_travel(project, capsys):
         ),
         (("rewards.functions=[{function: judge, kwargs: {extra_body: {key: k-1}}}]",), "looks like a secret"),
         (("steps.api_key=k-1", "steps=3"), "override steps.api_key=*** looks like a secret"),
-        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc has a `..` in it"),
+        (("output_dir=/data/../etc",), "`output_dir` = /data/../etc contains `..`"),
         (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
     ],
 )

@@ -178,7 +178,7 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
 
     (slurm / "queue").write_text("4711")
     status, said = submit(capsys, tmp_path)
-    assert status == 2 and "its job 4711 waits or runs" in said
+    assert status == 2 and "its job 4711 is pending or running" in said
 
     (slurm / "queue").write_text("PENDING|0:00|(Resources)")
     assert (
@@ -203,7 +203,7 @@ def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     assert following.wait(30) == 0
     assert "COMPLETED, exit code 0" in command(capsys, "status", run)[1]
     (slurm / "no-accounting").touch()
-    assert "over; squeue and sacct know no more" in command(capsys, "status", run)[1]
+    assert "over; squeue and sacct no longer know" in command(capsys, "status", run)[1]
 
 
 def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_path, capsys):
@@ -240,7 +240,7 @@ def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monke
         (("rollout.num_workers=99", "--nodes", "1"), "`rollout.num_workers` = 99"),
         (("--sbatch=partition",), "--sbatch=partition: expected an option"),
         (("rewards.models=[]", "+algorithm=nope"), "+algorithm=nope"),
-        (("--image", "x"), "--image is no option of --to slurm"),
+        (("--image", "x"), "--image is not an option of --to slurm"),
         (("sft.api_key=k-1",), "sft"),
         (('output_dir="/tmp/a\\ntouch pwned"',), "`output_dir` = '/tmp/a\\ntouch pwned' has a line break"),
         (('output_dir="/tmp/a\\Ltouch pwned"',), "has a line break"),
