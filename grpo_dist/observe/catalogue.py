@@ -1,7 +1,7 @@
-"""The metric catalogue: what a name means, and the table of it in this folder's README.
+"""The metric catalogue: the meaning of each name, and the table of it in this folder's README.
 
-``python -m grpo_dist.observe.catalogue`` writes the table anew; with ``--check`` it only says, by its exit
-code, whether that is needed.
+``python -m grpo_dist.observe.catalogue`` rewrites the table; with ``--check`` its exit code says whether the
+table is out of date.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _PLACEHOLDER = re.compile(r"<\w+>")
 
 
 def described(name: str) -> Metric | None:
-    """The entry of a metric as logged; of two that fit, the more exact one.
+    """Return the entry of a logged metric: the most specific one that matches, or None.
 
-    "reward/mean" -> that of reward/mean        "reward/brevity" -> that of reward/<name>
+    "reward/mean" -> entry reward/mean        "reward/brevity" -> entry reward/<name>
     """
     return next((metric for pattern, metric in patterns() if pattern.fullmatch(name)), None)
 
 
 @lru_cache
 def patterns() -> list[tuple[re.Pattern[str], Metric]]:
-    """Of whole names, the most exact ones first: few placeholders, then much text besides."""
+    """Return the patterns of whole names, most specific first: fewest placeholders, then most other text."""
 
     def vague(metric: Metric) -> tuple[int, int]:
         return len(_PLACEHOLDER.findall(metric.name)), -len(_PLACEHOLDER.sub("", metric.name))
@@ -38,12 +38,12 @@ def patterns() -> list[tuple[re.Pattern[str], Metric]]:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    """A placeholder takes anything, slashes too: an evaluation set, or a metric of the first update."""
+    """Compile a name. A placeholder matches anything with slashes, such as a metric of the first update."""
     return re.compile(".+".join(map(re.escape, _PLACEHOLDER.split(name))))
 
 
 def table(metrics: Sequence[Metric] = METRICS) -> str:
-    """As markdown."""
+    """Return the table as markdown."""
     heading = "| metric | unit | one number by | what it is | healthy, or what to look for |"
     rows = (f"| `{m.name}` | {m.unit} | {m.reducer} | {m.meaning} | {m.look_for} |" for m in metrics)
     return "\n".join([heading, "|---|---|---|---|---|", *rows])

@@ -1,4 +1,4 @@
-"""Tables of completions for trackers that show some: the first groups of a step, whole."""
+"""Tables of completions for trackers: the first whole groups of a step."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.types import Group
 
 COLUMNS = ("uid", "sample", "prompt", "completion", "answer", "outcome", "reward", "advantage")
-_ROWS = 64  # at most, where one group has not more
-Row = tuple[Any, ...]
+_ROWS = 64  # at most, unless one group is larger
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """``name``: completions, or completions/SET of an evaluation. Rows are as `COLUMNS`; None: not known."""
+    """A table called completions, or completions/SET for an evaluation; rows follow `COLUMNS`."""
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[tuple[Any, ...], ...]
 
 
 def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None) -> Table:
-    """``name``: of the samples' file, "step_000010" or "eval_SET_step_000010"."""
+    """Make the table of the sample file ``name``: "step_000010" or "eval_SET_step_000010"."""
     before, _, _ = name.rpartition("step_")
     evaluated = before.removeprefix("eval_").removesuffix("_")
     count = max(1, _ROWS // max((len(g.rollouts) for g in groups), default=1))
@@ -34,11 +33,11 @@ def table_of(name: str, groups: Sequence[Group], values: ValuesOfSamples | None)
 
 
 def step_of(name: str) -> int:
-    """ "eval_SET_step_000010" -> 10."""
+    """Return the step of a sample file: "eval_SET_step_000010" -> 10."""
     return int(name.rpartition("_")[2])
 
 
-def _rows(group: Group, values: ValuesOfSamples) -> Iterator[Row]:
+def _rows(group: Group, values: ValuesOfSamples) -> Iterator[tuple[Any, ...]]:
     prompt = group.prompt
     for rollout, reward, outcome in zip(group.rollouts, group.rewards, group.outcomes, strict=True):
         known = values.get((prompt.uid, rollout.sample))

@@ -1,5 +1,6 @@
-"""The terminal: one readable line per step, below them what is going on now, and a table at the end. Where
-the output is no terminal, lines alone.
+"""Terminal output: a line per step, a live view below the lines, and a table at the end.
+
+Without a terminal only the lines are printed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _TIMES = (("sample", "time/sample_s"), ("update", "time/update_s"), ("sync", "ti
 
 
 class Console:
-    """A tracking sink for people."""
+    """Prints the metrics of a run."""
 
     def __init__(self, name: str, steps: int, start: int) -> None:
         self._console = RichConsole(highlight=False, soft_wrap=True)
         self.view = LiveView(name, steps, start)
         self._live: Live | None = None
-        # Of the file itself: FORCE_COLOR makes a log of CI a terminal to rich, and it would fill with views.
+        # Ask the file: with FORCE_COLOR rich takes a CI log for a terminal, and views would fill it.
         if self._console.is_interactive and self._console.file.isatty():
             self._live = Live(
                 get_renderable=lambda: self.view,
@@ -63,7 +64,10 @@ class Console:
 
 
 def step_line(step: int, metrics: dict[str, float]) -> str:
-    """``step 12  reward 0.531  loss -0.0021 ...  2.1 s (sample 1.2, update 0.7, sync 0.0)  1,234 tok/s``"""
+    """Return the line of a step:
+
+    ``step 12  reward 0.531  loss -0.0021 ...  2.1 s (sample 1.2, update 0.7, sync 0.0)  1,234 tok/s``
+    """
     parts = [f"step {step:4d}"]
     parts += [f"{label} {form.format(metrics[key])}" for label, key, form in _COLUMNS if key in metrics]
     failed = sum(metrics.get(f"outcome/{o}", 0) for o in ("timeout", "error"))

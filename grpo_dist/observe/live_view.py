@@ -1,7 +1,7 @@
-"""What a run is doing, as a block of lines that a terminal shows below its log:
+"""Live view of a run: a block of lines that a terminal shows below the log.
 
-demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 gone, 3:04 left
-now     sample, 2.1 s           (while it starts: engines 12.3 s (rollout-0))
+demo  ━━━━━━━━━━━━━━──────────  31/50 steps  5:12 elapsed, 3:04 left
+now     sample, 2.1 s           (during start-up: engines 12.3 s (rollout-0))
 step    sample 1.2 s █████████████  update 0.7 s ███████▋  sync 0.1 s ▉
 reward  ▁▂▂▃▄▅▆▇█ 0.531
 actors  ● rollout     4/4  █████████▏  92% busy  1.3 GiB
@@ -29,12 +29,12 @@ _STEPS_AVERAGED = 10
 _REWARDS_SHOWN = 48
 _BAR_CELLS = 24
 _BUSY_CELLS = 10
-_NAMED = 3  # actors that do not serve
+_NAMED = 3  # dead actors to name
 _COLOURS = {"sample": "cyan", "update": "green", "sync": "magenta", "evaluate": "blue", "save": "yellow"}
 
 
 class LiveView:
-    """Rendered anew as often as the terminal likes, in its own thread. ``clock``: seconds, of any origin."""
+    """State and rendering of the view. Thread-safe: rich renders it in a thread of its own."""
 
     def __init__(
         self,
@@ -45,30 +45,30 @@ class LiveView:
         clock: Callable[[], float] = time.monotonic,
         stages: Callable[[], list[str]] = open_stages,
     ) -> None:
-        """``stages``: those of the start and of evaluations that last now, in words."""
+        """``clock`` gives seconds, from any origin; ``stages`` describes the running stages of start-up."""
         self._name, self._steps, self._clock = name, steps, clock
         self._begin = self._since = clock()
         self._done, self._phase = start, "starting"
         self._ends: deque[float] = deque(maxlen=_STEPS_AVERAGED + 1)
         self._phases: deque[dict[str, float]] = deque(maxlen=_STEPS_AVERAGED)
         self._rewards: deque[float] = deque(maxlen=_REWARDS_SHOWN)
-        self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, most bytes
+        self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, peak bytes
         self._replaced: dict[str, int] = {}
         self._states: Callable[[], Mapping[str, bool]] = dict
         self._stages = stages
-        self._lock = Lock()  # what is drawn does not change meanwhile
+        self._lock = Lock()  # held while rendering, so that the state does not change
 
     def phase(self, name: str) -> None:
-        """What the loop begins now."""
+        """Record that the loop enters phase ``name``."""
         with self._lock:
             self._phase, self._since = name, self._clock()
 
     def follow(self, states: Callable[[], Mapping[str, bool]]) -> None:
-        """``states``: of every actor by name, whether it serves."""
+        """Follow these actors. ``states`` returns for each name whether the actor is ready."""
         self._states = states
 
     def took(self, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """What the loop and each worker did in the step that is done next."""
+        """Record the spans of the loop and the usage of each worker during the step that ends next."""
         phases: dict[str, float] = {}
         for span in own:
             phases[span.stage] = phases.get(span.stage, 0.0) + span.end - span.begin
@@ -82,7 +82,7 @@ class LiveView:
             self._used |= used
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """``step`` is done."""
+        """Record the end of ``step``."""
         with self._lock:
             self._done = step
             self._ends.append(self._clock())
@@ -91,8 +91,9 @@ class LiveView:
                 self._replaced[role] = self._replaced.get(role, 0) + int(metrics.get(f"restarts/{role}", 0))
 
     def left_s(self) -> float | None:
-        """Seconds until the last step is done, at the pace of the latest and what came between them (saving,
-        evaluating); None: too early to say.
+        """Estimate the seconds until the last step ends; None when there is too little data.
+
+        The pace is that of the latest steps with the checkpoints and evaluations between them.
         """
         if len(self._ends) < 2:
             return None
@@ -102,7 +103,7 @@ class LiveView:
     def __rich__(self) -> RenderableType:
         with self._lock:
             lines = self._lines()
-        # In a group: a text that is printed as it is loses that it is not to be wrapped.
+        # In a Group: rich wraps a Text that is printed alone, despite no_wrap.
         return Group(*(Text("", no_wrap=True, overflow="ellipsis").append(line) for line in lines))
 
     def _lines(self) -> list[Text]:
@@ -121,11 +122,11 @@ class LiveView:
         line = Text(f"{self._name}  ", style="bold")
         line.append(f"{'━' * round(done * _BAR_CELLS):─<{_BAR_CELLS}}", style="green")
         line.append(f"  {self._done}/{self._steps} steps", style="default")
-        line.append(f"  {clock_text(self._clock() - self._begin)} gone", style="default")
+        line.append(f"  {clock_text(self._clock() - self._begin)} elapsed", style="default")
         return line.append(f", {clock_text(left)} left" if left is not None else "", style="default")
 
     def _stage_bars(self) -> Text:
-        """Mean seconds of each phase over the latest steps; a bar's length is its share of all."""
+        """Draw the mean seconds of each phase over the latest steps, with bars by share."""
         names = dict.fromkeys(name for own in self._phases for name in own)
         means = {n: sum(own.get(n, 0.0) for own in self._phases) / len(self._phases) for n in names}
         total = sum(means.values()) or 1.0
@@ -139,15 +140,15 @@ class LiveView:
     def _reward_line(self) -> Text:
         latest = self._rewards[-1]
         line = Text(sparkline(self._rewards), style="green")
-        return line.append(" not known" if math.isnan(latest) else f" {latest:.3f}", style="default")
+        return line.append(" unknown" if math.isnan(latest) else f" {latest:.3f}", style="default")
 
     def _actors(self) -> Iterator[Text]:
-        """A line for each role."""
-        serves = dict(self._states())
-        roles = list(dict.fromkeys(map(_role, serves)))
+        """Draw a line for each role."""
+        ready = dict(self._states())
+        roles = list(dict.fromkeys(map(_role, ready)))
         width = max(map(len, roles), default=0)
         for role in roles:
-            own = {name: ok for name, ok in serves.items() if _role(name) == role}
+            own = {name: ok for name, ok in ready.items() if _role(name) == role}
             lost = [name for name, ok in own.items() if not ok]
             parts = [f"{role:<{width}}  {len(own) - len(lost):>4}/{len(own)}"]
             if role in self._used:
@@ -167,7 +168,7 @@ def _labelled(label: str, line: Text | str) -> Text:
 
 
 def sparkline(values: Iterable[float]) -> str:
-    """A character for each value, from the least to the greatest: [0, 1, 2] -> ▁▄█; NaN is a blank."""
+    """Draw a character for each value, scaled to the range: [0, 1, 2] -> ▁▅█; NaN is a blank."""
     known = [v for v in values if math.isfinite(v)]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
@@ -180,5 +181,5 @@ def _bar(share: float, cells: int) -> str:
 
 
 def _role(name: str) -> str:
-    """rollout-12 -> rollout"""
+    """Return the role of an actor: rollout-12 -> rollout."""
     return name.rsplit("-", 1)[0]

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`, the record of a run: what cannot be written there ends it."""
+"""`metrics.jsonl`, the record of a run. A failed write ends the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Keeps the lines of steps up to ``keep_through`` (a resumed run repeats the later ones) when that is
-        above 0.
-        """
+        """Open the file. Lines after step ``keep_through`` are removed: a resumed run repeats the steps."""
         self._path = path
         self._last: dict[str, Any] | None = None
         kept = kept_lines(path, keep_through) if keep_through > 0 else []
@@ -31,7 +29,7 @@ class MetricsFile:
             self._last_offset -= len(kept[-1].encode())
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Every line is in the file when this returns."""
+        """Write the metrics of a step, or add them to its line. The line is in the file on return."""
         known = {k: (v if math.isfinite(v) else None) for k, v in metrics.items()}
         joins = self._last is not None and self._last["step"] == step
         self._last = {**(self._last if joins and self._last else {"step": step}), **known}

@@ -1,6 +1,4 @@
-"""MLflow: metrics, tables of completions, parameters and the run's own files, as one run however often it is
-resumed.
-"""
+"""MLflow tracker: metrics, tables of completions, parameters and files. A resumed run stays one run."""
 
 from __future__ import annotations
 
@@ -16,22 +14,22 @@ from grpo_dist.observe.metrics_file import METRICS
 from grpo_dist.observe.settings import flat
 
 _TAG = "grpo_dist.id"
-_PARAMS_A_CALL, _LONGEST, _LONGEST_TAG = 100, 6000, 8000  # its own limits
+_PARAMS_A_CALL, _LONGEST, _LONGEST_TAG = 100, 6000, 8000  # limits of MLflow
 _FILES = ("config.yaml", "environment.json")
 
 
 class MlflowRun:
     def __init__(self, config: Config, run_dir: Path, run_id: str) -> None:
-        """``run_id``: the run that was tagged with it goes on."""
-        from mlflow.tracking import MlflowClient
+        """Open the run that is tagged with ``run_id``, or create it."""
+        from mlflow.tracking import MlflowClient  # optional
         from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
 
         settings = config.tracking.mlflow
         here = not (settings.uri or os.environ.get("MLFLOW_TRACKING_URI"))
-        # With neither, all runs of `output_dir` have one database, and their files a directory beside it.
-        beside = run_dir.absolute().parent if here else None
-        self._client = MlflowClient(tracking_uri=f"sqlite:///{beside}/mlflow.db" if beside else settings.uri)
-        self._files, self._run_dir = beside and beside / "mlflow", run_dir
+        # By default all runs of `output_dir` share a database, and a directory of files next to it.
+        parent = run_dir.absolute().parent if here else None
+        self._client = MlflowClient(tracking_uri=f"sqlite:///{parent}/mlflow.db" if parent else settings.uri)
+        self._files, self._run_dir = parent and parent / "mlflow", run_dir
         experiment = self._experiment(settings.experiment)
         found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run_id}'", max_results=1)
         run = (
@@ -45,7 +43,7 @@ class MlflowRun:
         self._describe(config, known=set(run.data.params))
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        from mlflow.entities import Metric
+        from mlflow.entities import Metric  # optional
 
         now = int(time.time() * 1000)
         self._client.log_batch(
@@ -53,16 +51,16 @@ class MlflowRun:
         )
 
     def table(self, step: int, table: Table) -> None:
-        """Of a step that is repeated it takes the place of the one before; `log_table` would append."""
-        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS
+        """Write the table of a step, replacing that of a repeated step; `log_table` would append."""
+        from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS  # optional
 
         path = f"{table.name}/step_{step:06d}.json"
         self._client.log_dict(self._id, {"columns": COLUMNS, "data": table.rows}, path)
-        named = {"path": path, "type": "table"}  # by which its pages know a table
+        named = {"path": path, "type": "table"}  # how the pages of MLflow find a table
         if named not in self._tables:
             self._tables.append(named)
             while len(json.dumps(self._tables)) > _LONGEST_TAG:
-                del self._tables[0]  # its file stays
+                del self._tables[0]  # the file itself stays
             self._client.set_tag(self._id, MLFLOW_LOGGED_ARTIFACTS, json.dumps(self._tables))
 
     def close(self, *, failed: bool) -> None:
@@ -70,20 +68,20 @@ class MlflowRun:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _experiment(self, name: str) -> str:
-        from mlflow.exceptions import MlflowException
+        from mlflow.exceptions import MlflowException  # optional
 
         found = self._client.get_experiment_by_name(name)
         if found is None:
             try:
                 location = self._files and self._files.as_uri()
                 return str(self._client.create_experiment(name, artifact_location=location))
-            except MlflowException:  # another run has made it meanwhile
+            except MlflowException:  # another run has created it in the meantime
                 found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id)
 
     def _describe(self, config: Config, known: set[str]) -> None:
-        """A parameter keeps its first value there; config.yaml has those of the last launch."""
-        from mlflow.entities import Param
+        """Log parameters, which keep their first value in MLflow, and the files of the latest launch."""
+        from mlflow.entities import Param  # optional
 
         params = [Param(k, str(v)[:_LONGEST]) for k, v in flat(config).items() if k not in known]
         for first in range(0, len(params), _PARAMS_A_CALL):
@@ -94,5 +92,5 @@ class MlflowRun:
 
 
 def _allowed(name: str) -> str:
-    """pass@1 -> pass_at_1: names have letters, digits, and few signs."""
+    """Replace characters that MLflow refuses in names: pass@1 -> pass_at_1."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))

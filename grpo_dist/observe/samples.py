@@ -1,8 +1,6 @@
-"""Groups as Parquet tables, one row per sample: the record of what was sampled, and the in-flight part of a
-checkpoint.
+"""Groups as Parquet tables, one row per sample: the samples of a run, and the groups in a checkpoint.
 
-The table holds everything a Group does, so `read_groups` gives back what `write_groups` was given, bit for
-bit.
+A table holds everything that a Group does: `read_groups` returns what `write_groups` got, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,13 +24,14 @@ _FLOATS, _INTS = pa.list_(pa.float32()), pa.list_(pa.int32())
 
 
 def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
-    """Write atomically: a reader never sees half a file, also after a crash. ``values``: of the samples that
-    were trained on, for people; `read_groups` does not look at them.
+    """Write ``groups`` atomically: a reader never sees half a file, even after a crash.
+
+    ``values`` of trained samples are added for people to read; `read_groups` ignores them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     clear(partial)
-    # A dictionary of log-probs or token ids is as long as they are, and costs more than all the rest.
+    # A dictionary of log-probs or token ids would be as long as the data, and cost more than the rest.
     pq.write_table(
         _table(groups, values or {}),
         partial,
@@ -44,9 +43,9 @@ def write_groups(path: Path, groups: list[Group], values: ValuesOfSamples | None
 
 
 def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
-    """Groups in the order written. ``prompts`` by uid: the table names them, the data set holds them.
+    """Read the groups in the order written. The table has only the uids of ``prompts``.
 
-    Raises ValueError when the table names a prompt that the data set no longer has.
+    Raises ValueError for a uid that is not in ``prompts``.
     """
     rows = pq.read_table(path).to_pylist()
     order = list(dict.fromkeys(row["uid"] for row in rows))
@@ -54,8 +53,7 @@ def read_groups(path: Path, prompts: Mapping[str, Prompt]) -> list[Group]:
     if missing:
         raise ValueError(
             f"{path}: prompt uid {missing[0]!r} (and {len(missing) - 1} more) is not in the training data; "
-            f"resume with "
-            "the data set this run was started with, or start a new run"
+            "resume with the data set of the original run, or start a new run"
         )
     by_uid: dict[str, list[dict]] = {uid: [] for uid in order}
     for row in rows:
@@ -102,12 +100,12 @@ def _table(groups: list[Group], values: ValuesOfSamples) -> pa.Table:
 
 
 def _joined(arrays: list[np.ndarray], kind: pa.DataType) -> pa.Array:
-    """One column of ``arrays`` after each other, without a Python object for each number."""
+    """Concatenate ``arrays`` into a column, without a Python object per number."""
     return pa.array(np.concatenate(arrays) if arrays else [], kind)
 
 
 def _lists(arrays: list[np.ndarray], kind: pa.ListType) -> pa.Array:
-    """One list for each of ``arrays``."""
+    """Make a list column with one list per array."""
     ends = np.cumsum([0, *map(len, arrays)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(ends), _joined(arrays, kind.value_type))
 
@@ -135,7 +133,7 @@ def _own(arrays: tuple[np.ndarray, ...] | None, sample: int) -> np.ndarray | Non
 
 
 def _steps(rows: list[dict], column: str, dtype: type) -> tuple[np.ndarray, ...] | None:
-    """None where the group had no process reward model; tables of runs without one lack the column."""
+    """Read per-step values; None without a process reward model, when the table may lack the column."""
     if rows[0].get(column) is None:
         return None
     return tuple(np.array(row[column], dtype=dtype) for row in rows)

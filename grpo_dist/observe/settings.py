@@ -1,4 +1,4 @@
-"""What trackers are told of the configuration, and what must be there for them."""
+"""The configuration as trackers show it, and the check that their packages are installed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from grpo_dist.secrets import masked
 
 
 def check_trackers(tracking: TrackingConfig) -> str:
-    """The trackers that are on. Raises UserError for one that cannot work as it is set; one that merely does
-    not answer never stops a run.
+    """Return the enabled trackers as text. Raises UserError for one whose package is not installed.
+
+    An unreachable server is no error: it never stops a run.
     """
     wanted = {
         "tensorboard": ("tracking.tensorboard", tracking.tensorboard),
@@ -23,14 +24,14 @@ def check_trackers(tracking: TrackingConfig) -> str:
     for package, key in on.items():
         if find_spec(package) is None:
             raise UserError(
-                f"`{key}` = true, and the package {package} is not installed; pip install {package}, or "
+                f"`{key}` = true, but the package {package} is not installed; pip install {package}, or "
                 "set it to false"
             )
     return ", ".join(["metrics.jsonl", *on])
 
 
 def flat(config: Config) -> dict[str, str | int | float | bool]:
-    """The configuration with dotted keys, *** for secrets: {"policy.optimizer.lr": 1e-06, ...}."""
+    """Flatten the configuration to dotted keys, with *** for secrets: {"policy.optimizer.lr": 1e-06, ...}."""
     return dict(_leaves(masked(config.model_dump(mode="json")), ""))
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard: every metric as a scalar, the configuration as text and as hyperparameters."""
+"""TensorBoard tracker: metrics as scalars, the configuration as text and as hyperparameters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from grpo_dist.config.files import dump_config
 from grpo_dist.observe.completions import Table
 from grpo_dist.observe.settings import flat
 
-_SHOWN = ("reward/mean", "policy/entropy", "rollout/length_tokens")  # beside hyperparameters
+_SHOWN = ("reward/mean", "policy/entropy", "rollout/length_tokens")  # shown next to hyperparameters
 
 
 class TensorBoard:
     def __init__(self, directory: Path, config: Config, *, purge_step: int | None) -> None:
-        """``purge_step``: what an earlier launch wrote of it and later steps is not shown."""
-        from torch.utils.tensorboard import SummaryWriter
+        """Open the writer. Events of ``purge_step`` and later steps from earlier launches are hidden."""
+        from torch.utils.tensorboard import SummaryWriter  # optional
         from torch.utils.tensorboard.summary import hparams
 
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
         self._writer.add_text("config", f"```yaml\n{dump_config(config)}```")
-        # Not by `add_hparams`, which makes another run of them.
+        # Not `add_hparams`, which would create another run.
         for part in hparams(flat(config), dict.fromkeys(_SHOWN, 0.0)):
             self._writer._get_file_writer().add_summary(part)
 
@@ -29,7 +29,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def table(self, step: int, table: Table) -> None:
-        """It has none."""
+        """Do nothing: TensorBoard has no tables."""
 
     def close(self, *, failed: bool) -> None:
         self._writer.close()

@@ -1,15 +1,15 @@
-"""What a run tells of itself: in its directory, on the terminal, to TensorBoard, wandb and MLflow.
+"""The recorder of a run: its directory, the terminal, TensorBoard, wandb and MLflow.
 
-    metrics.jsonl    an object a step; what is logged for the same step later (an evaluation) joins it
+    metrics.jsonl    one object per step; later metrics of a step (an evaluation) join its object
     timeline.jsonl   {"step": 3, "spans": [["rollout-0", "sample", begin, end], ...]}, seconds since 1970:
-                     what each actor did when; those of "driver" are the phases of the loop
-    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings, after which step;
+                     spans of every actor; those of "driver" are the phases of the loop
+    events.jsonl     {"time": seconds since 1970, "step": 3, "message": "..."}: warnings with the last step;
                      empty in a run without any
-    ledger.jsonl     what became of every prompt
-    samples/         every sample (`samples`), of some steps what training made of its tokens (`token_values`)
-    aside/           batches of steps that went wrong
+    ledger.jsonl     the outcome of every prompt
+    samples/         every sample (`samples`), at some steps with values per token (`token_values`)
+    aside/           quarantined batches
 
-What cannot be written there ends the run. The terminal and the trackers of others never do (`sinks`).
+A failed write to the directory ends the run. The terminal and the trackers never do (`sinks`).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ EVENTS = "events.jsonl"
 LEDGER = "ledger.jsonl"
 _Opener = Callable[[Callable[[str], None]], Sink]  # called with the function that reports problems
 _LOGGER = logging.getLogger("grpo_dist")
-_TABLES_PENDING = 2  # of samples: a disk that is slower than the run holds it up, not fills its memory
+_TABLES_PENDING = 2  # tables of samples; a slow disk then delays the run instead of filling memory
 
 
 class Warned(logging.Handler):
-    """Warnings of the package's own logger, such as an actor that is replaced, are warnings of the run."""
+    """Turns warnings of the package's logger, such as a replaced actor, into warnings of the run."""
 
     def __init__(self, warn: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -64,11 +64,12 @@ class Warned(logging.Handler):
 
 
 class Tracker:
-    """All sinks of a run. Use as a context manager, so that they are flushed whatever happens."""
+    """Records a run in all sinks. A context manager, so that they are always flushed."""
 
     def __init__(self, config: Config, run_dir: Path, *, start: int = 0, wandb_id: str | None = None) -> None:
-        """``start``: what was written of later steps is taken back. ``wandb_id``: of the run that goes on, at
-        wandb and MLflow.
+        """Open all sinks. Records of steps after ``start`` are removed.
+
+        ``wandb_id``: id of the resumed run at wandb and MLflow.
         """
         self._config, self.directory = config, run_dir
         self._samples_dir = run_dir / "samples" if config.tracking.samples else None
@@ -83,7 +84,7 @@ class Tracker:
     def _open(self, start: int) -> None:
         config, run_dir = self._config, self.directory
         self._step = start
-        with (run_dir / EVENTS).open("a"):  # it is there, and empty, in a run without warnings
+        with (run_dir / EVENTS).open("a"):  # create it: a run without warnings has an empty file
             pass
         self._ledger = StepLines(run_dir / LEDGER, keep_through=start)
         self._timeline = StepLines(run_dir / TIMELINE, keep_through=start)
@@ -101,7 +102,7 @@ class Tracker:
             sink.log(step, metrics)
 
     def _show(self, what: Callable[[Console], None]) -> None:
-        """On the terminal, as long as there is one: its end may be closed."""
+        """Call ``what`` with the console; drop the console if its terminal is gone."""
         console = self._console
         if console is None:
             return
@@ -111,11 +112,12 @@ class Tracker:
             self._console = None
             with suppress(Exception):
                 console.close(failed=True)
-            self.warn(f"the terminal takes no more lines: {error}")
+            self.warn(f"terminal output failed and is off from now on: {error}")
 
     def samples(self, name: str, groups: list[Group], values: ValuesOfSamples | None = None) -> None:
-        """Written beside the loop. Raises what went wrong with an earlier table. Trackers get those of
-        evaluations, and of steps with ``values`` of tokens.
+        """Write a table of samples in the background. Raises the error of an earlier table.
+
+        Trackers get the tables of evaluations, and of steps with ``values`` of tokens.
         """
         if self._samples_dir is None:
             return
@@ -127,24 +129,24 @@ class Tracker:
                 sink.table(step_of(name), table)
 
     def phase(self, name: str) -> None:
-        """What the loop begins now."""
+        """Record that the loop enters phase ``name``."""
         self._stages.phase(name)
         self._show(lambda console: console.view.phase(name))
 
     def loop_ended(self) -> None:
-        """Nothing of the loop goes on now."""
+        """Record that the loop has ended."""
         self._stages.end()
 
     def follow(self, usage: WorkerUsage) -> None:
-        """These are the actors from now on."""
+        """Show the actors of ``usage`` from now on."""
         self._show(lambda console: console.view.follow(usage.states))
 
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
-        """When the loop (``own``) and each worker were busy with what during ``step``."""
-        of_all = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
+        """Record the spans of the loop (``own``) and of each worker during ``step``."""
+        by_actor = {"driver": own} | {name: usage.spans for name, usage in workers.items()}
         rows = [
             (name, span.stage, round(span.begin, 4), round(span.end, 4))
-            for name, spans in of_all.items()
+            for name, spans in by_actor.items()
             for span in spans
         ]
         self._timeline.add(step, {"spans": rows})
@@ -154,7 +156,7 @@ class Tracker:
             self._writer.submit(lambda: write_timeline(self.directory, steps))
 
     def account(self, step: int, found: Mapping[str, Sequence[str]]) -> None:
-        """What became of the prompts of ``step``, for the run's ledger."""
+        """Write the outcomes of the prompts of ``step`` to the ledger."""
         self._ledger.add(step, found)
 
     def aside(self, step: int, groups: list[Group]) -> str:
@@ -166,27 +168,25 @@ class Tracker:
     def warn(self, message: str) -> None:
         self._show(lambda console: console.warn(message))
         if self._console is None:
-            with suppress(OSError, ValueError):  # nobody reads it; it is in the file
+            with suppress(OSError, ValueError):  # stderr is closed; the file has the message
                 print(message, file=sys.stderr, flush=True)
         self.note(message)
 
     def note(self, message: str) -> None:
-        """Write an event to `events.jsonl` alone: nothing to act on, or the terminal has shown it already."""
+        """Write an event to `events.jsonl` only: it needs no action, or the terminal has shown it."""
         event = {"time": round(time.time(), 3), "step": self._step, "message": message}
         with (self.directory / EVENTS).open("a") as file:
             file.write(json.dumps(event) + "\n")
 
     def back_to(self, step: int) -> None:
-        """What was written of later steps comes again: it is taken back, as at a resume."""
+        """Remove the records of steps after ``step``, which the run repeats, as on resume."""
         self.flush()
         self._stages.end(failed=True)
         self._close(failed=False)
         self._open(step)
 
     def flush(self) -> None:
-        """Every table and every line is on disk when this returns, before a checkpoint that counts on it;
-        raises what went wrong with one.
-        """
+        """Put every table and line on disk, before a checkpoint relies on it. Raises the error of a table."""
         self._writer.flush()
         for name in (METRICS, LEDGER, TIMELINE):
             flush(self.directory / name)
@@ -204,7 +204,7 @@ class Tracker:
         try:
             self._writer.close()
         except Exception as own:
-            if failed is None:  # otherwise the run already ends with an error of its own
+            if failed is None:  # else the run already ends with another error
                 failed = own
                 raise
         finally:
@@ -218,13 +218,13 @@ class Tracker:
 
 
 def _openers(config: Config, run_dir: Path, start: int, run_id: str) -> dict[str, _Opener]:
-    """What opens each tracker that is on, called in its thread."""
+    """Return the function that opens each enabled tracker, to be called in its thread."""
     settings, found = config.tracking, dict[str, _Opener]()
     if settings.tensorboard:
         purge, directory = start + 1 if start else None, run_dir / "tensorboard"
-        found["TensorBoard"] = lambda tell: TensorBoard(directory, config, purge_step=purge)
+        found["TensorBoard"] = lambda _: TensorBoard(directory, config, purge_step=purge)
     if settings.wandb.enabled:
         found["wandb"] = partial(WandbRun, config, run_dir, run_id)
     if settings.mlflow.enabled:
-        found["MLflow"] = lambda tell: MlflowRun(config, run_dir, run_id)
+        found["MLflow"] = lambda _: MlflowRun(config, run_dir, run_id)
     return found

@@ -1,6 +1,4 @@
-"""Weights & Biases: metrics, tables of completions and the configuration, as one run however often it is
-resumed.
-"""
+"""Weights & Biases tracker: metrics, tables of completions, configuration. A resumed run stays one run."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from grpo_dist.observe.completions import COLUMNS, Table
 from grpo_dist.secrets import masked, masked_command
 
 _BY_VARIABLE = {"offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-_INIT_S = _FINISH_S = 30.0  # for its server to answer, and to take what is left at the end
+_INIT_S = _FINISH_S = 30.0  # for the server to answer at the start, and to take the rest at the end
 
 
 class WandbRun:
-    """Offline where no key is set, and where its server does not answer: `wandb sync` uploads it later."""
+    """A run at wandb; offline without a key or an answer of the server, for `wandb sync` to upload later."""
 
-    def __init__(self, config: Config, run_dir: Path, run_id: str, tell: Callable[[str], None]) -> None:
-        import wandb
+    def __init__(self, config: Config, run_dir: Path, run_id: str, warn: Callable[[str], None]) -> None:
+        import wandb  # optional
 
         settings = config.tracking.wandb
         with _masked_command():
@@ -32,16 +30,16 @@ class WandbRun:
                 entity=settings.entity,
                 name=config.name,
                 dir=str(run_dir),
-                mode=online_mode(settings.mode, run_dir, tell),
+                mode=online_mode(settings.mode, run_dir, warn),
                 id=run_id,
                 resume="allow",
                 config=masked(config.model_dump(mode="json")),
-                # The terminal is the run's own: what is written there is not copied.
+                # wandb does not capture the terminal output.
                 settings=wandb.Settings(init_timeout=_INIT_S, finish_timeout=_FINISH_S, console="off"),
             )
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """wandb closes a step when the next begins, so what joins a step later still lands in it."""
+        """Log metrics. wandb closes a step when the next one starts, so parts of a step join it."""
         self._run.log(metrics, step=step)
 
     def table(self, step: int, table: Table) -> None:
@@ -57,7 +55,7 @@ class WandbRun:
 
 @contextmanager
 def _masked_command() -> Iterator[None]:
-    """Within, wandb, which records the command line, finds no secrets in it."""
+    """Mask secrets in `sys.argv`, which wandb records."""
     command = sys.argv
     sys.argv = masked_command(command)
     try:
@@ -67,9 +65,9 @@ def _masked_command() -> Iterator[None]:
 
 
 def online_mode(
-    wanted: str, run_dir: Path, tell: Callable[[str], None]
+    wanted: str, run_dir: Path, warn: Callable[[str], None]
 ) -> Literal["online", "offline", "disabled"]:
-    """Online where that is wanted, a key is set, and its server takes the key; ``auto`` heeds WANDB_MODE."""
+    """Choose the mode: online needs a key that the server accepts; ``auto`` follows WANDB_MODE."""
     import wandb
 
     if wanted == "auto":
@@ -81,9 +79,9 @@ def online_mode(
     try:
         if wandb.login(verify=True, prompt=False):
             return "online"
-        why = "no key is set" if wanted == "online" else ""
+        reason = "no key is set" if wanted == "online" else ""
     except wandb.Error as error:
-        why = " ".join(str(error).split())
-    if why:
-        tell(f"{why}; the run is kept in {run_dir / 'wandb'}, for `wandb sync`")
+        reason = " ".join(str(error).split())
+    if reason:
+        warn(f"{reason}; the run is stored in {run_dir / 'wandb'}; upload it with `wandb sync`")
     return "offline"

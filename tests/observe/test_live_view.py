@@ -108,7 +108,7 @@ def test_reward_is_drawn_and_said(view, clock):
         step(view, number, clock, reward=reward)
     assert "▁ ▅█ 1.000" in shown(view) or "▁ ▄█ 1.000" in shown(view)
     step(view, 15, clock, reward=math.nan)
-    assert "not known" in shown(view)
+    assert "unknown" in shown(view)
 
 
 def test_actors_say_who_serves_how_busy_and_how_often_replaced(view, clock):

@@ -74,8 +74,8 @@ def test_a_tracker_that_fails_is_told_of_once_and_gets_what_comes_after():
     close_all([own], failed=False)
     assert kept.steps == [0, 3, 4, 6, 7] and kept.failed is False
     assert warnings == [
-        "kept: it fails, and what it does not take is dropped: ConnectionError: step 1: no route to host",
-        "kept: 3 of 8 records are missing there; the run's directory has all",
+        "kept: failed; records that it refuses are dropped: ConnectionError: step 1: no route to host",
+        "kept: 3 of 8 records are missing; the run directory has all of them",
     ]
 
 
@@ -89,7 +89,7 @@ def test_a_tracker_that_cannot_be_started_is_done_without():
         own.log(step, {})
     close_all([own], failed=False)
     assert warnings[0] == (
-        "broken: it cannot be started, and the run goes on without: RuntimeError: no such server"
+        "broken: cannot be started; the run continues without it: RuntimeError: no such server"
     )
     assert warnings[-1].startswith("broken: 3000 of 3000 records are missing")
     assert len([w for w in warnings if "records" not in w]) == 1
@@ -103,10 +103,10 @@ def test_a_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(monkeypatch)
     for step in range(5000):  # were it waited for, it would be for ever
         own.log(step, {})
     second.log(1, {})
-    assert warnings == ["kept: it is too slow, or hangs; what it cannot take is dropped"]
+    assert warnings == ["kept: too slow or hanging; records that do not fit its queue are dropped"]
     close_all([own, second], failed=False)
     assert other.failed is False
-    assert warnings[1] == "kept: it does not end within 0.3 s, and is left"
+    assert warnings[1] == "kept: did not finish within 0.3 s and was abandoned"
     kept.gate.set()
 
 
@@ -120,7 +120,7 @@ def test_few_tables_wait_for_they_are_large():
     kept.gate.set()
     close_all([own], failed=False)
     assert kept.tables == list(range(8)) and len(kept.steps) == 20 + 8
-    assert warnings[0] == "kept: it is too slow, or hangs; what it cannot take is dropped"
+    assert warnings[0] == "kept: too slow or hanging; records that do not fit its queue are dropped"
 
 
 def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, capsys):
@@ -139,8 +139,8 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     assert [line["reward/mean"] for line in record] == [1.0, 2.0, 3.0]
     told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
     for name in ("TensorBoard", "wandb", "MLflow"):
-        assert sum(m.startswith(f"{name}: it cannot be started") for m in told) == 1
-    assert sum("the terminal takes no more lines" in m for m in told) == 1
+        assert sum(m.startswith(f"{name}: cannot be started") for m in told) == 1
+    assert sum("terminal output failed and is off from now on" in m for m in told) == 1
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
 
 
@@ -156,7 +156,7 @@ def test_a_view_that_fails_is_done_without(tmp_path, monkeypatch, capsys):
             tracker.spans(1, [], {})
             tracker.log(1, {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 1.0})
     told = [json.loads(line)["message"] for line in (tmp_path / EVENTS).read_text().splitlines()]
-    assert told == ["the terminal takes no more lines: odd numbers"] * 3
+    assert told == ["terminal output failed and is off from now on: odd numbers"] * 3
 
 
 def test_what_cannot_be_written_to_the_record_ends_the_run(tmp_path):
@@ -204,7 +204,7 @@ def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monk
     told: list[str] = []
     assert online_mode("auto", tmp_path, told.append) == "offline" and told == []
     assert online_mode("online", tmp_path, told.append) == "offline"
-    assert told == [f"no key is set; the run is kept in {tmp_path / 'wandb'}, for `wandb sync`"]
+    assert told == [f"no key is set; the run is stored in {tmp_path / 'wandb'}; upload it with `wandb sync`"]
 
 
 @pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])

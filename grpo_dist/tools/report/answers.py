@@ -1,4 +1,4 @@
-"""The answer a completion gives, for the eye: what its grader read of it."""
+"""The answer in a completion, as its grader reads it, for display."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from grpo_dist.rewards.match import final_answer
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes
 
-_LONGEST_COMPLETION = 200_000  # characters in which boxes are looked for, as the grader does
-_SEARCHED = 2000  # completions without a box that are read as the grader would; each costs it milliseconds
+_LONGEST_COMPLETION = 200_000  # characters searched for boxes, as in the grader
+_SEARCHED = 2000  # completions without a box to parse as the grader does; each takes milliseconds
 
 
 class AnswerReader:
-    """Use as a context manager: what has no box is read in a killable process, started when it is needed.
-    Several threads may ask at once.
+    """Finds answers in completions. Thread-safe.
+
+    A context manager: completions without a box are parsed in a killable process, started on first use.
     """
 
     def __init__(self) -> None:
@@ -25,13 +26,15 @@ class AnswerReader:
         self.not_searched = 0
 
     def found(self, completions: Sequence[str], outcomes: Sequence[str]) -> list[str | None]:
-        """For each completion the last box; where there is none, what the math grader reads of it, or, where
-        no math grader ran, the final answer that plain comparisons take. None: no answer, or not looked for.
+        """Return the answer of each completion; None: no answer, or not searched.
+
+        This is the last box, else what the math grader reads, or, if no math grader ran, the final answer for
+        plain comparisons.
         """
         answers: list[str | None] = [None] * len(completions)
         unboxed = []
         for i, (completion, outcome) in enumerate(zip(completions, outcomes, strict=True)):
-            if outcome == "no_answer":  # a box that there may be is in a thought that is never closed
+            if outcome == "no_answer":  # any box is inside an unclosed thought
                 continue
             if found := boxes(completion[-_LONGEST_COMPLETION:]):
                 answers[i] = found[-1]

@@ -1,4 +1,4 @@
-"""`grpo-dist report`: write the page, or serve it while the run goes on."""
+"""`grpo-dist report`: write the page of one or several runs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from grpo_dist.tools.report.source import ReportLimits, sources
 def write_report(
     paths: Sequence[str], output: str | None, limits: ReportLimits, say: Callable[[str], None]
 ) -> Path:
-    """Raises UserError for what is no run directory, and where the file cannot be written."""
+    """Write the page. Raises UserError for a path that is not a run directory, or an unwritable file."""
     runs = open_runs(paths)
     target = Path(output).expanduser() if output else _default(runs)
     if target.is_dir():
         raise UserError(
-            f"--output {target}: a directory; expected the name of a file, e.g. {target / 'report.html'}"
+            f"--output {target} is a directory; expected a file name, e.g. {target / 'report.html'}"
         )
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -30,15 +30,15 @@ def write_report(
                 file.write(text)
         publish(partial, target)
     except OSError as error:
-        if error.filename not in (None, str(partial), str(target)):  # a file of a run cannot be read
+        if error.filename not in (None, str(partial), str(target)):  # an unreadable file of a run
             raise UserError(
                 f"{error.filename}: {error.strerror}; make it readable, or leave out the run"
             ) from error
         raise UserError(
-            f"--output {target}: cannot be written ({error.strerror}); name another file"
+            f"--output {target} cannot be written ({error.strerror}); name another file"
         ) from error
     finally:
-        partial.unlink(missing_ok=True)  # is gone where it was published
+        partial.unlink(missing_ok=True)  # already gone after publishing
     say(f"{target}: {target.stat().st_size / 1e6:.1f} MB, {len(runs)} run(s); open it in a browser")
     return target
 

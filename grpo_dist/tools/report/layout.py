@@ -1,4 +1,4 @@
-"""Which metrics stand together in which chart. What no line names has a chart of its own at the end."""
+"""Charts of the report and their metrics. Any other metric gets a chart of its own at the end."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from grpo_dist.observe.catalogue import patterns
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """``metrics``: regular expressions of whole names, in what Python and browsers have in common. ``kind``:
-    lines, stack, or accuracy: one chart for each metric, with error bars from NAME_stderr. Units are those of
-    the metric catalogue.
+    """A chart.
+
+    ``metrics``: regular expressions of whole names, in syntax common to Python and browsers. ``kind``: lines,
+    stack, or accuracy (a chart per metric, with error bars from NAME_stderr). Units come from the catalogue.
     """
 
     title: str
@@ -36,7 +37,7 @@ SECTIONS = (
                 "accuracy",
             ),
             Chart("length in evaluation", (r"eval/[^/]+/length_tokens",)),
-            Chart("not scored in evaluation", (r"eval/[^/]+/unscored",)),
+            Chart("unscored in evaluation", (r"eval/[^/]+/unscored",)),
         ),
     ),
     ChartSection(
@@ -44,18 +45,18 @@ SECTIONS = (
         (
             Chart("reward", (r"reward/mean",)),
             Chart("reward, parts", (r"reward/(?!mean$|std$|unscored$)(?!.*_unscored$).+",)),
-            Chart("reward, deviation", (r"reward/std",)),
-            Chart("not scored", (r"reward/(?:.*_)?unscored",)),
+            Chart("reward, standard deviation", (r"reward/std",)),
+            Chart("unscored", (r"reward/(?:.*_)?unscored",)),
             Chart("outcomes", (r"outcome/.+",)),
             Chart("groups without signal", (r"group/no_signal_share",)),
-            Chart("further prompts drawn", (r"group/extra_prompts",)),
+            Chart("extra prompts drawn", (r"group/extra_prompts",)),
         ),
     ),
     ChartSection(
         "Completions",
         (
             Chart("length", (r"rollout/length_tokens", r"rollout/length_max_tokens")),
-            Chart("cut off, garbage", (r"rollout/truncated_share", r"rollout/garbage_share")),
+            Chart("truncated, degenerate text", (r"rollout/truncated_share", r"rollout/garbage_share")),
             Chart("staleness", (r"rollout/staleness_mean", r"rollout/staleness_max")),
             Chart("tokens sampled", (r"rollout/tokens",)),
             Chart("tokens in the loss", (r"train/loss_tokens",)),
@@ -65,7 +66,7 @@ SECTIONS = (
         "Policy",
         (
             Chart("KL to the reference", (r"ref/kl",)),
-            Chart("KL to the policy before", (r"policy/approx_kl",)),
+            Chart("KL to the previous policy", (r"policy/approx_kl",)),
             Chart("entropy", (r"policy/entropy",)),
             Chart("clipped", (r"policy/(?:clip_low|clip_high|dual_clip)_share",)),
             Chart("ratio", (r"policy/ratio_mean", r"policy/ratio_max")),
@@ -78,7 +79,7 @@ SECTIONS = (
     ChartSection(
         "Engine against trainer",
         (
-            Chart("mismatch of log-probs", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
+            Chart("log-prob mismatch", (r"mismatch/logprob_diff_mean", r"mismatch/logprob_diff_max")),
             Chart("sync probe", (r"probe/logprob_diff_mean", r"probe/logprob_diff_max")),
             Chart("mismatch, KL", (r"mismatch/kl",)),
             Chart("effective samples", (r"(?:mismatch|correction)/ess_share",)),
@@ -87,7 +88,7 @@ SECTIONS = (
         ),
     ),
     ChartSection(
-        "Time and room",
+        "Time and memory",
         (
             Chart(
                 "stages of a step",
@@ -106,13 +107,14 @@ SECTIONS = (
 
 
 def layout() -> list[dict[str, Any]]:
-    """`SECTIONS` for the page."""
+    """Return `SECTIONS` as JSON values."""
     return [asdict(section) for section in SECTIONS]
 
 
 def catalogue() -> list[tuple[str, str, str, str]]:
-    """What is known of metrics, for the page: (regular expression, unit, what it is, what to look for), the
-    more exact ones first. Its words are markdown; only backticks are used.
+    """Return (regular expression, unit, meaning, what to look for) of each metric, most specific first.
+
+    Backticks, the only markdown in the catalogue, are removed.
     """
     return [
         (pattern.pattern, own.unit, own.meaning.replace("`", ""), own.look_for.replace("`", ""))

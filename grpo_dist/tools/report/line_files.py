@@ -1,4 +1,4 @@
-"""JSON lines in parts: read again only where they have changed, and never all in memory at once."""
+"""JSON lines in parts: only changed parts are encoded again, and never all lines are in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some lines after each other. ``payload``: what they come to; None where it was let go to save room."""
+    """Consecutive lines. ``payload``: their encoding; None if it was dropped to bound memory."""
 
     version: str
     weight: int
@@ -28,16 +28,16 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     payload: Any
-    weight: int = 0  # what `LineFile.most` bounds
+    weight: int = 0  # counts towards `most` of `LineFile`
 
 
 class LineFile:
-    """A file of JSON objects, one a line, that may grow, shrink and be rewritten between two looks at it.
+    """A file of JSON objects, one per line, that may grow, shrink or be rewritten between two reads.
 
     Args:
-        encode: the payload of some lines.
+        encode: returns the payload of some lines.
         per_part: lines of a part.
-        most: weight of the payloads that are kept, the newest.
+        most: total weight of the payloads to keep, newest first.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class LineFile:
         self._path, self._encode, self._per_part, self._most = path, encode, per_part, most
         self._seen: tuple[int, int, int] | None = None
         self.parts: list[Part] = []
-        self.torn = 0  # lines that are no JSON object
-        self.left_out = 0  # parts whose payload is not kept
+        self.torn = 0  # lines that are not JSON objects
+        self.left_out = 0  # parts whose payload was dropped
 
     def look(self) -> None:
-        """Brings ``parts`` up to date. A file that is not there has none."""
+        """Update ``parts``. A missing file has none."""
         try:
             found = self._path.stat()
             check_regular(self._path)
@@ -88,7 +88,7 @@ class LineFile:
 
 
 def packed(value: Any) -> bytes:
-    """``value`` as JSON, compressed. All text in it survives: lone surrogates and NULs are escapes."""
+    """Compress ``value`` as JSON. All text survives: lone surrogates and NULs are escaped."""
     return gzip.compress(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), 6, mtime=0)
 
 

@@ -1,7 +1,7 @@
 """The page: HTML, styles, scripts and, unless it is served, all data in one file.
 
-Data stand in it as base64 of compressed JSON, whose letters mean nothing to HTML. So no text of a model
-can end a script or begin a tag, whatever it is; scripts put it on the page as text, never as markup.
+Data are embedded as base64 of compressed JSON, which has no special characters of HTML. So no text of a model
+can end a script or start a tag; scripts put it on the page as text, never as markup.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SCRIPTS = (
 
 
 def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]:
-    """Bit by bit, with the data: never more of them in memory than a part of a table."""
+    """Yield the page with its data, holding at most one part of a table in memory."""
     manifests = [source.manifest() for source in sources]
     yield _head(sources)
     for number, (source, manifest) in enumerate(zip(sources, manifests, strict=True)):
@@ -50,7 +50,7 @@ def whole_page(sources: Sequence[Source], limits: ReportLimits) -> Iterator[str]
 
 
 def live_page(sources: Sequence[Source]) -> str:
-    """Without data, which it asks for."""
+    """Return the page without data, which it fetches from the server."""
     return _head(sources) + _tail({"live": True, "runs": []})
 
 
@@ -60,7 +60,7 @@ def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[
         part = source.parts[entry["key"]]
         try:
             pieces = source.pieces_of(part)
-        except (OSError, ValueError) as error:  # pyarrow's own are ValueErrors and OSErrors
+        except (OSError, ValueError) as error:  # includes the errors of pyarrow
             manifest["about"]["notices"].append(f"{part.key}: cannot be read ({error})")
             continue
         readable.append(entry)
@@ -71,7 +71,7 @@ def _samples(number: int, source: Source, manifest: dict[str, Any]) -> Iterator[
 
 
 def _token_values(number: int, source: Source, manifest: dict[str, Any], most: int) -> Iterator[str]:
-    """Marks in ``manifest`` what it gives, and says what it leaves out."""
+    """Yield token values; mark them in ``manifest``, and note what is left out."""
     entries = {entry["key"]: entry for entry in manifest["samples"]}
     manifest["about"]["token_limit"] = left = most
     for part in source.with_values(most):
@@ -105,7 +105,7 @@ def _head(sources: Sequence[Source]) -> str:
 
 def _tail(manifest: dict[str, Any]) -> str:
     begin = {"manifest": manifest, "layout": layout(), "catalogue": catalogue()}
-    # Only "<" could end the script; JSON may write it as an escape.
+    # Only "<" could end the script, so it is escaped.
     data = json.dumps(begin, allow_nan=False).replace("<", "\\u003c")
     scripts = "\n".join(f"<script>\n{_static(name)}\n</script>" for name in _SCRIPTS)
     return f'<script type="application/json" id="begin">{data}</script>\n{scripts}\n</body>\n</html>\n'
@@ -116,5 +116,5 @@ def _static(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """For HTML: escaped, and without what UTF-8 cannot write (file names may have it)."""
+    """Escape for HTML, and replace what UTF-8 cannot encode (file names may have it)."""
     return html.escape(text.encode("utf-8", "replace").decode())

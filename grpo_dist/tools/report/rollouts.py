@@ -1,7 +1,7 @@
-"""Tables of samples as the page takes them: a part of a file at a time, as columns.
+"""Tables of samples for the page: one part of a file at a time, as columns.
 
-A part has whole groups. Its ``rows`` are what the table of rollouts shows and filters, all of which the page
-holds at once; its ``texts`` and its token values are taken out when a group is opened.
+A part has whole groups. The page holds the ``rows`` of all parts, for the table of rollouts. It loads
+``texts`` and token values when a group is opened.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pyarrow.parquet as pq
 
 from grpo_dist.tools.report.answers import AnswerReader
 
-_ROWS = 2000  # of a part, and what is missing of its last group
-_LONGEST = 32_000  # characters of a completion that are shown
+_ROWS = 2000  # of a part, plus the rest of its last group
+_LONGEST = 32_000  # characters of a completion to show
 _PREVIEW = 90  # characters of a problem, and of an answer, in the table
 _PART = "reward/"
 _OWN = ("uid", "source", "problem", "answer", "sample", "completion", "reward", "outcome", "finish_reason")
@@ -29,7 +29,7 @@ _OWN = ("uid", "source", "problem", "answer", "sample", "completion", "reward", 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Rows ``begin`` to ``end`` of a file."""
+    """Rows ``begin`` to ``end`` (exclusive) of a file."""
 
     begin: int
     end: int
@@ -37,14 +37,14 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A file in parts. ``recorded``: with what training made of each token."""
+    """A file in parts. ``recorded``: it has the training values of each token."""
 
     stretches: tuple[Stretch, ...]
     recorded: bool
 
 
 def cut(path: Path) -> Cut:
-    """Raises what pyarrow does for a file that is no table of samples."""
+    """Cut a file into parts. Raises the errors of pyarrow for a file that is not a table of samples."""
     starts = group_starts(pq.read_table(path, columns=["uid", "sample"]))
     cuts = [0]
     for start in starts:
@@ -57,7 +57,7 @@ def cut(path: Path) -> Cut:
 
 
 def group_starts(table: pa.Table) -> list[int]:
-    """Rows at which another group begins: another prompt, or a sample number that does not rise."""
+    """Return the first row of each group: the prompt changes, or the sample number does not increase."""
     uid = table["uid"].combine_chunks().dictionary_encode().indices.to_numpy(zero_copy_only=False)
     sample = table["sample"].to_numpy()
     new = np.ones(len(uid), dtype=bool)
@@ -66,7 +66,7 @@ def group_starts(table: pa.Table) -> list[int]:
 
 
 def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = None) -> pa.Table:
-    """Its rows; ``columns``: those of them that the file has, None for what a report shows of each sample."""
+    """Read the rows. ``columns`` that the file lacks are skipped; None reads those that a report shows."""
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         wanted = columns or [
@@ -77,7 +77,7 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
             *(n for n in names if n.startswith(_PART)),
         ]
         present = [name for name in wanted if name in names]
-        # Batches before the stretch are read and let go: rows of one group of a file have no index.
+        # Earlier batches are read and dropped, as Parquet has no index of the rows in a row group.
         size = 500
         first = stretch.begin // size
         batches = islice(file.iter_batches(size, columns=present), first, -(-stretch.end // size))
@@ -86,7 +86,7 @@ def read_stretch(path: Path, stretch: Stretch, columns: Sequence[str] | None = N
 
 
 def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
-    """Columns of one value for each sample; of text, {"values": [...], "index": [...]}."""
+    """Return columns with a value per sample; texts are {"values": [...], "index": [...]}."""
     starts = group_starts(table)
     group = np.zeros(len(table), dtype=int)
     group[starts] = 1
@@ -111,7 +111,7 @@ def rows(table: pa.Table, answers: AnswerReader) -> dict[str, Any]:
 
 
 def texts(table: pa.Table) -> dict[str, Any]:
-    """{"problem": [...], "answer": [...]} of each group, {"completion": [...]} of each sample."""
+    """Return {"problem": [...], "answer": [...]} per group and {"completion": [...]} per sample."""
     first = table.take(group_starts(table))
     return {
         "problem": [_shortened(text) for text in texts_of(first, "problem")],
@@ -121,7 +121,7 @@ def texts(table: pa.Table) -> dict[str, Any]:
 
 
 def texts_of(table: pa.Table, name: str) -> list[str | None]:
-    """What is not UTF-8 becomes a replacement mark; None where there is none, or no such column."""
+    """Read a text column, replacing invalid UTF-8; None for missing values, or a missing column."""
     if name not in table.schema.names:
         return [None] * len(table)
     raw = table[name].cast(pa.binary()).to_pylist()
@@ -135,14 +135,14 @@ def numbers_of(table: pa.Table, name: str) -> list[float | None]:
 
 
 def lengths_of(table: pa.Table) -> list[int | None]:
-    """Tokens of each completion."""
+    """Return the number of tokens of each completion."""
     if "completion_ids" not in table.schema.names:
         return [None] * len(table)
     return pc.list_value_length(table["completion_ids"]).to_pylist()
 
 
 def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
-    """A list column, one array for each row."""
+    """Read a list column as one array per row."""
     if name not in table.schema.names:
         return [None] * len(table)
     column = table[name].combine_chunks()
@@ -152,8 +152,9 @@ def lists_of(table: pa.Table, name: str) -> list[np.ndarray | None]:
 
 
 def _advantages(table: pa.Table) -> list[float | None]:
-    """Mean over the tokens of each sample; most estimators give every token the same. Older tables have it
-    only by token.
+    """Return the mean advantage of each sample's tokens, which most estimators make equal.
+
+    Older tables have only the values per token.
     """
     if "advantage" in table.schema.names:
         return [_rounded(value) for value in table["advantage"].to_pylist()]
@@ -175,9 +176,9 @@ def _preview(text: str | None) -> str | None:
 
 
 def _shortened(text: str | None) -> str:
-    """The beginning and the end of what is too long to be shown."""
+    """Shorten a long text to its beginning and end."""
     text = text or ""
     if len(text) <= _LONGEST:
         return text
     half = _LONGEST // 2
-    return f"{text[:half]}\n[… {len(text) - _LONGEST:,} characters are left out here …]\n{text[-half:]}"
+    return f"{text[:half]}\n[… {len(text) - _LONGEST:,} characters left out …]\n{text[-half:]}"

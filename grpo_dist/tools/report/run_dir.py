@@ -1,4 +1,4 @@
-"""What lies in a run directory, found without reading more of it than names and small files."""
+"""Find the files of a run directory, reading only names and small files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLES = re.compile(r"(?:eval_(?P<name>.+)_)?step_(?P<step>\d+)\.parquet")
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """``label``: as short as it can be and still tell the runs of a report apart."""
+    """A run. ``label``: the shortest path suffix that is unique in the report."""
 
     label: str
     path: Path
@@ -30,7 +30,7 @@ class RunDir:
 
 @dataclass(frozen=True, slots=True)
 class SampleFile:
-    """A table of groups. ``kind``: training, aside, or the name of an evaluation set."""
+    """A table of groups. ``kind``: training, aside (quarantined), or the name of an evaluation set."""
 
     path: Path
     kind: str
@@ -42,23 +42,23 @@ class SampleFile:
 
     @property
     def version(self) -> str:
-        """Another one once the file is. Raises OSError where it is gone."""
+        """A text that changes with the file. Raises OSError for a missing file."""
         found = self.path.stat()
         return f"{found.st_mtime_ns:x}-{found.st_size:x}"
 
 
 def open_runs(paths: Sequence[str]) -> list[RunDir]:
-    """Raises UserError for a path that is no run directory, or that is given twice."""
+    """Open the runs. Raises UserError for a path that is not a run directory, or is given twice."""
     found = [Path(path).expanduser() for path in paths]
     for path in found:
         if not path.is_dir():
             raise UserError(
-                f"{path}: no such directory; expected one that grpo-dist train made, e.g. runs/demo"
+                f"{path}: no such directory; expected a run directory of grpo-dist train, e.g. runs/demo"
             )
         if not any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml")):
             raise UserError(
-                f"{path}: not a run directory, it has neither metrics.jsonl nor config.yaml; expected one "
-                "that grpo-dist train made, e.g. runs/demo"
+                f"{path}: not a run directory: it has neither metrics.jsonl nor config.yaml; expected "
+                "a run directory of grpo-dist train, e.g. runs/demo"
             )
     resolved = [path.resolve() for path in found]
     if len(set(resolved)) < len(resolved):
@@ -68,7 +68,7 @@ def open_runs(paths: Sequence[str]) -> list[RunDir]:
 
 
 def _labels(paths: list[Path]) -> list[str]:
-    """The last so many parts of each path: /a/x/runs/demo, /a/y/runs/demo -> x/runs/demo, y/runs/demo"""
+    """Return the shortest distinct suffixes: /a/x/runs/demo, /a/y/runs/demo -> x/runs/demo, y/runs/demo."""
     for count in range(1, max(len(path.parts) for path in paths) + 1):
         labels = ["/".join(path.parts[-count:]).removeprefix("//") for path in paths]
         if len(set(labels)) == len(labels):
@@ -77,7 +77,7 @@ def _labels(paths: list[Path]) -> list[str]:
 
 
 def sample_files(run: Path) -> list[SampleFile]:
-    """In the order of steps, of each step the training batch first."""
+    """Return the tables ordered by step, the training batch of a step first."""
     found = [*_tables(run / "samples"), *_tables(run / ASIDE)]
     return sorted(found, key=lambda file: (file.step, file.kind != TRAINING, file.kind))
 
@@ -90,7 +90,7 @@ def _tables(directory: Path) -> Iterator[SampleFile]:
 
 
 def about(run: Path, notices: list[str]) -> dict[str, Any]:
-    """Settings, environment and state. ``notices`` gets what could not be read."""
+    """Return settings, environment and state. Appends unreadable files to ``notices``."""
     return {
         "config": dict(_flat(_settings(run / "config.yaml", notices))),
         "environment": dict(_flat(_object(run / "environment.json", notices))),
@@ -100,15 +100,16 @@ def about(run: Path, notices: list[str]) -> dict[str, Any]:
 
 
 def settings(run: Path) -> dict[str, Any]:
-    """The resolved configuration as it stands in the directory, {} where there is none to be read. It is not
-    checked: a run of an older version may have other keys.
+    """Return the resolved configuration of the directory, {} if unreadable.
+
+    It is not validated: a run of an older version may have other keys.
     """
     return _settings(run / "config.yaml", [])
 
 
 def _settings(path: Path, notices: list[str]) -> dict[str, Any]:
     if not path.is_file():
-        notices.append("config.yaml: missing, so there are no settings to show")
+        notices.append("config.yaml is missing: no settings to show")
         return {}
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -132,7 +133,7 @@ def _object(path: Path, notices: list[str]) -> dict[str, Any]:
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """{"a": {"b": [1, 2]}} -> a.b.0: 1, a.b.1: 2. Short lists of numbers and words stay in one line."""
+    """Flatten to dotted keys: {"a": {"b": {"c": 1}}} -> a.b.c: 1. Lists of plain values stay in one line."""
     if isinstance(value, list) and all(not isinstance(inner, dict | list) for inner in value):
         value = ", ".join(map(_word, value)) if value else "[]"
     if isinstance(value, dict | list) and value:

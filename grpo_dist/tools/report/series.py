@@ -1,4 +1,4 @@
-"""Metrics, timeline, events and ledger of a run as the page takes them: columns, not objects."""
+"""Metrics, timeline, events and ledger of a run for the page: columns, not objects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from grpo_dist.loop.ledger import REASONS, TRAINED
 from grpo_dist.tools.report.line_files import Encoded, Line, packed
 
-_LARGEST = 1e300  # whole numbers beyond have no float
+_LARGEST = 1e300  # larger integers have no float
 
 
 def metrics(lines: list[Line]) -> Encoded:
-    """{"step": [1, 2], "columns": {"reward/mean": [0.5, null]}}, numbers to 7 digits."""
+    """Encode {"step": [1, 2], "columns": {"reward/mean": [0.5, null]}}, numbers to 7 digits."""
     known = [line for line in lines if isinstance(line.get("step"), int)]
     names = dict.fromkeys(name for line in known for name in line if name != "step")
     columns = {name: [_number(line.get(name)) for line in known] for name in names}
@@ -20,11 +20,11 @@ def metrics(lines: list[Line]) -> Encoded:
 
 
 def timeline(lines: list[Line]) -> Encoded:
-    """The pieces "clock" and "spans": when each step began and ended, in seconds of `time.time`, and
+    """Encode the pieces "clock", with begin and end of each step in seconds of `time.time`, and "spans":
 
         {"workers": [...], "stages": [...], "steps": [[step, origin, [worker, stage, begin, length, ...]]]}
 
-    with four numbers for each span: two indices, and milliseconds from the step's origin.
+    with four numbers per span: two indices, begin in milliseconds from the step's origin, and length.
     """
     workers: dict[str, int] = {}
     stages: dict[str, int] = {}
@@ -55,7 +55,7 @@ def timeline(lines: list[Line]) -> Encoded:
 
 
 def events(lines: list[Line]) -> Encoded:
-    """[[time or null, step or null, message], ...]"""
+    """Encode [[time or null, step or null, message], ...]."""
     known = [
         [_number(line.get("time")), _number(line.get("step")), str(line["message"])]
         for line in lines
@@ -65,13 +65,13 @@ def events(lines: list[Line]) -> Encoded:
 
 
 def ledger(lines: list[Line]) -> Encoded:
-    """Prompts by what became of them: {"trained": 100, "no_signal": 3}"""
+    """Count prompts by outcome: {"trained": 100, "no_signal": 3}."""
     lists = {name: [line[name] for line in lines if name in line] for name in (TRAINED, *REASONS)}
     return Encoded({name: sum(len(own) for own in of if isinstance(own, list)) for name, of in lists.items()})
 
 
 def totals(parts: Iterable[dict[str, int]]) -> dict[str, int]:
-    """The sum of several `ledger` payloads; only what there is any of."""
+    """Sum several `ledger` payloads; leave out zeros."""
     found: dict[str, int] = {}
     for part in parts:
         for name, count in part.items():
@@ -80,7 +80,7 @@ def totals(parts: Iterable[dict[str, int]]) -> dict[str, int]:
 
 
 def _is_span(span: Any) -> bool:
-    """[worker, stage, begin, end]"""
+    """Return True for [worker, stage, begin, end]."""
     if not (isinstance(span, list) and len(span) == 4 and all(isinstance(name, str) for name in span[:2])):
         return False
     return all(_number(time) is not None for time in span[2:])

@@ -1,13 +1,12 @@
-"""The page over HTTP on this machine, kept up to date while a run goes on.
+"""Serve the page over HTTP, kept up to date while a run continues.
 
     GET /                  the page
-    GET /manifest          the manifests of all runs; 304 while they are what the ETag says, 500 and why where
-                           a run cannot be read
+    GET /manifest          the manifests of all runs; 304 while the ETag matches, 500 with the reason for an
+                           unreadable run
     GET /RUN/PIECE         a piece of run number RUN, compressed JSON
 
-Whoever may open a connection may read the run: so it listens on the loopback address unless it is told
-otherwise, and there answers only requests that call it by a name of that address (a page from elsewhere whose
-own name is made to point here does not).
+Anyone who can connect can read the runs. So by default the server listens on the loopback address, where it
+checks the Host header: this blocks pages of other sites whose name was made to resolve to it (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from grpo_dist.tools.report.run_dir import open_runs
 from grpo_dist.tools.report.source import ReportLimits, Source, sources
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_SLOWEST_S = 60.0  # a client that takes longer to ask or to listen is let go
+_SLOWEST_S = 60.0  # longest wait for a client to send or receive
 
 
 class ReportServer(ThreadingHTTPServer):
-    """``port`` 0: a free one; `server_port` says which. Raises UserError where it cannot listen there."""
+    """The server; ``port`` 0 picks a free one, see `server_port`. Raises UserError if it cannot listen."""
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int, runs: Sequence[Source]) -> None:
         self.runs = runs
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.names = LOOPBACK if host in LOOPBACK else None  # by any name, where it was told to be seen
+        self.names = LOOPBACK if host in LOOPBACK else None  # None: any, as --host made the server public
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
             taken = getattr(error, "errno", None) == errno.EADDRINUSE
             raise UserError(
-                f"--host {host} --port {port}: cannot listen there "
+                f"--host {host} --port {port}: cannot listen "
                 f"({getattr(error, 'strerror', None) or error})"
-                + ("; another program does, choose another port, or 0 for any that is free" if taken else "")
+                + ("; the port is in use; choose another port, or 0 for a free one" if taken else "")
             ) from error
 
     @property
@@ -57,7 +56,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away in the middle of an answer is no error of this program; others are told."""
+        """Report errors, except that a client disconnected during an answer."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -65,14 +64,14 @@ class ReportServer(ThreadingHTTPServer):
 def serve(
     paths: Sequence[str], host: str, port: int, limits: ReportLimits, say: Callable[[str], None]
 ) -> None:
-    """Until Ctrl-C. Raises UserError as `write_report` does."""
+    """Serve until Ctrl-C. Raises UserError for a path that is not a run directory, and a port in use."""
     runs = open_runs(paths)
     with AnswerReader() as answers, ReportServer(host, port, sources(runs, limits, answers)) as server:
-        say(f"{server.url} shows {len(runs)} run(s) and follows them; Ctrl-C ends it")
+        say(f"{server.url} shows and follows {len(runs)} run(s); stop with Ctrl-C")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            say("ended")
+            say("stopped")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -80,9 +79,9 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _SLOWEST_S
 
     def do_GET(self) -> None:
-        asked = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        if self.server.names is not None and asked not in self.server.names:
-            self._answer(403, b"this server answers to its own name only", "text/plain")
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        if self.server.names is not None and name not in self.server.names:
+            self._answer(403, b"this server answers only to its own name", "text/plain")
             return
         path = unquote(urlsplit(self.path).path).lstrip("/")
         if path == "":
@@ -99,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
                 with source.lock:
                     found.append(source.manifest())
             except OSError as error:
-                said = f"{error.filename or source.run.path}: {error.strerror or error}"
-                self._answer(500, said.encode("utf-8", "replace"), "text/plain; charset=utf-8")
+                reason = f"{error.filename or source.run.path}: {error.strerror or error}"
+                self._answer(500, reason.encode("utf-8", "replace"), "text/plain; charset=utf-8")
                 return
         body = packed({"live": True, "runs": found})
         tag = f'"{zlib.crc32(body):08x}-{len(body)}"'
@@ -116,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
             with source.lock:
                 body = source.piece(name)
         except (KeyError, IndexError, OSError, ValueError) as error:
-            # Gone since the manifest was made, or being written anew: the next manifest says what there is.
+            # Removed since the manifest, or being rewritten: the next manifest is right.
             self._answer(404, str(error).encode("utf-8", "replace"), "text/plain")
             return
         self._answer(200, body, "application/json", Content_Encoding="gzip")
@@ -134,4 +133,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The terminal is for what matters."""
+        """Keep requests out of the terminal."""

@@ -1,10 +1,9 @@
-"""A run as named pieces of data, each with a version: what a page is filled from.
+"""A run as named pieces of data, each with a version, which fill the page.
 
     about  metrics/N  clock/N  spans/N  events/N        N: a part of the file
     rows/KEY/N  texts/KEY/N  tokens/KEY/N               KEY: a table of samples, e.g. samples/step_000012
 
-The manifest lists them. A page in a file holds all of them; a page that is served asks for those whose
-version has changed.
+The manifest lists them. A page in a file holds all pieces; a served page fetches those with a new version.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from grpo_dist.tools.report.line_files import LineFile, packed
 from grpo_dist.tools.report.rollouts import Cut, Stretch, cut, read_stretch
 from grpo_dist.tools.report.run_dir import TRAINING, RunDir, SampleFile, about, sample_files, settings
 
-_SPANS = 300_000  # of a run's timeline, the newest
+_SPANS = 300_000  # newest spans of a timeline to keep
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
-    """``rollouts``: of each run, the newest. ``tokens``: whose values are kept in a file; ``token_steps``: of
-    these steps, () for the newest.
+    """Limits of a page.
+
+    ``rollouts``: newest rollouts of each run. ``tokens``: tokens with values in a file. ``token_steps``: the
+    steps of these tokens, () for the newest.
     """
 
     rollouts: int = 100_000
@@ -55,13 +56,13 @@ class SamplePart:
         return self.stretch.end - self.stretch.begin
 
     def entry(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
+        """Return the entry of the manifest."""
         return {"key": self.key, "step": self.file.step, "kind": self.file.kind, "rows": self.rows,
                 "recorded": self.recorded, "version": self.version}  # fmt: skip
 
 
 class Source:
-    """One run. Several threads may ask at once; they are served one after the other."""
+    """The pieces of one run. Threads that share it must hold ``lock``."""
 
     def __init__(self, run: RunDir, limits: ReportLimits, answers: AnswerReader) -> None:
         self.run, self._limits, self._answers = run, limits, answers
@@ -71,15 +72,15 @@ class Source:
         self._timeline = LineFile(path / "timeline.jsonl", series.timeline, most=_SPANS, per_part=50)
         self._events = LineFile(path / "events.jsonl", series.events)
         self._ledger = LineFile(path / "ledger.jsonl", series.ledger)
-        self._cuts: dict[str, tuple[str, Cut | str]] = {}  # of a file -> version, what was found
-        self._rows: dict[str, tuple[str, bytes]] = {}  # of a part -> version, piece
+        self._cuts: dict[str, tuple[str, Cut | str]] = {}  # file -> version, parts or error
+        self._rows: dict[str, tuple[str, bytes]] = {}  # part -> version, piece
         self._texts, self.tokenizer = tokens.find_tokenizer(path, settings(path))
         self.parts: dict[str, SamplePart] = {}
         self._about: dict[str, Any] = {}
 
     def manifest(self) -> dict[str, Any]:
-        """Looks at the directory as it is now."""
-        if self._texts is None:  # a run that has only begun may still fetch its model
+        """Read the current state of the directory."""
+        if self._texts is None:  # a run that is starting may still download its model
             self._texts, self.tokenizer = tokens.find_tokenizer(self.run.path, settings(self.run.path))
         notices: list[str] = []
         own = {"metrics": self._metrics, "timeline": self._timeline, "events": self._events,
@@ -87,12 +88,12 @@ class Source:
         for name, file in own.items():
             file.look()
             if file.torn:
-                notices.append(f"{name}.jsonl: {file.torn} line(s) cannot be read and are left out")
+                notices.append(f"{name}.jsonl: {file.torn} unreadable line(s) left out")
         missing = [f"{name}.jsonl" for name, file in own.items() if not file.parts and name != "events"]
         if missing:
             notices.append(f"missing or empty: {', '.join(missing)}")
         if self._timeline.left_out:
-            notices.append(f"timeline.jsonl: the newest {_SPANS:,} spans are shown")
+            notices.append(f"timeline.jsonl: only the newest {_SPANS:,} spans are shown")
         left_out = self._find_parts(notices)
         notices += self.unread()
         self._about = about(self.run.path, notices) | {
@@ -115,14 +116,14 @@ class Source:
         }
 
     def unread(self) -> list[str]:
-        """What there is to say of answers that were not looked for."""
+        """Return a notice if some completions were not searched for an answer."""
         count = self._answers.not_searched
         return (
             [f"found: {count:,} completions without a box were not searched for an answer"] if count else []
         )
 
     def piece(self, name: str) -> bytes:
-        """Compressed JSON. Raises KeyError for a piece that there is not, or not any more."""
+        """Return a piece as compressed JSON. Raises KeyError for a missing piece."""
         kind, _, key = name.partition("/")
         if kind in ("rows", "texts", "tokens"):
             return self._of_samples(kind, self.parts[key])
@@ -139,13 +140,14 @@ class Source:
         return found
 
     def pieces_of(self, part: SamplePart) -> dict[str, bytes]:
-        """Its rows and texts, in one reading."""
+        """Read the rows and texts of a part at once."""
         table = read_stretch(part.file.path, part.stretch)
         return {"rows": packed(rollouts.rows(table, self._answers)), "texts": packed(rollouts.texts(table))}
 
     def with_values(self, most: int) -> list[SamplePart]:
-        """Parts whose token values a page of ``most`` tokens holds, of the steps asked for: training
-        batches first, of these such with everything recorded, and the newest.
+        """Return the parts for a page with values of ``most`` tokens, best first, from the chosen steps.
+
+        Training batches come first, then those with recorded values, then the newest.
         """
         steps = self._limits.token_steps
         chosen = [part for part in self.parts.values() if not steps or part.file.step in steps]
@@ -156,9 +158,9 @@ class Source:
         return chosen if self._texts is not None and most > 0 else []
 
     def values(self, part: SamplePart, most: int) -> tuple[bytes, int]:
-        """Token values of the part's first whole groups of together at most ``most`` tokens; and how many
-        more there may be: none where not all groups fit. Raises ValueError where its text is not the
-        tokenizer's.
+        """Return the token values of the first whole groups with at most ``most`` tokens, and the remainder.
+
+        The remainder is 0 when not all groups fit. Raises ValueError when the tokenizer is another one.
         """
         assert self._texts is not None
         table = self._token_table(part)
@@ -174,7 +176,7 @@ class Source:
         assert self._texts is not None
         table = read_stretch(part.file.path, part.stretch, tokens.COLUMNS)
         if not tokens.fits(table, self._texts):
-            raise ValueError(f"the tokens of {part.key} are not those of {self.tokenizer}")
+            raise ValueError(f"the tokens of {part.key} do not match {self.tokenizer}")
         return table
 
     def _of_samples(self, kind: str, part: SamplePart) -> bytes:
@@ -191,7 +193,7 @@ class Source:
         return known[1]
 
     def _find_parts(self, notices: list[str]) -> dict[str, int]:
-        """The newest parts of all tables of samples; how many rollouts and tables that leaves out."""
+        """Keep the newest parts of all tables; return how many rollouts and tables are left out."""
         found: list[SamplePart] = []
         kept, left_out, tables = 0, 0, 0
         for file in reversed(sample_files(self.run.path)):
@@ -215,7 +217,7 @@ class Source:
             known = self._cuts.get(file.key)
             if known is None or known[0] != version:
                 known = self._cuts[file.key] = version, _cut_or_why_not(file)
-        except FileNotFoundError:  # taken away meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             return []
         if isinstance(known[1], str):
             notices.append(known[1])

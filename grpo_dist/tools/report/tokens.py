@@ -1,6 +1,6 @@
-"""Token by token: the text of each, and its numbers, coarse enough to be small.
+"""Text and values of each token, rounded to keep the page small.
 
-What is kept of each number: log-probs to 0.001 nats, log-ratios and KL to 0.0001, advantages to 0.001.
+Log-probs are rounded to 0.001 nats, log-ratios and KL to 0.0001, advantages to 0.001.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ COLUMNS = (
     "ref_logprobs",
 )
 SCALES = {"logprob": 1e3, "log_ratio": 1e4, "advantage": 1e3, "kl": 1e4}
-_CHECKED = 20  # samples whose text a tokenizer has to give back
-_SPOILT = "\ufffd"  # what a tokenizer makes of bytes that are no whole character
+_CHECKED = 20  # samples whose text a tokenizer must reproduce
+_SPOILT = "\ufffd"  # decoded from incomplete characters
 
 
 class TokenTexts:
-    """Texts of tokens, by the tokenizer in a `tokenizer.json`; no code of a model is run."""
+    """Texts of tokens by a `tokenizer.json`, without running code of a model."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # Some tokenizers drop a space at the beginning of what they decode: so nothing is decoded alone.
+        # Some tokenizers drop a leading space, so every token is decoded after another one.
         self._before = tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         self._skip = len(self._decode([]))
         self._known: dict[int, str] = {}
 
     def of(self, ids: np.ndarray) -> list[str]:
-        """One text for each token; where several tokens make up one character, the first has it."""
+        """Return a text per token; the first token of a multi-token character has the character."""
         texts = [self._one(int(token)) for token in ids]
         begin = 0
         while begin < len(texts):
@@ -53,7 +53,7 @@ class TokenTexts:
         return texts
 
     def gives_back(self, ids: np.ndarray, text: str) -> bool:
-        """Whether these are the tokens of ``text``, by this tokenizer."""
+        """Return True when ``ids`` decode to ``text``."""
         return self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True) == text
 
     def _one(self, token: int) -> str:
@@ -66,10 +66,11 @@ class TokenTexts:
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None, str]:
-    """The tokenizer of a run, looked for in its exported model, its checkpoints and the model it began with,
-    on this machine alone; and where it is, or why there is none.
+    """Find the tokenizer of a run on this machine; return it with its path, or None with the reason.
+
+    The search covers the exported model, the checkpoints and the initial model.
     """
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer  # slow to import
 
     for path in _places(run, config):
         if path.is_file():
@@ -79,7 +80,7 @@ def find_tokenizer(run: Path, config: dict[str, Any]) -> tuple[TokenTexts | None
                 return None, f"{path} cannot be read ({error})"
     model = _section(config, "model").get("path")
     if model in ("sft", "demo:tiny", "demo:small", "demo:micro"):
-        from grpo_dist.demo.tokenizer import character_tokenizer
+        from grpo_dist.demo.tokenizer import character_tokenizer  # imports transformers
 
         return TokenTexts(character_tokenizer().backend_tokenizer), "the demo's tokenizer"
     return None, f"no tokenizer.json in {run} nor, on this machine, of model.path = {model}"
@@ -93,7 +94,7 @@ def _places(run: Path, config: dict[str, Any]) -> list[Path]:
     places += [Path(name).expanduser() for name in (first, sft) if name and ":" not in name]
     found = [place / "tokenizer.json" for place in places]
     if first.count("/") == 1:
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import try_to_load_from_cache  # slow to import
 
         cached = try_to_load_from_cache(first, "tokenizer.json", revision=model.get("revision"))
         found += [Path(cached)] if isinstance(cached, str) else []
@@ -106,20 +107,22 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def fits(table: pa.Table, texts: TokenTexts) -> bool:
-    """Whether ``texts`` gives back what these samples say: otherwise the tokenizer is not theirs."""
+    """Return True when ``texts`` reproduces some sample: otherwise it is another tokenizer."""
     head = table.slice(0, _CHECKED)
     pairs = zip(lists_of(head, "completion_ids"), texts_of(head, "completion"), strict=True)
     return any(ids is not None and text is not None and texts.gives_back(ids, text) for ids, text in pairs)
 
 
 def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
-    """{"vocabulary": [...], "tokens": [[place, ...]], "logprob": [[...]], ...}, whole numbers, `SCALES` times
-    what they stand for; null for a sample without. One number for a whole sample where all are equal.
+    """Return {"vocabulary": [...], "tokens": [[index, ...]], "logprob": [[...]], ...}.
+
+    Values are integers, multiplied by `SCALES`; null for a sample without any, and a single number for a
+    sample whose values are all equal.
     """
-    places: dict[str, int] = {}
+    indices: dict[str, int] = {}
     tokens = [
         [
-            places.setdefault(text, len(places))
+            indices.setdefault(text, len(indices))
             for text in texts.of(ids if ids is not None else np.empty(0, int))
         ]
         for ids in lists_of(table, "completion_ids")
@@ -134,7 +137,7 @@ def values(table: pa.Table, texts: TokenTexts) -> dict[str, Any]:
         "kl": [_both(a, b, _k3) for a, b in zip(trainer, reference, strict=True)],
     }
     coarse = {name: [_coarse(own, SCALES[name]) for own in arrays] for name, arrays in numbers.items()}
-    return {"vocabulary": list(places), "tokens": tokens, "scales": SCALES, **coarse}
+    return {"vocabulary": list(indices), "tokens": tokens, "scales": SCALES, **coarse}
 
 
 def count(table: pa.Table) -> int:
@@ -148,7 +151,7 @@ def _both(a: np.ndarray | None, b: np.ndarray | None, function: Any) -> np.ndarr
 
 
 def _k3(logprobs: np.ndarray, ref_logprobs: np.ndarray) -> np.ndarray:
-    difference = np.clip(ref_logprobs - logprobs, None, 80.0)  # a larger one has no float
+    difference = np.clip(ref_logprobs - logprobs, None, 80.0)  # avoids overflow
     return np.expm1(difference) - difference
 
 

@@ -210,7 +210,7 @@ def test_another_tokenizer_is_found_out(tmp_path):
     word_tokenizer(["some other words"], pieces=300).save_pretrained(run / "model")
     manifest, found, _, _ = page_of([run], tmp_path)
     assert not [name for name in found if "/tokens/" in name]
-    assert "are not those of" in "\n".join(manifest["runs"][0]["about"]["notices"])
+    assert "do not match" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
 def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):

@@ -273,7 +273,9 @@ def test_the_timeline_is_drawn_zoomed_and_chosen_by_step(browser, runs, tmp_path
     assert page.text("#tip") == "driver: update\nstep 3, 5 s, from 4.000 s on"
     page.set("#timeline-to", "99")
     page.set("#timeline-from", "50")
-    page.until("document.getElementById('timeline-said').textContent.startsWith('No step from 50')")
+    page.until(
+        "document.getElementById('timeline-said').textContent.startsWith('The timeline has no step from 50')"
+    )
     assert page.console() == []
 
 

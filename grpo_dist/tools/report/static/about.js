@@ -1,4 +1,4 @@
-// What the runs were: a line for each, settings and environment beside each other, events, the ledger.
+// Summary line of each run, settings and environment side by side, events, ledger.
 "use strict";
 
 (() => {
@@ -23,13 +23,13 @@
     return first.map((name) => `${name.slice(5)}: ${share(report.first(run, name))} → ${share(report.last(run, name))}`).join("\n") || "–";
   }
 
-  const fates = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "put aside", skipped: "skipped" };
+  const outcomes = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "dropped by dynamic sampling", skipped: "skipped" };
 
   function summaryRow(run) {
     const { about } = run.manifest;
     const wanted = about.config.steps;
     const done = run.steps.length ? run.steps[run.steps.length - 1] : 0;
-    const ledger = Object.entries(about.ledger).map(([name, count]) => `${count.toLocaleString("en")} ${fates[name] || name}`).join(", ");
+    const ledger = Object.entries(about.ledger).map(([name, count]) => `${count.toLocaleString("en")} ${outcomes[name] || name}`).join(", ");
     const preset = about.config["algorithm.preset"];
     const hours = run.hours.length ? run.hours[run.hours.length - 1] : 0;
     return make(
@@ -66,8 +66,8 @@
       if ((byId("differences").checked && !differs) || !`${key} ${values.join(" ")}`.toLowerCase().includes(wanted)) return [];
       return [make("tr", { classes: differs ? "differs" : "" }, cell(key, "key"), ...values.map((value) => cell(value ?? "–")))];
     });
-    const said = keys.length ? (byId("differences").checked && !wanted ? "Nothing differs." : "Nothing has that name.") : "Nothing is recorded.";
-    return rows.length ? table(["key", ...report.runs.map(({ label }) => label)], rows) : make("p", { classes: "said", textContent: said });
+    const empty = keys.length ? (byId("differences").checked && !wanted ? "Nothing differs." : "Nothing has that name.") : "Nothing is recorded.";
+    return rows.length ? table(["key", ...report.runs.map(({ label }) => label)], rows) : make("p", { classes: "said", textContent: empty });
   }
 
   function settings() {
@@ -84,10 +84,10 @@
     const lines = rows.map(({ run, time, step, message }) =>
       make("tr", {}, many ? cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap") : null, cell(when(time), "nowrap"), cell(step === null ? "–" : String(step), "number"), cell(report.visible(message), "message")),
     );
-    const aside = report.runs.flatMap((run) => run.manifest.samples.filter(({ kind }) => kind === "aside").map(({ step }) => `${many ? `${run.label} ` : ""}step ${step}`));
+    const quarantined = report.runs.flatMap((run) => run.manifest.samples.filter(({ kind }) => kind === "aside").map(({ step }) => `${many ? `${run.label} ` : ""}step ${step}`));
     const headings = [...(many ? ["run"] : []), "time", "#step", "what"];
     byId("events-list").replaceChildren(
-      ...(aside.length ? [make("p", { textContent: `Batches put aside, in Rollouts under the set “aside”: ${[...new Set(aside)].join(", ")}` })] : []),
+      ...(quarantined.length ? [make("p", { textContent: `Quarantined batches, in Rollouts under the set “aside”: ${[...new Set(quarantined)].join(", ")}` })] : []),
       lines.length ? table(headings, lines) : make("p", { classes: "said", textContent: "No warning and no health event is recorded." }),
     );
   }

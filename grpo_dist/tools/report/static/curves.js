@@ -1,10 +1,10 @@
-// Charts over steps or hours: several runs in each, drawn when they come into view.
+// Charts over steps or hours with all runs, drawn when they scroll into view.
 "use strict";
 
 (() => {
   const { make, byId, number } = report;
   const drawn = new Map(); // title -> {spec, box, plot}
-  const hidden = new Set(); // "title|metric" that a click on a legend has switched off
+  const hidden = new Set(); // "title|metric" switched off by a click on its legend
   const dashes = [undefined, [6, 4], [2, 3], [10, 4, 2, 4], [1, 5]];
   const fills = ["#9dc1e6", "#f2b48f", "#a5d8b4", "#cdb0e2", "#e8d28c", "#9fd6da"];
   const seen = new IntersectionObserver(inView, { rootMargin: "300px" });
@@ -14,23 +14,23 @@
   const isWhole = (pattern) => new RegExp(`^(?:${pattern})$`);
   const short = (name) => name.replace(/^(?:eval|reward|rollout|policy|time|memory|throughput|outcome|mismatch|probe|correction|health|restarts|loss)\//, "");
 
-  // Short, where no other metric of the chart is called the same then.
+  // Shortens the name unless that makes two metrics of the chart equal.
   const labelOf = ({ metrics }, name) => (metrics.filter((other) => short(other) === short(name)).length > 1 ? name : short(name));
 
-  // The unit of all metrics of a chart; "" where they differ, where there is none and where the title says it.
+  // The unit of a chart; "" without a common one, or when the title has it.
   function unitOf({ title, metrics }) {
     const units = new Set(metrics.map((name) => report.described(name).unit));
     const [unit] = units;
     return units.size > 1 || unit === "1" || title.split(/\W/).includes(unit) ? "" : unit;
   }
 
-  // reward/mean (reward): what it is. Look for: its healthy range
+  // reward/mean (reward): meaning. Look for: healthy range
   function about(name) {
     const { unit, meaning, lookFor } = report.described(name);
     return [`${name}${unit ? ` (${unit})` : ""}`, meaning].filter(Boolean).join(": ") + (lookFor ? `\nLook for: ${lookFor}` : "");
   }
 
-  // The charts that there is anything to draw in: [{title, charts: [{title, unit, kind, metrics}]}]
+  // The charts that have data: [{title, charts: [{title, unit, kind, metrics}]}]
   function specs() {
     const names = new Set();
     for (const run of report.runs) for (const name of run.columns.keys()) names.add(name);
@@ -56,7 +56,7 @@
     return all;
   }
 
-  // Of the metric at this place of a chart: where there are several runs, colours tell them apart.
+  // Dash pattern of a metric, as colours distinguish runs.
   function look(run, place) {
     if (report.runs.length === 1 || !run) return { colour: run ? report.colours[place % report.colours.length] : "#5a6672", dash: run ? undefined : dashes[place % dashes.length] };
     return { colour: run.colour, dash: dashes[place % dashes.length] };
@@ -91,7 +91,7 @@
   }
 
   // Data and series of uPlot for the lines of a chart; ``errors``: for each series the column of its errors;
-  // ``raw``: what a series says at the cursor, null for one that says nothing. (uPlot copies what is in a series, so no run is.)
+  // ``raw``: values shown at the cursor, null for none. (uPlot deep-copies series, so they hold no run.)
   function filled(spec) {
     const { axis, weight } = options();
     const lines = linesOf(spec);
@@ -110,7 +110,7 @@
         data.push(values);
         series.push({ ...look, label: `${line.label}, raw`, stroke: `${line.colour}40`, width: 1, points: { show: false } });
         errors.push(null);
-        raw.push(null); // its smooth twin says the value
+        raw.push(null); // the smoothed series shows the value
       }
       data.push(soft ? report.smooth(values.map((one) => one ?? null), weight) : values);
       series.push(look);
@@ -120,7 +120,7 @@
     return spec.kind === "stack" ? stacked(spec, columns, lines, axis) : { data, series, errors, raw };
   }
 
-  // The sum of all stages is drawn first, and those below it over it.
+  // The sum of all stages is drawn first, the smaller sums over it.
   function stacked(spec, columns, lines, axis) {
     const sums = [];
     let below = columns[0].map(() => 0);
@@ -209,7 +209,7 @@
     );
   }
 
-  // Labels with as many digits as it takes to tell them apart.
+  // Labels with enough digits to differ.
   function ticks(plot, splits, axis, space, step) {
     const most = Math.max(...splits.map(Math.abs));
     const [, fraction = "", power] = Number(step.toPrecision(6)).toExponential().match(/^\d(?:\.(\d+))?e(.+)$/);
@@ -235,7 +235,7 @@
     if (item?.plot && box.clientWidth && Math.abs(item.plot.width - box.clientWidth) > 1) item.plot.setSize({ width: box.clientWidth, height: 190 });
   }
 
-  // All values at the cursor, of the chart that it is over.
+  // Shows all values of a chart at the cursor.
   function explain(plot, { errors, raw }) {
     if (!plot.over.matches(":hover")) return;
     const { idx, left, top } = plot.cursor;
@@ -251,7 +251,7 @@
     report.showTip(lines.join("\n"), box.left + left, box.top + top);
   }
 
-  // What tells the metrics of a chart apart; a click switches one off.
+  // Legend of the metrics of a chart; a click switches one off.
   function legend(spec) {
     const alone = report.runs.length === 1;
     if (spec.metrics.length === 1) return null;
@@ -323,7 +323,7 @@
     }
   }
 
-  // New data, the same charts: zoom and what is switched off stay as they are.
+  // New data for the same charts; zoom and hidden metrics stay.
   function refresh(item) {
     const { data, series, errors, raw } = filled(item.spec);
     if (series.map(({ label }) => label).join("\n") !== item.key || series.length !== item.plot.series.length) {
@@ -344,7 +344,7 @@
     if (signature() !== report.built) build();
     else for (const item of drawn.values()) if (item.plot) refresh(item);
     const untimed = report.runs.some((run) => !run.clocked);
-    byId("axis").options[1].textContent = untimed ? "hours in steps" : "hours since the start";
+    byId("axis").options[1].textContent = untimed ? "hours of step time" : "hours since the start";
   };
 
   report.showRuns = () => {

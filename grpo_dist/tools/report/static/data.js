@@ -1,4 +1,4 @@
-// Pieces of data: from this page itself, or from the server that shows it. See grpo_dist/tools/report/source.py.
+// Loads pieces of data from the page itself or from its server. See grpo_dist/tools/report/source.py.
 "use strict";
 
 const report = (() => {
@@ -27,14 +27,14 @@ const report = (() => {
     return answer.json();
   }
 
-  // The piece ``name`` of run number ``run``; throws where it is gone.
+  // Loads the piece ``name`` of run number ``run``; throws when it no longer exists.
   function piece(run, name, version = "") {
     return live ? fromServer(`${run}/${name}`, version) : fromPage(`${run}/${name}`);
   }
 
   const known = begin.catalogue.map(([pattern, ...words]) => [new RegExp(`^(?:${pattern})$`), words]);
 
-  // What the metric catalogue says of a metric, "" where it does not know it.
+  // Looks up a metric in the metric catalogue; "" for unknown ones.
   function described(name) {
     const [unit, meaning, lookFor] = known.find(([test]) => test.test(name))?.[1] ?? ["", "", ""];
     return { unit, meaning, lookFor };

@@ -11,11 +11,11 @@
     if (!run.manifest.has_tokens) return [null, `No colours: ${run.manifest.about.tokenizer}.`];
     if (!report.live && !entry.tokens) {
       const kept = (run.manifest.about.token_limit || 0).toLocaleString("en");
-      return [null, `No colours: this page keeps the numbers of ${kept} tokens of this run (--token-values, --token-steps; --serve has all).`];
+      return [null, `No colours: this page has the values of ${kept} tokens of this run (--token-values, --token-steps; --serve has all).`];
     }
     const data = await report.piece(run.number, `tokens/${entry.key}`, entry.version).catch((error) => ({ error }));
     if (data.error) return [null, `No colours: ${data.error.message}.`];
-    if (rows.some((row) => row - part.first >= data.tokens.length)) return [null, "No colours: of this step only the first groups fit into this page (--token-values)."];
+    if (rows.some((row) => row - part.first >= data.tokens.length)) return [null, "No colours: only the first groups of this step fit into this page (--token-values)."];
     return [data, ""];
   }
 
@@ -47,7 +47,7 @@
       judged ? `${right} of ${rows.length} right` : `${rows.length} completions`, `mean reward ${report.number(mean)}`,
     ];
     byId("group-title").textContent = parts.filter(Boolean).join(" · ");
-    byId("group-problem").textContent = texts ? report.visible(texts.problem[group]) : "The texts cannot be read any more.";
+    byId("group-problem").textContent = texts ? report.visible(texts.problem[group]) : "The texts can no longer be read.";
     byId("group-expected").textContent = texts ? report.visible(texts.answer[group]) : "";
     byId("group-previous").disabled = report.neighbour(row, -1) === null;
     byId("group-next").disabled = report.neighbour(row, 1) === null;
@@ -57,7 +57,7 @@
     return open.rows.map((row) => row - open.part.first);
   }
 
-  // What tokens can be coloured by; what was chosen stays where it can.
+  // Fills the list of colour scales; keeps the current choice if possible.
   function choose() {
     const measures = report.measures(open.tokens, samples());
     const before = byId("colour").value;
@@ -68,8 +68,8 @@
     byId("colour").disabled = !open.tokens;
     const every = open.part.run.manifest.about.config["tracking.token_values_every"];
     const missing = open.tokens && !open.part.entry.recorded && open.part.entry.kind === "training";
-    const said = missing ? `Ratio, KL and advantages of tokens are not recorded of this step${every ? ` (tracking.token_values_every = ${every})` : ""}.` : "";
-    byId("group-said").textContent = open.why || said;
+    const missingText = missing ? `Ratio, KL and advantages of tokens are not recorded at this step${every ? ` (tracking.token_values_every = ${every})` : ""}.` : "";
+    byId("group-said").textContent = open.why || missingText;
   }
 
   function ordered() {
@@ -108,7 +108,7 @@
     const finish = word("finish", row);
     const top = make(
       "div", { classes: "bar" }, make("strong", { textContent: `sample ${columns.sample[row]}` }), outcome ? report.badge(outcome) : null,
-      finish ? make("span", { classes: "hint", textContent: finish === "length" ? "cut off" : finish }) : null,
+      finish ? make("span", { classes: "hint", textContent: finish === "length" ? "truncated" : finish }) : null,
     );
     const text = make("div", { classes: "text" });
     if (tokens) report.tokenText(text, tokens, place, open.look);

@@ -1,4 +1,4 @@
-// All rollouts as columns, so that a hundred thousand of them are filtered and sorted in a moment.
+// All rollouts as columns, which filters and sorts a hundred thousand of them at once.
 "use strict";
 
 (() => {
@@ -8,9 +8,9 @@
   const dictionaries = {}; // column of words -> {values, places}
   for (const name of [...WORDS, ...NUMBERS]) columns[name] = [];
   for (const name of WORDS) dictionaries[name] = { values: [], places: new Map() };
-  const alive = []; // 0: of a part that has been written anew since
+  const alive = []; // 0: of a part that was rewritten
   const parts = []; // [{run, entry, first, rows, data}]
-  const current = new Map(); // "run/key" -> its place in ``parts``
+  const current = new Map(); // "run/key" -> index in ``parts``
 
   function place(name, value) {
     const { values, places } = dictionaries[name];
@@ -49,8 +49,8 @@
     current.delete(key);
   }
 
-  // Brings in what is new in the manifest of ``run``, the newest first; ``tell`` is called now and then. True
-  // where anything has changed.
+  // Loads the new parts in the manifest of ``run``, newest first, and reports progress to ``tell``. Returns
+  // true when anything changed.
   async function sync(run, tell) {
     const wanted = new Map(run.manifest.samples.map((entry) => [`${run.number}/${entry.key}`, entry]));
     let changed = false;
@@ -64,22 +64,22 @@
       } else old.entry = entry;
     }
     const missing = [...wanted].filter(([key]) => !current.has(key)).sort(([, a], [, b]) => b.step - a.step);
-    let told = performance.now();
+    let reported = performance.now();
     for (let i = 0; i < missing.length; i += 8) {
       const some = missing.slice(i, i + 8).map(([, entry]) => entry);
       const found = await Promise.all(some.map((entry) => report.piece(run.number, `rows/${entry.key}`, entry.version).catch(() => null)));
       some.forEach((entry, j) => found[j] && append(run, entry, found[j]));
-      if (performance.now() - told > 400) {
+      if (performance.now() - reported > 400) {
         tell((i + some.length) / missing.length);
-        told = performance.now();
+        reported = performance.now();
         await report.pause();
       }
     }
     return changed || missing.length > 0;
   }
 
-  // Rows that pass, in the order of the file. ``wanted``: {runs: Set, kind, ..., stepMin, ...}, null for any;
-  // ``texts``: rows that a search has found, null without one.
+  // Returns the rows that pass, in file order. ``wanted``: {runs: Set, kind, ..., stepMin, ...}, null for any;
+  // ``texts``: rows found by a text search, null without one.
   function filter(wanted, texts) {
     const { run, step, reward, length, recorded } = columns;
     const words = ["kind", "source", "outcome", "finish"]
@@ -98,7 +98,7 @@
     return found;
   }
 
-  // ``rows`` by a column, those without a value last; rows that are equal in it by run, step and place.
+  // Sorts ``rows`` by a column, those without a value last, and ties by run, step and position.
   function sort(rows, name, descending) {
     const sign = descending ? -1 : 1;
     const { run, step } = columns;
@@ -126,7 +126,7 @@
 
   const word = (name, row) => dictionaries[name].values[columns[name][row]];
 
-  // Rows of the group that ``row`` is in.
+  // Returns the rows of the group of ``row``.
   function groupOf(row) {
     const part = parts[columns.part[row]];
     const group = columns.group[row];

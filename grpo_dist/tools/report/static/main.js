@@ -1,9 +1,9 @@
-// Puts the page together, and, where it is served, keeps it up to date.
+// Starts the page and, when it is served, keeps it up to date.
 "use strict";
 
 (async () => {
   const { make, byId } = report;
-  const EVERY = 2000; // milliseconds between two looks at the server
+  const EVERY = 2000; // milliseconds between two requests to the server
   const TABS = ["curves", "timeline", "rollouts", "events", "settings"];
   let tag = null;
 
@@ -49,10 +49,10 @@
     await report.updateRollouts();
   }
 
-  // The manifest of the server where it is another one than last time, else null.
-  async function asked() {
+  // Fetches the manifest; null while it is unchanged.
+  async function fetchManifest() {
     const answer = await fetch("manifest", { cache: "no-cache", signal: AbortSignal.timeout(30_000) });
-    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { told: true });
+    if (!answer.ok) throw Object.assign(new Error(await answer.text()), { reported: true });
     const found = answer.headers.get("ETag");
     if (found === tag) return null;
     const manifest = await answer.json();
@@ -62,15 +62,15 @@
 
   function explain(error) {
     const gone = error instanceof TypeError || error instanceof DOMException;
-    const here = report.runs.length ? "; this is the last that it told." : ".";
-    const said = error.told ? `The run cannot be read: ${error.message}` : "being written anew …";
-    byId("state").textContent = gone ? `The server does not answer${here}` : said;
+    const here = report.runs.length ? "; the page shows the last data." : ".";
+    const reason = error.reported ? `The run cannot be read: ${error.message}` : "the run is being rewritten …";
+    byId("state").textContent = gone ? `The server does not answer${here}` : reason;
   }
 
   async function first() {
     for (;;) {
       try {
-        return await asked();
+        return await fetchManifest();
       } catch (error) {
         explain(error);
         await new Promise((waited) => setTimeout(waited, EVERY));
@@ -80,15 +80,15 @@
 
   async function follow() {
     try {
-      const manifest = await asked();
+      const manifest = await fetchManifest();
       if (manifest) {
         take(manifest);
         await update();
       }
       const done = report.runs.every(({ manifest: { about } }) => about.done);
-      byId("state").textContent = `${done ? "finished" : "live"}, looked at ${new Date().toLocaleTimeString("sv-SE")}`;
+      byId("state").textContent = `${done ? "finished" : "live"}, updated ${new Date().toLocaleTimeString("sv-SE")}`;
     } catch (error) {
-      tag = null; // what could not be fetched is asked for again
+      tag = null; // fetch again what failed
       explain(error);
     }
     setTimeout(follow, EVERY);

@@ -1,13 +1,13 @@
-// The table of rollouts: filters over the index, a search through the texts, pages of rows.
+// The table of rollouts: filters, text search, and pages of rows.
 "use strict";
 
 (() => {
   const { make, byId, index } = report;
-  const KEPT = 400_000; // characters of texts that are at hand, in thousands
+  const KEPT = 400_000; // characters of text kept in memory, in thousands
   const texts = new Map(); // "run/key/version" -> texts of a part
   let kept = 0;
   let table = null;
-  let rows = []; // what passes the filters, sorted
+  let rows = []; // rows that pass the filters, sorted
   let order = { field: "step", dir: "desc" };
   let search = { text: "", found: null, parts: 0 };
   let turn = 0;
@@ -28,7 +28,7 @@
     return found;
   }
 
-  // Texts of a part; what was not used for longest is let go when they are many.
+  // Loads the texts of a part; drops the least recently used ones over the limit.
   report.textsOf = async (part) => {
     const name = `${part.run.number}/${part.entry.key}/${part.entry.version}`;
     let found = texts.get(name);
@@ -49,14 +49,14 @@
 
   const escaped = (text) => text.replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
 
-  // Marks the rows whose text has what is looked for; of parts that came since the last search only those.
-  // ``tell`` is called now and then with what is found so far.
+  // Marks the rows whose text has the words; searches only parts that are new since the last search.
+  // Reports partial results to ``tell``.
   async function find(text, mine, tell) {
     const same = search.text === text && search.found;
     const found = same ? search.found : [];
     const test = new RegExp(escaped(text), "i");
     let rested = performance.now();
-    let told = rested;
+    let reported = rested;
     const first = same ? search.parts : 0;
     for (let number = first; number < index.parts.length; number++) {
       const part = index.parts[number];
@@ -69,9 +69,9 @@
         await report.pause();
         if (mine !== turn) return false;
         rested = performance.now();
-        if (rested - told > 500) {
+        if (rested - reported > 500) {
           await tell(found);
-          told = performance.now();
+          reported = performance.now();
         }
       }
     }
@@ -88,7 +88,7 @@
     }
   }
 
-  // The table anew, on the page it is at where ``keepPage``.
+  // Refills the table; ``keepPage`` stays on the current page.
   async function update(keepPage) {
     const mine = ++turn;
     const text = byId("f-text").value;
@@ -169,7 +169,7 @@
     for (const name of ["kind", "source", "outcome", "finish"]) report.choices(byId(`f-${name}`), named(name), "all");
   }
 
-  // Brings in new rollouts of every run, and shows them without a change of filters, page or order.
+  // Loads new rollouts of every run; filters, page and order stay.
   report.updateRollouts = async () => {
     let changed = false;
     for (const run of report.runs) {
@@ -187,7 +187,7 @@
 
   report.refilter = () => update(false);
 
-  // The tab comes into view. A table that was filled out of view has drawn nothing.
+  // Called when the tab opens: a table that was filled while hidden has drawn nothing.
   report.openRollouts = async () => {
     if (table?.initialized) return table.redraw(true);
     if (table) return;
@@ -195,7 +195,7 @@
     await update(true);
   };
 
-  // The row that begins the group before or after the one of ``row``, as the table has them.
+  // The first row of the previous or next group in the order of the table.
   report.neighbour = (row, by) => {
     const { part, group } = index.columns;
     const same = (a, b) => part[a] === part[b] && group[a] === group[b];
@@ -204,7 +204,7 @@
     return rows[at] ?? null;
   };
 
-  // Texts are taken out while nobody waits for them, as far as they are kept.
+  // Prefetches texts while the page is idle, up to the limit.
   async function prepare() {
     for (let i = 0; i < index.parts.length && kept < KEPT * 0.8; i++) {
       await new Promise((idle) => (window.requestIdleCallback ? requestIdleCallback(idle, { timeout: 2000 }) : setTimeout(idle, 50)));

@@ -1,8 +1,8 @@
-// Metrics of each run as columns over its steps, and when each step ended.
+// Metrics of each run as columns over its steps, and the end of each step.
 "use strict";
 
 (() => {
-  // ``run.pieces[kind]``: [{version, data}], in step with the manifest. True where anything is new.
+  // ``run.pieces[kind]``: [{version, data}], aligned with the manifest. Returns true when anything is new.
   async function fetchParts(run, kind, versions) {
     const known = run.pieces[kind] || [];
     let changed = known.length !== versions.length;
@@ -18,7 +18,7 @@
   }
 
   function merged(run) {
-    const rows = new Map(); // step -> [part, row]: a later line of a step takes the place of an earlier one
+    const rows = new Map(); // step -> [part, row]: a later line of a step replaces an earlier one
     run.pieces.metrics.forEach(({ data }) => data.step.forEach((step, i) => rows.set(step, [data, i])));
     const steps = [...rows.keys()].sort((a, b) => a - b);
     const names = new Set(run.pieces.metrics.flatMap(({ data }) => Object.keys(data.columns)));
@@ -35,7 +35,7 @@
     run.hours = hours(run);
   }
 
-  // Hours since the run began, at the end of each step: by the clock, or, without a timeline, of steps alone.
+  // Hours from the start of the run to the end of each step; without a timeline, the sum of step times.
   function hours(run) {
     const ends = new Map();
     let start = Infinity;
@@ -62,7 +62,7 @@
     return changed.some(Boolean);
   };
 
-  // Without the first values counting too much: sum of w^(n-i) v_i over the sum of weights.
+  // Exponential smoothing without start-up bias: sum of w^(n-i) v_i over the sum of weights.
   report.smooth = (values, weight) => {
     let sum = 0;
     let total = 0;
@@ -74,9 +74,8 @@
     });
   };
 
-  // 95% of a share with its standard error, within [0, 1]: Wilson's, for as many independent answers as would
-  // have that error (as grpo_dist/evaluation/estimates.py); null where there is none. An error of 0 says
-  // nothing of their number.
+  // Wilson's 95% interval of a share for the number of independent answers that would have this standard
+  // error (as grpo_dist/evaluation/estimates.py); null without one. An error of 0 gives no such number.
   report.interval = (share, error) => {
     if (share === null || share === undefined || error === null || error === undefined) return null;
     const count = (share * (1 - share)) / error ** 2;

@@ -1,10 +1,10 @@
-// What each worker did when: a bar for each span, as wide as it took.
+// Timeline of the workers: a bar for each span.
 "use strict";
 
 (() => {
   const { make, byId } = report;
   const colours = ["#4a90d0", "#e08a4a", "#59b377", "#a878c8", "#c9a63a", "#3fa6b0", "#d0607f", "#7d8894", "#8fb338", "#b07a50"];
-  const known = new Map(); // stage -> colour, in the order they were met
+  const known = new Map(); // stage -> colour, in order of appearance
   const LANE = 20;
   const NAMES = 110;
   let run = null;
@@ -12,7 +12,7 @@
   let marks = []; // [{step, begin}]
   let view = { from: 0, to: 1 };
   let all = { from: 0, to: 1 };
-  let shown = ""; // what is drawn now: run, steps and version
+  let shown = ""; // what is drawn: run, steps and version
   let drag = null;
 
   const colour = (stage) => {
@@ -40,9 +40,9 @@
     const to = Number(byId("timeline-to").value);
     const of = run;
     const wanted = of.pieces.clock.flatMap(({ data }, i) => (data.step.some((step) => step >= from && step <= to) ? [i] : []));
-    if (!of.pieces.clock.length) say("This run has no timeline.jsonl, which runs of older versions do not write.");
-    else if (!wanted.length) say(`No step from ${from} to ${to} is in the timeline.`);
-    else if (wanted.some((i) => !of.manifest.spans[i])) say("Of older steps the timeline is left out of this page, which keeps the newest spans.");
+    if (!of.pieces.clock.length) say("This run has no timeline.jsonl; older versions did not write it.");
+    else if (!wanted.length) say(`The timeline has no step from ${from} to ${to}.`);
+    else if (wanted.some((i) => !of.manifest.spans[i])) say("This page has only the newest spans of the timeline; these steps are older.");
     else say("");
     const parts = await Promise.all(
       wanted.filter((i) => of.manifest.spans[i]).map((i) => report.piece(of.number, `spans/${i}`, of.manifest.spans[i]).catch(() => null)),
@@ -58,7 +58,7 @@
     const byWorker = new Map();
     marks = [];
     all = { from: Infinity, to: -Infinity };
-    const steps = new Map(); // a later line of a step counts
+    const steps = new Map(); // the last line of a step counts
     for (const part of parts) for (const [step, origin, flat] of part.steps) if (step >= from && step <= to) steps.set(step, [origin, flat, part]);
     for (const [step, [origin, flat, part]] of steps) {
       marks.push({ step, begin: origin });
@@ -126,7 +126,7 @@
         if (end < view.from || begin > view.to) continue;
         const left = Math.max(NAMES, x(begin));
         const right = Math.min(width, x(end));
-        if (right <= last + 0.3) continue; // hidden under the one before it
+        if (right <= last + 0.3) continue; // hidden by the previous one
         context.fillStyle = colour(stage);
         context.fillRect(left, top + 1, Math.max(0.7, right - left), LANE - 4);
         last = right;
@@ -181,7 +181,7 @@
     const lane = lanes[row];
     const near = ((view.to - view.from) / byId("timeline-drawing").clientWidth) * 2;
     const span = share >= 0 && lane?.spans.find(({ begin, end }) => time >= begin - near && time <= end + near);
-    const text = span && `${lane.worker}: ${span.stage}\nstep ${span.step}, ${report.number(span.end - span.begin)} s, from ${(span.begin - all.from).toFixed(3)} s on`;
+    const text = span && `${lane.worker}: ${span.stage}\nstep ${span.step}, ${report.number(span.end - span.begin)} s, from ${(span.begin - all.from).toFixed(3)} s`;
     report.showTip(text || null, event.clientX, event.clientY);
   }
 
@@ -207,7 +207,7 @@
     if (!of?.pieces.clock) return; // nothing is loaded yet
     const other = of !== run;
     const steps = stepsOf(of);
-    const followed = Number(byId("timeline-to").value) === report.timelineEnd; // it showed the newest steps
+    const followed = Number(byId("timeline-to").value) === report.timelineEnd; // the newest steps were shown
     run = of;
     if (other || (followed && steps[steps.length - 1] !== report.timelineEnd)) newest(of);
     report.timelineEnd = steps[steps.length - 1];

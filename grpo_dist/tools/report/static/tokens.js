@@ -1,9 +1,9 @@
-// Tokens in colour: by log-prob, ratio, advantage or KL. See grpo_dist/tools/report/tokens.py for what the numbers are.
+// Tokens in colour: by log-prob, ratio, advantage or KL. grpo_dist/tools/report/tokens.py defines the numbers.
 "use strict";
 
 (() => {
   const { make } = report;
-  const AT_ONCE = 700; // tokens of a completion that are drawn before one scrolls to them
+  const AT_ONCE = 700; // tokens of a completion to draw before scrolling
   const RED = [214, 84, 60];
   const BLUE = [66, 128, 200];
   const GREEN = [72, 160, 98];
@@ -17,14 +17,14 @@
     kl: { title: "KL to the reference", columns: ["kl"], high: PURPLE, least: 0.05, signed: false, text: (v) => `KL ${report.number(v)} nats` },
   };
 
-  // A number of one token of one sample; null where there is none.
+  // The value of a token; null without one.
   function value(data, measure, sample, token) {
     const own = data[measure]?.[sample];
     const raw = Array.isArray(own) ? own[token] : own;
     return raw === null || raw === undefined ? null : raw / data.scales[measure];
   }
 
-  // The largest size of a number of these samples, but for the outermost two in a hundred.
+  // The 98th percentile of the absolute values of these samples.
   function extent(data, measure, samples) {
     const sizes = [];
     for (const sample of samples) {
@@ -68,8 +68,8 @@
     token.style.background = at === null ? "" : colour(measure, at, most);
   }
 
-  // The tokens of a sample, as many as one sees, and further ones as one scrolls. ``look``: {measure, most},
-  // with "" for no colour; what it says when tokens are drawn counts.
+  // Draws the visible tokens of a sample, and more on scrolling. ``look``: {measure, most}, "" for no colour;
+  // it is read when tokens are drawn.
   report.tokenText = (box, data, sample, look) => {
     const tokens = data.tokens[sample];
     const more = make("button");
@@ -90,21 +90,21 @@
       if (drawn === tokens.length) return;
       more.textContent = `${(tokens.length - drawn).toLocaleString("en")} more tokens`;
       box.append(more);
-      seen.observe(more); // tells again, also where it is in view already
+      seen.observe(more); // fires again even if already in view
     };
     const seen = new IntersectionObserver((entries) => entries.some(({ isIntersecting }) => isIntersecting) && draw());
     more.addEventListener("click", draw);
     draw();
   };
 
-  // Tokens that are drawn, in other colours.
+  // Recolours the drawn tokens.
   report.repaint = (box, look) => {
     for (const token of box.querySelectorAll(".token")) paint(token, look);
   };
 
   report.explainToken = ({ data, sample, token }) => {
     const text = data.vocabulary[data.tokens[sample][token]];
-    const lines = [`token ${token + 1} of ${data.tokens[sample].length}: ${text === "" ? "(part of the character before)" : JSON.stringify(text)}`];
+    const lines = [`token ${token + 1} of ${data.tokens[sample].length}: ${text === "" ? "(part of the previous character)" : JSON.stringify(text)}`];
     for (const [name, { text: said }] of Object.entries(MEASURES)) {
       const at = value(data, name, sample, token);
       if (at !== null) lines.push(said(at));

@@ -1,4 +1,4 @@
-// Small things that make elements. All text goes in as text, never as markup.
+// Helpers that create elements. All text is set as text, never as markup.
 "use strict";
 
 report.make = (tag, options = {}, ...inner) => {
@@ -23,13 +23,13 @@ report.number = (value, digits = 4) => {
 
 report.badge = (outcome) => report.make("span", { classes: `badge ${/^\w+$/.test(outcome) ? outcome : ""}`, textContent: outcome });
 
-// Characters that show nothing, or turn around what follows, are shown by their numbers.
+// Shows invisible characters and direction marks by their code points.
 report.visible = (text) =>
   text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu, (mark) =>
     `⟨${mark.charCodeAt(0).toString(16).toUpperCase().padStart(2, "0")}⟩`,
   );
 
-// ``values`` of a select, the first of them for "any"; keeps what was chosen.
+// Fills a select, with an option for "any" first; keeps the current choice.
 report.choices = (select, values, any) => {
   const chosen = select.value;
   const options = values.map(([value, text]) => report.make("option", { value, textContent: text }));
@@ -55,7 +55,7 @@ report.showTip = (text, x, y) => {
   }
   tip.textContent = text;
   tip.hidden = false;
-  // A dialog lies above everything else of the page, so what explains it has to be in it.
+  // A dialog covers the page, so its tooltips must be inside of it.
   const home = document.querySelector("dialog[open]") || document.body;
   if (tip.parentNode !== home) home.append(tip);
   const box = tip.getBoundingClientRect();
@@ -63,7 +63,7 @@ report.showTip = (text, x, y) => {
   tip.style.top = `${y + 20 + box.height > innerHeight ? y - box.height - 10 : y + 18}px`;
 };
 
-// ``work`` once the last call is ``wait`` milliseconds ago.
+// Calls ``work`` once ``wait`` milliseconds have passed since the last call.
 report.settled = (work, wait) => {
   let timer = 0;
   return () => {
