@@ -73,7 +73,7 @@ def test_scores_of_before_are_replaced_and_no_directory_is(here, capsys):
         assert main(["score", "c.jsonl"]) == 0
     assert len(lines("c.scored.jsonl")) == len(ROWS)
     Path("sub").mkdir()
-    assert "--output sub: is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
+    assert "--output sub is a directory" in refusal(capsys, "c.jsonl", "--output", "sub")
     message = refusal(capsys, "c.jsonl", "--output", "c.jsonl/x.jsonl")
     assert "--output c.jsonl/x.jsonl cannot be written" in message
 
@@ -197,7 +197,7 @@ def test_commands_that_cannot_be_are_refused(here, capsys):
     assert "is the file of completions" in refusal(capsys, "c.jsonl", "--output", "c.jsonl")
     assert "'maths'" in refusal(capsys, "c.jsonl", "--reward", "maths")
     assert "both give rewards" in refusal(capsys, "c.jsonl", "x.yaml", "--reward", "math")
-    assert "one configuration at most" in refusal(capsys, "c.jsonl", "x.yaml", "y.yaml")
+    assert "at most one configuration" in refusal(capsys, "c.jsonl", "x.yaml", "y.yaml")
     write("empty.jsonl", [])
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
 
