@@ -120,7 +120,7 @@ def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
     (run / "environment.json").write_text("{")
     manifest, found, _, _ = page_of([run], tmp_path)
     notices = "\n".join(manifest["runs"][0]["about"]["notices"])
-    assert "metrics.jsonl: 2 line(s)" in notices
+    assert "metrics.jsonl: 2 unreadable line(s)" in notices
     assert "samples/step_000003.parquet: cannot be read" in notices
     assert "missing or empty: timeline.jsonl" in notices
     assert "config.yaml: cannot be read" in notices and "environment.json: cannot be read" in notices
@@ -352,7 +352,7 @@ def test_a_report_does_without_torch():
 def test_ranges_of_steps():
     assert steps_of("1,10,50-52") == (1, 10, 50, 51, 52)
     assert steps_of("") == ()
-    with pytest.raises(UserError, match="no step"):
+    with pytest.raises(UserError, match="not a step"):
         steps_of("9-3")
 
 
