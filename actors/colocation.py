@@ -22,7 +22,7 @@ from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.types import TrainBatch
-from grpo_dist.workers import ReferenceSync, WeightSync
+from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle
 
 
 class Turns:
@@ -124,7 +124,7 @@ class ColocatedPolicy:
 class ColocatedSync:
     """The weight sync, which ends the policy's turn."""
 
-    def __init__(self, sync: WeightSync, turns: Turns) -> None:
+    def __init__(self, sync: WeightSyncHandle, turns: Turns) -> None:
         self._sync, self._turns = sync, turns
 
     async def push(self, version: int) -> dict[str, float]:
@@ -137,7 +137,7 @@ class ColocatedSync:
 class ColocatedReferenceSync:
     """Reference workers take on the policy within a turn of its own."""
 
-    def __init__(self, sync: ReferenceSync, turns: Turns) -> None:
+    def __init__(self, sync: ReferenceSyncHandle, turns: Turns) -> None:
         self._sync, self._turns = sync, turns
 
     async def refresh(self) -> None:

@@ -1,5 +1,5 @@
 """What the driver asks of its workers, in the words of RL. The Ray handles in `actors` and the fakes in tests
-fit these.
+implement these protocols.
 """
 
 from __future__ import annotations
@@ -15,34 +15,33 @@ from grpo_dist.health.bounds import Bound
 from grpo_dist.runtime.metering import Usage
 from grpo_dist.types import Group, Prompt, Rollout, Sampling, TrainBatch
 
-# The sampled completions of one prompt, wherever they lie: an object reference between actors, the tuple
-# itself in tests.
+# The sampled completions of one prompt: an object reference between actors, the tuple itself in tests.
 RolloutsRef = Any
 
-# The updates of one step, dealt to ranks, wherever they lie. `Policy.stage` makes it in any thread.
+# The updates of one step, sharded over ranks. `PolicyHandle.stage` makes it, in any thread.
 StagedRef = Any
 
 
-class Rollouts(Protocol):
+class RolloutHandle(Protocol):
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef: ...
     async def abandon(self) -> None: ...
 
 
-class Rewards(Protocol):
+class RewardHandle(Protocol):
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group: ...
 
 
-class Reference(Protocol):
+class ReferenceHandle(Protocol):
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]: ...
     async def save(self, path: Path) -> None: ...
     async def load(self, path: Path) -> None: ...
 
 
-class ReferenceSync(Protocol):
+class ReferenceSyncHandle(Protocol):
     async def refresh(self) -> None: ...
 
 
-class Policy(Protocol):
+class PolicyHandle(Protocol):
     def stage(self, batches: Sequence[TrainBatch]) -> StagedRef: ...
     async def update(
         self, staged: StagedRef, *, kl_coef: float, bounds: Sequence[Bound]
@@ -55,18 +54,18 @@ class Policy(Protocol):
     async def export(self, directory: Path, *, tokenizer_dir: Path) -> None: ...
 
 
-class WeightSync(Protocol):
+class WeightSyncHandle(Protocol):
     async def push(self, version: int) -> dict[str, float]: ...
 
 
 class WorkerUsage(Protocol):
-    latest: dict[str, Usage]  # by worker, e.g. "rollout-0": what `read` found last
+    latest: dict[str, Usage]  # by worker, e.g. "rollout-0": the result of the last `read`
 
     async def read(self) -> dict[str, float]: ...
     def states(self) -> dict[str, bool]: ...
 
 
-class Probes(Protocol):
+class ProbeHandle(Protocol):
     """See `actors.sync_probe.EngineProbe`."""
 
     def engines(self) -> dict[str, Any]: ...
@@ -78,17 +77,22 @@ class Probes(Protocol):
 
 @dataclass(frozen=True)
 class Workers:
-    """``reference`` is None exactly when the KL coefficient is 0, ``reference_sync`` when it stays frozen,
-    ``usage`` when nobody counts what the workers do. ``where_stuck`` says where each worker is in its code,
-    for a deadline that has passed. ``probe`` is None where there is no engine to probe: simulated workers.
+    """Handles to all workers of a run.
+
+    Attributes:
+        reference: None exactly when the KL coefficient is 0.
+        reference_sync: None when the reference stays frozen.
+        usage: None when nobody measures what the workers do.
+        where_stuck: describes where each worker is in its code, for a deadline that has passed.
+        probe: None where there is no engine to probe, as with simulated workers.
     """
 
-    rollouts: Rollouts
-    rewards: Rewards
-    reference: Reference | None
-    policy: Policy
-    sync: WeightSync
-    reference_sync: ReferenceSync | None = None
+    rollouts: RolloutHandle
+    rewards: RewardHandle
+    reference: ReferenceHandle | None
+    policy: PolicyHandle
+    sync: WeightSyncHandle
+    reference_sync: ReferenceSyncHandle | None = None
     usage: WorkerUsage | None = None
     where_stuck: Callable[[], Awaitable[str]] | None = None
-    probe: Probes | None = None
+    probe: ProbeHandle | None = None

@@ -1,4 +1,4 @@
-"""Samples through the same engines and graders that training uses, with sampling settings of their own."""
+"""Evaluation samples, from the engines and graders that training uses, with their own sampling settings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
 from grpo_dist.evaluation.estimates import summarise
+from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.runtime.stage_log import note
 from grpo_dist.types import Group, Prompt, Sampling, correctness
-from grpo_dist.workers import Rewards, Rollouts
+from grpo_dist.workers import RewardHandle, RolloutHandle
 
-STAGE = -1  # of request seeds: those of training steps count from 0
+STAGE = -1  # in request seeds; training steps count from 0
 
 
 @dataclass(frozen=True)
@@ -26,40 +27,36 @@ class EvalSet:
     prompts: list[Prompt]
 
 
-class Samplers(Protocol):
+class EvaluationHandles(Protocol):
     """The two workers an evaluation needs."""
 
     @property
-    def rollouts(self) -> Rollouts: ...
+    def rollouts(self) -> RolloutHandle: ...
     @property
-    def rewards(self) -> Rewards: ...
-
-
-class SampleSink(Protocol):
-    def samples(self, name: str, groups: list[Group]) -> None: ...
+    def rewards(self) -> RewardHandle: ...
 
 
 async def evaluate(
     config: Config,
-    workers: Samplers,
+    workers: EvaluationHandles,
     eval_sets: list[EvalSet],
-    sink: SampleSink,
+    recorder: Recorder,
     *,
     step: int,
     explain: Callable[[], Awaitable[str]] | None = None,
 ) -> dict[str, float]:
-    """``eval/<set>/pass@k`` and ``_stderr`` for every set. A sample counts as right when the math grader says
-    so.
+    """Compute ``eval/<set>/pass@k`` and ``_stderr`` for every set.
 
-    Where no math grader is among the rewards, a sample is right when its total reward is above 0.5. What
-    could not be scored is left out of the estimate and counted in ``eval/<set>/unscored``. Raises
-    TimeoutError, with what ``explain`` finds out then, when no prompt is done for `timeouts.sample_s`.
+    A sample is right if the math grader says so. Without a math grader among the rewards, a sample is right
+    if its total reward is above 0.5. Samples that could not be scored are left out of the estimate and
+    counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
+    done for `timeouts.sample_s`.
     """
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
         prompts = eval_set.prompts[: config.evaluation.max_prompts]
         groups = await _sample_all(config, workers, eval_set.name, prompts, explain)
-        sink.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
+        recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
         metrics |= {
             f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, config.evaluation.k).items()
@@ -72,15 +69,15 @@ async def evaluate(
 
 async def _sample_all(
     config: Config,
-    workers: Samplers,
+    workers: EvaluationHandles,
     name: str,
     prompts: list[Prompt],
     explain: Callable[[], Awaitable[str]] | None,
 ) -> list[Group]:
     groups: list[Group] = []
 
-    async def finished(_: int, of_all: list[Group]) -> None:
-        groups.extend(of_all)
+    async def finished(_: int, chunk: list[Group]) -> None:
+        groups.extend(chunk)
 
     what = f"evaluate: {name} ({len(prompts)} prompts)"
     await sample_chunks(
@@ -92,7 +89,7 @@ async def _sample_all(
 async def sample_chunks(
     config: Config,
     settings: EvaluationConfig | RejectionConfig,
-    workers: Samplers,
+    workers: EvaluationHandles,
     chunks: Mapping[int, list[Prompt]],
     finished: Callable[[int, list[Group]], Awaitable[None]],
     *,
@@ -100,14 +97,16 @@ async def sample_chunks(
     what: str,
     explain: Callable[[], Awaitable[str]] | None = None,
 ) -> None:
-    """``settings.samples_per_prompt`` scored samples of each of many prompts, apart from any training step:
-    ``finished`` gets every chunk once all its prompts are done. ``stage``: negative, so that seeds never meet
-    those of a training step; the same stage draws with the same seeds, which takes sampling noise out of the
-    difference between two evaluations.
+    """Draw and score ``settings.samples_per_prompt`` samples of each prompt, apart from any training step.
 
-    All chunks are in hand at once, the first come first, so that no engine is idle at the end of one. Raises
-    TimeoutError naming ``what``, with what ``explain`` finds out then, when no prompt is done for
-    `timeouts.sample_s`.
+    All chunks are requested at once, in order, so that no engine is idle at the end of one.
+
+    Args:
+        finished: called with each chunk once all its prompts are done.
+        stage: negative, so that seeds differ from those of every training step. The same stage draws with the
+            same seeds, which takes sampling noise out of the difference between two evaluations.
+        what: names the stage in the TimeoutError raised when no prompt is done for `timeouts.sample_s`.
+        explain: asked then for a text to add to the error.
     """
     sampling = sampling_of(config, settings)
     total, done = sum(map(len, chunks.values())), count(1)
@@ -140,7 +139,7 @@ async def _sample_group(
     config: Config,
     settings: EvaluationConfig | RejectionConfig,
     sampling: Sampling,
-    workers: Samplers,
+    workers: EvaluationHandles,
     prompt: Prompt,
     *,
     stage: int,

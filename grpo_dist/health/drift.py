@@ -1,17 +1,15 @@
-"""Slow drift of a run away from what it was itself: without a number that somebody must choose, so it is
-always watched.
+"""Detects slow drift of a metric away from the run's own history. It needs no thresholds, so it is always on.
 
-Of a few metrics the mean over the latest 20 steps is compared with that over 5 to 20 of the same run, its
-first, its least or its best. Whether the entropy of a model is 2 or 0.2 when all is well, nobody can say
-beforehand; that it is a tenth of what it was can be seen. Such a comparison is coarse, so it only warns: what
-skips, stops or goes back is a bound of `health`, and the warning names it. As few as the first 5 steps are
-compared with, since a rate that is too high ruins a policy before the 10th. What is lost within the first 3
-is not seen.
+The mean of a metric over the latest 20 steps is compared with its mean over 5 to 20 earlier steps: the first,
+the least or the best. Nobody can say beforehand whether a healthy entropy is 2 or 0.2, but a fall to a tenth
+is visible. The comparison is coarse, so it only warns; the bound of `health` that the warning names can skip,
+stop or roll back. The first 5 steps are enough for a reference, since a learning rate that is too high ruins
+a policy before the 10th. A collapse within the first 3 steps is not detected.
 
-Two things are deliberately not watched. The length of completions: one that learns to reason may well write
-ten times as much. Where growth is no good any more, completions are cut off or loop, and both are watched.
-And an entropy that rises: a bonus for it, or a wider upper clip, is meant to raise it, to several times a low
-beginning. A policy that falls apart loses its reward, or writes garbage.
+Two things are deliberately not watched. The length of completions: a model that learns to reason may write
+ten times as much. When growth turns bad, completions are truncated or loop, and both are watched. And an
+entropy that rises: an entropy bonus or a wider upper clip is meant to raise it, to several times a low start.
+A policy that falls apart loses its reward, or writes garbage.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from itertools import pairwise
 
 DRIFTING = "health/drifting"
 WINDOW = 20  # steps: single ones are noise, and within 20 a drift has not done much yet
-SHORT = 5  # steps that are enough to compare with, so that it is known how a run was before an early collapse
+SHORT = 5  # steps that are enough for a reference, so that there is one before an early collapse
 _NOISE = 5  # standard errors: of 500 steps the best and the worst 20 are often 4 apart, but seldom 5
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """Of a metric over ``steps`` steps that have it, from ``first`` to ``last``."""
+    """The mean of a metric over the ``steps`` steps that have it, from ``first`` to ``last``."""
 
     first: int
     last: int
@@ -39,11 +37,15 @@ class Period:
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
-    """What is remembered of a metric. ``recent``: the latest steps that have it, with its values, oldest
-    first; ``reference``: what they are compared with; ``since``: the step at which it began to drift, None:
-    it does not; ``scatter``: the variance of single steps about the course of the run, by its ``pairs`` of
-    successive ones.
+class TrackedMetric:
+    """What is remembered of a metric.
+
+    Attributes:
+        recent: the latest steps that have the metric, with its values, oldest first.
+        reference: what they are compared with.
+        since: the step at which it began to drift; None: it does not.
+        scatter: variance of single steps about the course of the run.
+        pairs: of successive steps, from which ``scatter`` is estimated.
     """
 
     recent: tuple[tuple[int, float], ...] = ()
@@ -54,28 +56,33 @@ class Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """``scatter``: as of `Followed`; ``began``: the metric drifts already. Then it does until that is
-    clearly over: one that stays at the threshold would be warned of again and again.
+class PeriodComparison:
+    """``scatter``: as of `TrackedMetric`. ``drifting``: the metric drifts already, and does until that is
+    clearly over; otherwise a metric that stays at the threshold would cause a warning again and again.
     """
 
     recent: Period
     reference: Period
     scatter: float
-    began: bool
+    drifting: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A condition. ``key``: of `health`, the bound of this metric; ``words``: before the reference's mean;
-    ``reference``: (the one so far, recent) -> the one from now on; ``holds``: whether the metric drifts.
+    """A condition on a metric.
+
+    Attributes:
+        key: the bound of `health` on this metric.
+        words: what stands before the reference's mean in the warning.
+        reference: (reference so far, recent period) -> new reference.
+        holds: whether the metric drifts.
     """
 
     metric: str
     key: str
     words: str
     reference: Callable[[Period | None, Period], Period]
-    holds: Callable[[Comparison], bool]
+    holds: Callable[[PeriodComparison], bool]
 
 
 def _first(reference: Period | None, recent: Period) -> Period:
@@ -90,39 +97,43 @@ def _best(reference: Period | None, recent: Period) -> Period:
     return recent if reference is None or recent.mean > reference.mean else reference
 
 
-def _collapsed(of: Comparison) -> bool:
-    """A run that learns stays near its best, harder problems now and then aside; a fall by half of it is a
-    collapse, from 0.6 to 0.3 as from -0.2 to -0.3. And the best of many periods is partly luck: where rewards
-    scatter about 0, or almost none is right, half of it goes by chance again and again, so that the fall must
-    be more than chance explains. It is over when half of such a fall is made up for.
+def _collapsed(of: PeriodComparison) -> bool:
+    """A fall by half of the best is a collapse, from 0.6 to 0.3 as from -0.2 to -0.3.
 
-    Chance is what independent steps explain: of 200 simulated runs of 500 steps of 32 samples, half of them
-    -1 and half 1, none is warned of, and 3 where one sample in 200 is right. A reward that wanders, each step
-    near the one before, does lose half of its best at times: with mean 0.3, standard deviation 0.08 and a
-    correlation of 0.95 from step to step 179 of 200 are warned of, 1.6 times each on average.
+    A run that learns stays near its best, apart from harder problems now and then. But the best of many
+    periods is partly luck: where rewards scatter about 0, or almost none is right, chance takes half of it
+    again and again. So the fall must also exceed what chance explains. The drift ends when half of the fall
+    is regained.
+
+    Chance is what independent steps explain. Of 200 simulated runs of 500 steps of 32 samples, half of them
+    -1 and half 1, none causes a warning; 3 do when one sample in 200 is right. A reward that wanders, each
+    step near the one before, does lose half of its best at times: with mean 0.3, standard deviation 0.08 and
+    a correlation of 0.95 from step to step, 179 of 200 runs cause warnings, 1.6 each on average.
     """
     error = math.sqrt(of.scatter * (1 / of.recent.steps + 1 / of.reference.steps))
     least = max(abs(of.reference.mean) / 2, _NOISE * error)
-    return of.reference.mean - of.recent.mean > (least / 2 if of.began else least)
+    return of.reference.mean - of.recent.mean > (least / 2 if of.drifting else least)
 
 
-def _exhausted(of: Comparison) -> bool:
-    """Learning costs entropy, and half of it or more may go on the way; with a tenth left, samples of a
-    prompt are nearly the same, and the policy explores no more. A task with one right answer ends there, too,
-    once it is solved: that is warned of, for the numbers are the same, and there is nothing more to learn.
-    It is over with a fifth.
+def _exhausted(of: PeriodComparison) -> bool:
+    """Less than a tenth of the entropy is left. The drift ends at a fifth.
+
+    Learning costs entropy, often half of it or more. With a tenth left, samples of a prompt are nearly the
+    same, and the policy no longer explores. A solved task with one right answer ends there too, and causes a
+    warning: the numbers are the same, and there is nothing more to learn.
     """
-    return of.recent.mean < of.reference.mean / (5 if of.began else 10)
+    return of.recent.mean < of.reference.mean / (5 if of.drifting else 10)
 
 
-def _took_over(of: Comparison) -> bool:
-    """Of a share. Below half it may be a tight limit or hard problems, and most samples still teach. And
-    twice the least so far: a model with random weights ends no completion and writes nothing but garbage from
-    the beginning, which is no drift. What was never below half cannot double, and needs a bound. It is over
-    below four fifths of that, 0.4 or more.
+def _took_over(of: PeriodComparison) -> bool:
+    """A share is at least a half, and twice the least so far. The drift ends below four fifths of that.
+
+    Below a half the cause may be a tight limit or hard problems, and most samples are still useful. A model
+    with random weights ends no completion and writes nothing but garbage from the start, which is no drift:
+    hence twice the least. A share that was never below a half cannot double, and needs a bound.
     """
     limit = max(0.5, 2 * of.reference.mean)
-    return of.recent.mean >= (0.8 * limit if of.began else limit)
+    return of.recent.mean >= (0.8 * limit if of.drifting else limit)
 
 
 DRIFTS = (
@@ -133,31 +144,31 @@ DRIFTS = (
 )
 
 
-def follow(known: Mapping[str, Followed], step: int, metrics: Mapping[str, float]) -> dict[str, Followed]:
-    """What is remembered, by metric, after ``step``: the same of one that the step lacks, or that is not a
-    number.
-    """
+def track(
+    known: Mapping[str, TrackedMetric], step: int, metrics: Mapping[str, float]
+) -> dict[str, TrackedMetric]:
+    """Add the metrics of ``step``. A metric that the step lacks, or that is not finite, changes nothing."""
     found = {}
     for drift in DRIFTS:
-        before, value = known.get(drift.metric, Followed()), metrics.get(drift.metric, math.nan)
+        before, value = known.get(drift.metric, TrackedMetric()), metrics.get(drift.metric, math.nan)
         found[drift.metric] = _with(drift, before, step, value)
     return found
 
 
-def drifting(followed: Mapping[str, Followed]) -> int:
-    """How many metrics drift."""
-    return sum(one.since is not None for one in followed.values())
+def count_drifting(tracked: Mapping[str, TrackedMetric]) -> int:
+    """Count the metrics that drift."""
+    return sum(one.since is not None for one in tracked.values())
 
 
-def begun(followed: Mapping[str, Followed], step: int) -> Iterator[str]:
-    """Of what drifts since ``step``, a message each."""
+def new_drifts(tracked: Mapping[str, TrackedMetric], step: int) -> Iterator[str]:
+    """Yield a message for each metric that started to drift at ``step``."""
     for drift in DRIFTS:
-        one = followed.get(drift.metric, Followed())
+        one = tracked.get(drift.metric, TrackedMetric())
         if one.since == step and one.reference is not None:
-            yield _said(drift, _period(one.recent), one.reference)
+            yield _describe(drift, _period(one.recent), one.reference)
 
 
-def _with(drift: Drift, known: Followed, step: int, value: float) -> Followed:
+def _with(drift: Drift, known: TrackedMetric, step: int, value: float) -> TrackedMetric:
     if not math.isfinite(value):
         return known
     known = _appended(known, step, value)
@@ -165,14 +176,14 @@ def _with(drift: Drift, known: Followed, step: int, value: float) -> Followed:
         return known
     recent = _period(known.recent)
     reference = drift.reference(known.reference, recent)
-    scatter = max(known.scatter, _scatter(known.recent))  # of a run that was quiet, and is so no more
-    compared = Comparison(recent, reference, scatter, began=known.since is not None)
+    scatter = max(known.scatter, _scatter(known.recent))  # a quiet run may have become noisy
+    compared = PeriodComparison(recent, reference, scatter, drifting=known.since is not None)
     holds = recent.steps == WINDOW and drift.holds(compared)
-    began = step if known.since is None else known.since
-    return replace(known, reference=reference, since=began if holds else None)
+    since = step if known.since is None else known.since
+    return replace(known, reference=reference, since=since if holds else None)
 
 
-def _appended(known: Followed, step: int, value: float) -> Followed:
+def _appended(known: TrackedMetric, step: int, value: float) -> TrackedMetric:
     recent = (*known.recent, (step, value))[-WINDOW:]
     if not known.recent:
         return replace(known, recent=recent)
@@ -182,8 +193,9 @@ def _appended(known: Followed, step: int, value: float) -> Followed:
 
 
 def _scatter(values: Sequence[tuple[int, float]]) -> float:
-    """The variance of steps by half the mean squared difference of successive ones (von Neumann 1941): that
-    about their mean would count a collapse among them as scatter, of which here one difference has its part.
+    """Estimate the variance of steps: half the mean squared difference of successive ones (von Neumann 1941).
+
+    Unlike the variance about their mean, this counts a collapse among them in one difference only.
 
     [1, 3, 1, 3] -> 2; [1, 1, 1, 3] -> 2 / 3
     """
@@ -196,12 +208,12 @@ def _period(values: Sequence[tuple[int, float]]) -> Period:
     return Period(values[0][0], values[-1][0], mean, len(values))
 
 
-def _said(drift: Drift, recent: Period, reference: Period) -> str:
+def _describe(drift: Drift, recent: Period, reference: Period) -> str:
     return (
-        f"{drift.metric} drifts: {_told(recent)}, {drift.words} {_told(reference)}. This only warns; what "
-        f"acts on it is `health.{drift.key}`"
+        f"{drift.metric} drifts: {_describe_period(recent)}, {drift.words} {_describe_period(reference)}. "
+        f"This is only a warning; to act on it, set `health.{drift.key}`"
     )
 
 
-def _told(period: Period) -> str:
+def _describe_period(period: Period) -> str:
     return f"{period.mean:.4g} over steps {period.first} to {period.last}"

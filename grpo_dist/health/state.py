@@ -1,24 +1,43 @@
-"""What the watches of a run's health remember from step to step; part of every checkpoint."""
+"""What the health watch remembers from step to step; part of every checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from grpo_dist.health.drift import Followed
+from pydantic import TypeAdapter
+
+from grpo_dist.health.drift import TrackedMetric
 
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """What watches remember of the steps so far. ``best_reward``: the greatest mean of a step;
-    ``grad_norms``: the latest, oldest first; ``skipped``: steps in a row, up to the last, with an update that
-    was not made; ``idle``: steps in a row that trained on no token; ``avoid``: steps that the run was rolled
-    back from, and that are not trained on; ``followed``: metrics that may drift, by name.
+    """State after the steps so far.
+
+    Attributes:
+        best_reward: greatest mean reward of a step.
+        grad_norms: the latest, oldest first.
+        skipped: steps in a row, up to the last, with a skipped update.
+        avoid: steps that the run was rolled back from; they are not trained on.
+        tracked: metrics that may drift, by name.
+        idle: steps in a row that trained on no token.
     """
 
     best_reward: float | None = None
     grad_norms: tuple[float, ...] = ()
     skipped: int = 0
     avoid: tuple[int, ...] = ()
-    followed: Mapping[str, Followed] = field(default_factory=dict)
+    tracked: Mapping[str, TrackedMetric] = field(default_factory=dict)
     idle: int = 0
+
+
+def to_json(state: HealthState) -> dict[str, Any]:
+    """Convert to JSON values. Checkpoints call the field ``tracked`` by its old name, `followed`."""
+    return {"followed" if key == "tracked" else key: value for key, value in asdict(state).items()}
+
+
+def from_json(values: Mapping[str, Any]) -> HealthState:
+    """Undo `to_json`."""
+    named = {"tracked" if key == "followed" else key: value for key, value in values.items()}
+    return TypeAdapter(HealthState).validate_python(named)

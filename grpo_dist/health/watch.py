@@ -1,17 +1,16 @@
-"""Whether a run still learns: steps that are not trained on, and metrics that are out of bounds.
+"""Decides whether a step is trained on, and compares its metrics with the bounds of `health`.
 
-A watch compares what is known of a step with the bounds of `health`: of its batch before it is trained on, of
-its updates before each moves the weights where `health.action` is skip, and at the end of the step otherwise.
-Of slow drift, which no bound is needed for, it warns (`drift`). What it must remember of earlier steps is a
-`HealthState`, which checkpoints keep, so that a resumed run decides and warns the same.
+A batch is judged before it is trained on. With `health.action` skip, each update is held to its bounds before
+the weights move (`bounds`); otherwise at the end of the step. Slow drift needs no bound: the watch warns of
+it (`drift`). What it remembers of earlier steps is a `HealthState`; checkpoints keep it, so that a resumed
+run decides and warns the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import equal_rewards_teach
@@ -26,142 +25,148 @@ from grpo_dist.health.bounds import (
     of_update,
     passed,
 )
-from grpo_dist.health.drift import DRIFTING, begun, drifting, follow
+from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
 from grpo_dist.health.state import HealthState
+from grpo_dist.recorder import Recorder
 from grpo_dist.types import Group, has_signal
 
 SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
-REFUSED = "health/refused_"  # and the key of a bound: of those, how many were beyond it
+REFUSED = "health/refused_"  # followed by the key of a bound: the skipped updates that were beyond it
 BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
 TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
 
 
-class Record(Protocol):
-    """The part of a recorder that is told of a run's health."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def aside(self, step: int, groups: list[Group]) -> str: ...
-    def warn(self, message: str) -> None: ...
-
-
 class HealthWatch:
-    """Follows one run, step by step."""
+    """Watches one run, step by step. Steps are numbered from 1, as in the metrics."""
 
-    def __init__(self, config: Config, record: Record, state: HealthState) -> None:
-        self._settings, self._record = config.health, record
-        self._samples = config.tracking.samples  # every batch is kept anyway
+    def __init__(self, config: Config, recorder: Recorder, state: HealthState) -> None:
+        self._settings, self._recorder = config.health, recorder
+        self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
         self._needed = 0 if equal_rewards_teach(config) else config.health.min_signal_groups
         self._skips = config.health.action == "skip"
         self.state = state
 
-    def teaches(self, step: int, groups: list[Group], metrics: dict[str, float]) -> bool:
-        """Whether the step is one to train on: not one to avoid, enough groups carry a signal, and
-        ``metrics`` of its batch pass no bound for which it is skipped. Adds to them what it counted.
+    def judge_batch(
+        self, step: int, groups: list[Group], metrics: Mapping[str, float]
+    ) -> tuple[bool, dict[str, float]]:
+        """Decide whether to train on the batch of ``step``; return that, and ``metrics`` with its counts.
+
+        A batch is not trained on after a rollback from its step, when too few groups carry a signal, or when
+        its metrics pass a bound of `health` and the action is skip.
         """
-        carrying = sum(has_signal(group.rewards) for group in groups)
-        metrics["health/low_signal"] = float(carrying < self._needed)
+        with_signal = sum(has_signal(group.rewards) for group in groups)
+        metrics = {**metrics, "health/low_signal": float(with_signal < self._needed)}
         if unknown := metrics.get("rollout/nan_logprobs"):
-            self._record.warn(
+            self._recorder.warn(
                 f"step {step}: {unknown:.0f} samples are not trained on, the engine gave NaN or infinity as "
-                "the log-prob of a token; if this goes on, set `model.dtype` = float32 or another attention "
+                "the log-prob of a token; if this persists, set `model.dtype` = float32 or another attention "
                 "backend in `rollout.engine`"
             )
         if step in self.state.avoid:
-            self._record.warn(f"step {step}: not trained on, the run was rolled back from it")
-            return False
-        if carrying < self._needed:
-            self._record.warn(
-                f"step {step}: not trained on, rewards differ within {carrying} of {len(groups)} groups "
+            self._recorder.warn(f"step {step}: not trained on, the run was rolled back from it")
+            return False, metrics
+        if with_signal < self._needed:
+            self._recorder.warn(
+                f"step {step}: not trained on, rewards differ within {with_signal} of {len(groups)} groups "
                 f"(`health.min_signal_groups` = {self._needed})"
             )
-            return False
+            return False, metrics
         beyond = passed(of_batch(self._settings, self.state), metrics) if self._skips else []
         if beyond:
-            metrics[SKIPPED] = 1.0
-            self._record.warn(
-                f"step {step}: not trained on, {_said(beyond, metrics)}; its batch is in "
-                f"{self._kept(step, groups)}"
+            self._recorder.warn(
+                f"step {step}: not trained on, {_describe(beyond, metrics)}; its batch is in "
+                f"{self._keep(step, groups)}"
             )
-        return not beyond
+            return False, metrics | {SKIPPED: 1.0}
+        return True, metrics
 
-    def bounds_of_update(self) -> list[Bound]:
-        """That no update of the next step may pass."""
+    def update_bounds(self) -> list[Bound]:
+        """Return the bounds that no update of the next step may pass."""
         return of_update(self._settings, self.state) if self._skips else []
 
     def after_update(self, step: int, metrics: dict[str, float], groups: list[Group]) -> None:
-        """Keeps aside the batch of updates that were not made. Raises Unhealthy when the weights are lost."""
+        """Quarantine the batch of skipped updates. Raises Unhealthy or Rollback if weights are not finite."""
         if metrics.get(SKIPPED):
-            self._record.warn(
-                f"step {step}: {metrics[SKIPPED]:.0f} update(s) not made, {_why_not_made(metrics)}; for them "
-                f"the weights are as before, and the batch is kept in {self._record.aside(step, groups)}"
+            self._recorder.warn(
+                f"step {step}: {metrics[SKIPPED]:.0f} update(s) skipped, {_why_skipped(metrics)}. They left "
+                f"the weights unchanged; the batch is kept in {self._recorder.quarantine(step, groups)}"
             )
         if metrics.get(BAD_WEIGHTS):
-            self._record.log(step, metrics)
+            self._recorder.log(step, metrics)
             found = (
                 f"step {step}: the weights are not finite after the update (gradient norm "
                 f"{metrics.get(GRAD_NORM, math.nan):.4g})"
             )
-            kept = self._record.aside(step, groups)
+            kept = self._recorder.quarantine(step, groups)
             self._roll_back(step, found, kept)
             raise Unhealthy(
-                f"{found}; the batch is kept in {kept}. The same command goes on from the last checkpoint; "
-                "lower `policy.optimizer.lr` in a new run, or set `model.dtype=float32` to see whether it is "
-                "a matter of precision"
+                f"{found}; the batch is kept in {kept}. Rerun the same command to resume from the last "
+                "checkpoint; lower `policy.optimizer.lr` in a new run, or set `model.dtype=float32` to see "
+                "whether precision is the cause"
             )
 
-    def examine(self, step: int, metrics: dict[str, float]) -> list[Bound]:
-        """Bounds that a step's ``metrics`` pass, compared with the steps before it; adds to them what watches
-        count.
+    def examine(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Bound], dict[str, float]]:
+        """Compare the metrics of a finished step with the steps before it, and remember them.
+
+        Returns the bounds that they pass, and the counts to add to the metrics.
         """
-        skipped = self.state.skipped + 1 if metrics.get(SKIPPED) else 0
-        metrics.update({SKIPPED: metrics.get(SKIPPED, 0.0), IN_A_ROW: float(skipped)})
         settings, state = self._settings, self.state
+        skipped = state.skipped + 1 if metrics.get(SKIPPED) else 0
         idle = state.idle + 1 if metrics.get(TRAINED_TOKENS) == 0 else 0
-        metrics["health/idle_in_a_row"] = float(idle)
+        counts = {
+            SKIPPED: metrics.get(SKIPPED, 0.0),
+            IN_A_ROW: float(skipped),
+            "health/idle_in_a_row": float(idle),
+        }
         bounds = [*of_batch(settings, state), *of_update(settings, state), *of_run(settings)]
-        alarms = passed(bounds, metrics)
-        followed = follow(state.followed, step, metrics)
-        metrics.update({"health/alarms": float(len(alarms)), DRIFTING: float(drifting(followed))})
+        alarms = passed(bounds, {**metrics, **counts})
+        tracked = track(state.tracked, step, metrics)
+        counts |= {"health/alarms": float(len(alarms)), DRIFTING: float(count_drifting(tracked))}
         norm, reward = metrics.get(GRAD_NORM, math.nan), metrics.get("reward/mean", math.nan)
         rewards = [r for r in (reward, state.best_reward) if r is not None and not math.isnan(r)]
-        norms = [] if math.isnan(norm) or metrics[SKIPPED] else [norm]
+        norms = [] if math.isnan(norm) or counts[SKIPPED] else [norm]
         self.state = replace(
             state,
             best_reward=max(rewards, default=None),
             grad_norms=(*state.grad_norms, *norms)[-_REMEMBERED:],
             skipped=skipped,
-            followed=followed,
+            tracked=tracked,
             idle=idle,
         )
-        return alarms
+        return alarms, counts
 
-    def act(self, step: int, alarms: Sequence[Bound], metrics: dict[str, float], groups: list[Group]) -> None:
-        """Warn of ``alarms``, or raise Unhealthy or Rollback: as `health.action` says. What was skipped has
-        been told of, so that only a run that skips on and on is stopped. Warns of drift in any case.
+    def act(
+        self, step: int, alarms: Sequence[Bound], metrics: Mapping[str, float], groups: list[Group]
+    ) -> None:
+        """Warn of ``alarms``, or raise Unhealthy or Rollback, as `health.action` says.
+
+        Warns of drift in any case. With action skip, the watch has warned already of what was skipped; only
+        too many skipped steps in a row stop the run.
         """
-        for message in begun(self.state.followed, step):
-            self._record.warn(f"step {step}: {message}")
+        for message in new_drifts(self.state.tracked, step):
+            self._recorder.warn(f"step {step}: {message}")
         self._stop_if_idle(step, metrics)
         if self._skips:
             alarms = passed(of_run(self._settings), metrics)
         if not alarms:
             return
-        found = f"step {step}: {_said(alarms, metrics)}"
+        found = f"step {step}: {_describe(alarms, metrics)}"
         if self._settings.action == "warn":
-            self._record.warn(f"{found}; its batch is in {self._kept(step, groups)}")
+            self._recorder.warn(f"{found}; its batch is in {self._keep(step, groups)}")
             return
-        kept = self._record.aside(step, groups)
+        kept = self._recorder.quarantine(step, groups)
         self._roll_back(step, found, kept)
         raise Unhealthy(
             f"{found}. Stopped (`health.action` = {self._settings.action}); the batch is kept in {kept}. "
-            "Nothing of this step is in a checkpoint: the same command goes on from the one before, and "
-            "comes to this step again unless the bound is another"
+            "This step was not saved: rerunning the same command resumes from the previous checkpoint, and "
+            "will pass this bound again unless you change it"
         )
 
-    def _stop_if_idle(self, step: int, metrics: dict[str, float]) -> None:
-        """Raises Unhealthy where too many steps in a row trained on nothing, whatever `health.action` is: to
-        go on, or to go back, would only sample on.
+    def _stop_if_idle(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Raise Unhealthy if too many steps in a row trained on nothing, whatever `health.action` is.
+
+        Neither training on nor a rollback would help: both would only sample more.
         """
         most = self._settings.idle_steps_above
         if most is None or self.state.idle <= most:
@@ -175,20 +180,22 @@ class HealthWatch:
             "`sampling.max_new_tokens` where completions are cut off, or set `health.idle_steps_above=null`"
         )
 
-    def _kept(self, step: int, groups: list[Group]) -> str:
-        return f"samples/step_{step:06d}.parquet" if self._samples else self._record.aside(step, groups)
+    def _keep(self, step: int, groups: list[Group]) -> str:
+        if self._keeps_samples:
+            return f"samples/step_{step:06d}.parquet"
+        return self._recorder.quarantine(step, groups)
 
     def _roll_back(self, step: int, found: str, kept: str) -> None:
-        """Raises Rollback where `health.action` says so, until the run has been rolled back too often."""
+        """Raise Rollback if `health.action` is rollback and `health.max_rollbacks` allows another one."""
         if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
             raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
 
 
-def _said(beyond: Sequence[Bound], metrics: dict[str, float]) -> str:
-    return "; ".join(bound.said(metrics) for bound in beyond)
+def _describe(beyond: Sequence[Bound], metrics: Mapping[str, float]) -> str:
+    return "; ".join(bound.describe(metrics) for bound in beyond)
 
 
-def _why_not_made(metrics: dict[str, float]) -> str:
+def _why_skipped(metrics: Mapping[str, float]) -> str:
     refused = {n.removeprefix(REFUSED): v for n, v in metrics.items() if n.startswith(REFUSED)}
     if not refused:
         loss = metrics.get("loss/total", math.nan)

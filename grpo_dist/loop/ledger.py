@@ -1,9 +1,9 @@
-"""What became of every prompt: `ledger.jsonl` in the run directory, a line for each step.
+"""The outcome of every prompt: `ledger.jsonl` in the run directory, a line a step.
 
     {"step": 7, "trained": ["gsm8k:12", ...], "no_signal": [...], "unscored": [...], "put_aside": [...]}
 
-A prompt that a step sampled is in exactly one of the lists. A resumed run repeats the steps after its
-checkpoint, and their lines with them, so that the file always tells of one uninterrupted run.
+A prompt that a step sampled is in exactly one of the lists. A resumed run writes the lines after its
+checkpoint again, so the file always describes one uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,44 +16,49 @@ from typing import Any
 
 import numpy as np
 
+from grpo_dist.recorder import LedgerEntry
 from grpo_dist.types import Group
 
-DROPPED = "dropped.jsonl"  # beside it: rows of the training files that became no prompts, and why
+DROPPED = "dropped.jsonl"  # in the same directory: rows of the training files that became no prompts, and why
 TRAINED = "trained"
 # Why a prompt was sampled and not trained on, in the words of the closing line.
 REASONS = {
     "no_signal": "without signal (no advantage but 0)",
     "unscored": "unscored",
-    "put_aside": "put aside by dynamic sampling",
-    "skipped": "in steps with updates that were not made",
+    "put_aside": "discarded by dynamic sampling",
+    "skipped": "in steps with skipped updates",
 }
-Account = Mapping[str, Sequence[str]]
 
 
-def account(
-    groups: Sequence[Group], discarded: Iterable[Group], *, taught: Collection[int], skipped: bool = False
-) -> Account:
-    """Uids by what became of their groups.
+def ledger_entry(
+    groups: Sequence[Group],
+    discarded: Iterable[Group],
+    *,
+    with_signal: Collection[int],
+    skipped: bool = False,
+) -> LedgerEntry:
+    """Sort the uids of a step by the outcome of their groups.
 
     Args:
-        taught: which of ``groups`` have a sample whose advantage is not 0.
+        with_signal: indices of ``groups`` with an advantage that is not 0.
         skipped: the step, or an update of it, was not trained on.
     """
-    found: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
+    entry: dict[str, list[str]] = {name: [] for name in (TRAINED, *REASONS)}
     for index, group in enumerate(groups):
-        found[_fate(group, taught=index in taught, skipped=skipped)].append(group.prompt.uid)
-    found["put_aside"] = [group.prompt.uid for group in discarded]
-    return {name: uids for name, uids in found.items() if uids}
+        outcome = _outcome(group, has_signal=index in with_signal, skipped=skipped)
+        entry[outcome].append(group.prompt.uid)
+    entry["put_aside"] = [group.prompt.uid for group in discarded]
+    return {name: uids for name, uids in entry.items() if uids}
 
 
-def _fate(group: Group, *, taught: bool, skipped: bool) -> str:
-    if taught:
+def _outcome(group: Group, *, has_signal: bool, skipped: bool) -> str:
+    if has_signal:
         return "skipped" if skipped else TRAINED
     return "unscored" if np.isnan(group.rewards).all() else "no_signal"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ledger, without a last one that a kill has torn; none where there is no file."""
+    """Read the lines of a ledger, without a last one that a kill cut short; none if there is no file."""
     if not path.exists():
         return []
     whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -61,13 +66,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def totals(path: Path) -> dict[str, int]:
-    """Prompts sampled in all steps, by what became of them."""
+    """Count the prompts sampled in all steps, by outcome."""
     lines = read(path)
     return {name: sum(len(line.get(name, ())) for line in lines) for name in (TRAINED, *REASONS)}
 
 
 def summary(path: Path, *, dropped: int = 0) -> str:
-    """ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
+    """Describe the totals in one line:
+
+        ledger: 120 prompts sampled = 101 trained + 17 without signal (no advantage but 0) + 2 unscored
 
     ``dropped``: rows that became no prompts.
     """
@@ -78,20 +85,22 @@ def summary(path: Path, *, dropped: int = 0) -> str:
     return f"ledger: {sum(found.values()):,} prompts sampled = {' + '.join(parts)}{never}"
 
 
-def imbalance(
+def audit(
     path: Path,
     *,
     steps: int,
     prompts_per_step: int,
-    turns: Callable[[int], Collection[str]] | None = None,
-    often: Mapping[str, int] | None = None,
+    expected_per_step: Callable[[int], Collection[str]] | None = None,
+    expected_counts: Mapping[str, int] | None = None,
 ) -> str | None:
-    """What is wrong with the books: a step that is missing or there twice, a prompt that is in two lists of a
-    step, a step that has not the prompts it was to have. None: they balance.
+    """Check a finished ledger; return what is wrong, or None.
 
-    What tells of a prompt that is sampled twice in an epoch or never, too: ``turns``, uids whose turn a step
-    is, where that follows from its number; ``often``, how often each uid was to be sampled in all steps,
-    where dynamic sampling decides when.
+    Every step must be there once, with the right number of prompts, none of them twice. Two further checks
+    find prompts that are sampled twice in an epoch, or never:
+
+    Args:
+        expected_per_step: uids that a step must have, where they follow from its number.
+        expected_counts: how often each uid must be sampled in all steps, where dynamic sampling decides when.
     """
     lines = read(path)
     if [line["step"] for line in lines] != list(range(1, steps + 1)):
@@ -104,15 +113,15 @@ def imbalance(
         own = len(uids) - len(lists.get("put_aside", ()))
         if own != prompts_per_step:
             return f"{path}: step {line['step']} has {own} prompts, expected {prompts_per_step}"
-        missed = set(turns(line["step"])) - set(uids) if turns else None
-        if missed:
-            return f"{path}: step {line['step']} has not prompt {min(missed)}, whose turn it is"
-    return None if often is None else _sampled_otherwise(path, lines, often)
+        missing = set(expected_per_step(line["step"])) - set(uids) if expected_per_step else None
+        if missing:
+            return f"{path}: step {line['step']} lacks prompt {min(missing)}, which it must have"
+    return None if expected_counts is None else _unexpected_count(path, lines, expected_counts)
 
 
-def _sampled_otherwise(path: Path, lines: list[dict[str, Any]], often: Mapping[str, int]) -> str | None:
+def _unexpected_count(path: Path, lines: list[dict[str, Any]], expected: Mapping[str, int]) -> str | None:
     found = Counter(uid for line in lines for name in (TRAINED, *REASONS) for uid in line.get(name, ()))
-    for uid in sorted(found.keys() | often.keys()):
-        if found[uid] != often.get(uid, 0):
-            return f"{path}: prompt {uid} was sampled {found[uid]} times, expected {often.get(uid, 0)}"
+    for uid in sorted(found.keys() | expected.keys()):
+        if found[uid] != expected.get(uid, 0):
+            return f"{path}: prompt {uid} was sampled {found[uid]} times, expected {expected.get(uid, 0)}"
     return None

@@ -1,5 +1,8 @@
-"""Metrics of one step, computed beside their data. Names carry the unit; what depends on the clock or the
-machine starts with `time/`, `throughput/` or `memory/`, so that two runs can be compared without it."""
+"""Metrics of one step. Names carry the unit.
+
+Names of metrics that depend on the clock or the machine start with `time/`, `throughput/` or `memory/`, so
+that two runs can be compared without them.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from grpo_dist.types import Group, has_signal
 OUTCOMES = ("correct", "wrong", "no_answer", "timeout", "error")
 
 
-def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -> dict[str, float]:
-    """Rewards, lengths, outcomes and staleness of the batch that a step trained on. ``version`` is the
-    policy's before the update: a token sampled at that version has staleness 0."""
+def rollout_metrics(groups: list[Group], *, version: int) -> dict[str, float]:
+    """Compute rewards, lengths, outcomes and staleness of the groups that a step sampled.
+
+    ``version``: the policy's before the update; a token sampled at that version has staleness 0.
+    """
     rewards = np.concatenate([g.rewards for g in groups]).astype(np.float64)
     scored = rewards[np.isfinite(rewards)]
     lengths = np.array([len(r.completion_ids) for g in groups for r in g.rollouts])
@@ -47,6 +52,7 @@ def rollout_metrics(groups: list[Group], *, version: int, max_new_tokens: int) -
 
 
 def throughput_metrics(groups: list[Group], times: dict[str, float]) -> dict[str, float]:
+    """Return ``times``, seconds of one step by `Stopwatch`, and tokens and samples per second."""
     completion = sum(len(r.completion_ids) for g in groups for r in g.rollouts)
     prompts = sum(len(g.prompt.token_ids) * len(g.rollouts) for g in groups)
     samples = sum(len(g.rollouts) for g in groups)

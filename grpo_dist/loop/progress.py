@@ -1,4 +1,4 @@
-"""What a run knows at the end of a step besides the weights; a checkpoint keeps all of it."""
+"""The state of a run at the end of a step, besides the weights; a checkpoint keeps all of it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from grpo_dist.types import Group
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """The groups of one step, and those sampled besides that dynamic sampling put aside."""
+    """The groups of one step, and the surplus groups that dynamic sampling discarded."""
 
     groups: list[Group]
     discarded: list[Group] = field(default_factory=list)
 
-    @property
-    def sampled(self) -> list[Group]:
-        return self.groups + self.discarded
-
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """``ahead``: finished batches that are not trained on yet, by number; ``begun``: finished groups of those
-    that are not. ``kl_coef`` None: as configured.
+    """Batches are numbered by the step that trains on them.
 
-    ``unassessed``: the evaluation that was due after the step was not finished.
-
-    ``rewards``: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
-
-    ``taken``: places in the order of prompts that each batch launched and not trained on yet has taken, and
-    ``order``: what the order remembers.
+    Attributes:
+        ahead: finished batches that are not trained on yet, by number.
+        kl_coef: weight of the KL term; None: as configured.
+        order_indices: indices into the prompt order that each batch on its way has taken.
+        order: state of the prompt order.
+        health: state of the health watch.
+        partial: finished groups of batches that are not finished themselves.
+        evaluation_pending: the evaluation that was due after the step was not finished.
+        rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
     kl_coef: float | None = None
-    taken: Mapping[int, list[int]] = field(default_factory=dict)
+    order_indices: Mapping[int, list[int]] = field(default_factory=dict)
     order: OrderState = field(default_factory=OrderState)
     health: HealthState = field(default_factory=HealthState)
-    begun: Mapping[int, list[Group]] = field(default_factory=dict)
-    unassessed: bool = False
+    partial: Mapping[int, list[Group]] = field(default_factory=dict)
+    evaluation_pending: bool = False
     rewards: Moments = field(default_factory=Moments)

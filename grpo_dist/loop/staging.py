@@ -1,4 +1,4 @@
-"""Batches made ready for the optimiser, the next one while it works on this one.
+"""Makes batches ready for the optimiser, the next one while it works on the current one.
 
 policy      | update on batch k ................. | update on batch k+1 ...
 rollouts    | batch k+1 ........ finished |       |
@@ -12,59 +12,60 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import TokenValues, ValuesOfSamples, by_sample, values_of_rows
 from grpo_dist.config import Config
-from grpo_dist.loop.pipeline import ScoredBatch
+from grpo_dist.loop.groups import ScoredBatch
 from grpo_dist.loop.updates import make_batches, reward_moments
 from grpo_dist.types import TrainBatch
-from grpo_dist.workers import Policy
+from grpo_dist.workers import PolicyHandle, StagedRef
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A step's optimiser updates where the policy takes them from, and what they were made of."""
+    """A step's optimiser updates where the policy fetches them, and what they were made of."""
 
-    updates: Any  # what `Policy.stage` returned
+    updates: StagedRef  # what `PolicyHandle.stage` returned
     rows: int  # of all updates together
-    tokens: int  # of these rows, prompts with each sample
-    loss_tokens: int  # of these those in the loss
-    taught: frozenset[int]  # groups, by their place in the batch, with an advantage that is not 0
+    tokens: int  # of these rows; a prompt counts with each of its samples
+    loss_tokens: int  # of these tokens, those in the loss
+    groups_with_signal: frozenset[int]  # groups, by index in the batch, with an advantage that is not 0
     source: ScoredBatch
-    kl_coef: float | None  # weight of the KL term inside the advantages; None: not there
+    kl_coef: float | None  # weight of the KL term inside the advantages; None: it is not part of them
     values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
     tokens_recorded: bool
     rewards: Moments  # of all steps up to this one
 
 
-async def recorded_values(staged: Staged, policy: Policy, *, trained: bool) -> ValuesOfSamples | None:
-    """Of the samples of ``staged``, on which ``policy`` has just been ``trained``; None where they are not
-    recorded.
+async def recorded_values(staged: Staged, policy: PolicyHandle, *, trained: bool) -> ValuesOfSamples | None:
+    """Return per-token values of the samples of ``staged``; None if samples are not recorded.
+
+    ``trained``: ``policy`` has just been updated on them, and knows their log-probs.
     """
     if staged.values is None:
         return None
     logprobs = await policy.token_logprobs() if trained and staged.tokens_recorded else {}
-    return by_sample([s.group for s in staged.source.scored], staged.values, logprobs)
+    return by_sample(staged.source.groups, staged.values, logprobs)
 
 
 class Staging:
-    """Stages a batch when it is asked for, or ahead of that with `begin`. The numbers are the same.
+    """Stages a batch in `take`, or ahead of it after `begin`. The numbers are the same.
 
     ``rewards``: reward moments of all steps taken so far. A step staged ahead counts once it is taken.
     """
 
-    def __init__(self, config: Config, policy: Policy, rewards: Moments | None = None) -> None:
+    def __init__(self, config: Config, policy: PolicyHandle, rewards: Moments) -> None:
         self._config, self._policy = config, policy
-        self.rewards = rewards or Moments()
+        self.rewards = rewards
         self._ahead: asyncio.Task[Staged | None] | None = None
 
     def begin(self, step: int, sampling: asyncio.Task[ScoredBatch] | None) -> None:
-        """Stage the batch of ``step`` beside what runs now, as soon as ``sampling`` is done.
+        """Stage the batch of ``step`` in the background as soon as ``sampling`` is done.
 
-        Not where it would be in vain: what its numbers depend on is about to change.
+        Does nothing if the update in progress may change what the batch depends on: the KL weight inside the
+        advantages, or the reference.
         """
         algorithm = self._config.algorithm
         steered = algorithm.add_token_level_kl and algorithm.kl.target is not None
@@ -73,7 +74,7 @@ class Staging:
             self._ahead = asyncio.create_task(self._follow(step, sampling), name=f"stage {step}")
 
     async def take(self, step: int, batch: ScoredBatch, *, kl_coef: float) -> Staged:
-        """``batch`` ready for the update of ``step`` under this weight of the KL term."""
+        """Return ``batch`` ready for the update of ``step`` with this weight of the KL term."""
         ahead, self._ahead = self._ahead, None
         staged = await ahead if ahead is not None else None
         if staged is None or staged.source is not batch or staged.kl_coef != self._inside(kl_coef):
@@ -82,7 +83,7 @@ class Staging:
         return staged
 
     async def _follow(self, step: int, sampling: asyncio.Task[ScoredBatch]) -> Staged | None:
-        """None where sampling failed: whoever waits for the batch itself learns why."""
+        """Return None if sampling failed: `Pipeline.next` raises its error."""
         await asyncio.wait([sampling])  # bounded: by the deadline that `Pipeline.next` has for it
         if sampling.cancelled() or sampling.exception() is not None:
             return None
@@ -90,29 +91,34 @@ class Staging:
         return await asyncio.to_thread(self._stage, step, batch, self._config.algorithm.kl.coef)
 
     def _stage(self, step: int, batch: ScoredBatch, kl_coef: float) -> Staged:
-        """In a thread of its own: the loop goes on admitting and receiving groups."""
+        """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         tracking = self._config.tracking
         rewards = reward_moments(self._config, batch.scored, self.rewards)
         updates = make_batches(
             self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=tracking.samples, moments=rewards
         )
-        tokens = is_due(step + 1, tracking.token_values_every)
-        values = values_of_rows(updates, tokens=tokens) if tracking.samples else None
-        if not tokens:  # ranks keep log-probs of rows that have ids
+        tokens_recorded = is_due(step + 1, tracking.token_values_every)
+        values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
+        if not tokens_recorded:  # ranks keep log-probs of rows that have ids
             updates = [replace(update, row_ids=None) for update in updates]
-        rows = sum(map(len, updates))
-        count = sum(int(update.lengths.sum()) for update in updates)
-        taught = frozenset(chain.from_iterable(map(_taught, updates)))
-        trained = round(sum(update.num_tokens for update in updates))
-        staged = self._policy.stage(updates)
-        inside = self._inside(kl_coef)
-        return Staged(staged, rows, count, trained, taught, batch, inside, values, tokens, rewards)
+        return Staged(
+            updates=self._policy.stage(updates),
+            rows=sum(map(len, updates)),
+            tokens=sum(int(update.lengths.sum()) for update in updates),
+            loss_tokens=round(sum(update.num_tokens for update in updates)),
+            groups_with_signal=frozenset(chain.from_iterable(map(_groups_with_signal, updates))),
+            source=batch,
+            kl_coef=self._inside(kl_coef),
+            values=values,
+            tokens_recorded=tokens_recorded,
+            rewards=rewards,
+        )
 
     def _inside(self, kl_coef: float) -> float | None:
-        """The weight as far as it is part of what is staged; otherwise an update takes it along."""
+        """Return the weight if the advantages contain it; otherwise the update takes it as an argument."""
         return kl_coef if self._config.algorithm.add_token_level_kl else None
 
 
-def _taught(update: TrainBatch) -> list[int]:
+def _groups_with_signal(update: TrainBatch) -> list[int]:
     groups: list[int] = update.rows.group_ids.numpy()[update.advantages.numpy().any(axis=1)].tolist()
     return groups

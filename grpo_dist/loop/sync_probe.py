@@ -1,5 +1,5 @@
-"""Probe of the weight sync: the policy's log-probs of tokens that each engine has just sampled, against the
-engine's own.
+"""Checks the weight sync: compares the policy's log-probs of tokens that each engine has just sampled with
+the engine's own.
 
     engines | probe: 2 prompts x 2 samples | batch of the step ...            |
     policy  |                                      log-probs of the probe     | update
@@ -7,10 +7,11 @@ engine's own.
 
 An engine is probed when the loop starts (first sync, resume, recovery), when it replaces a lost one, and
 every `weight_sync.probe_every` steps. The probe is sampled right after a sync and compared right before the
-next update, while the policy still holds the version that the engine sampled under. So it compares the same
-version under any staleness and sync mode, and nothing is trained on samples of an engine that fails it.
+next update, while the policy still holds the version that the engine sampled with. So both sides have the
+same version under any staleness and sync mode, and no step trains on samples of an engine that fails the
+probe.
 
-A probe is short. Where all samples of a step are of the policy's own version, the update computes their
+A probe is short. Where all samples of a step have the policy's own version, the update computes their
 log-probs anyway: their mean difference is held to the same bound, at no cost.
 """
 
@@ -20,13 +21,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.errors import Unhealthy
+from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.seeds import derived_seed
@@ -36,11 +38,11 @@ from grpo_dist.workers import Workers
 # Bound on the mean difference, nats a token, by the dtype of the policy.
 #
 # float32: a dense model differs by 1e-7 to 1e-6 on a CPU, and by about 1e-4 where a GPU kernel multiplies in
-# TF32. A tensor of the engine that is not the policy's makes 1e-2 and more.
+# TF32. A wrong tensor in the engine makes 1e-2 and more.
 #
 # bfloat16: one rounding is at most 2^-9 of a value, 0.06 of a logit between 16 and 32, where the likely
-# tokens of trained models are; engine and trainer round at different places: other kernels, other shapes, one
-# token at a time against all at once. Measured on a CPU, a forward over all tokens against decoding with a
+# tokens of trained models are. Engine and trainer round at different places: other kernels, other shapes, one
+# token at a time instead of all at once. Measured on a CPU, a forward over all tokens against decoding with a
 # cache, random weights with logits of deviation 3 to 5 and an entropy of 3 to 6 nats, which is a hard case
 # (what a trained model is sure of hardly differs): 12 layers of width 512 0.036 to 0.061, 24 of width 896
 # 0.069 (0.23 at most). The same models with one norm 10 % off: 0.23 to 0.40; with one matrix of another
@@ -49,80 +51,76 @@ BOUNDS = {"float32": 1e-3, "bfloat16": 0.15}
 
 _PROMPTS, _SAMPLES, _TOKENS = 2, 2, 32  # of one probe of one engine
 _PATIENCE = 3  # probes in a row of one engine with no token to compare
-_POLL_S = 0.2  # between two looks for an engine that serves
-
-
-class Record(Protocol):
-    """The part of a recorder that the probe writes to."""
-
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
-    def note(self, message: str) -> None: ...
-    def warn(self, message: str) -> None: ...
+_POLL_S = 0.2  # between two looks for a serving engine
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
-    """``groups``: of each prompt of the probe, as ``engine`` sampled it; empty where it was lost over it."""
+class ProbeSamples:
+    """What ``engine`` sampled for each prompt of the probe; ``groups`` is empty if it was lost meanwhile."""
 
     engine: Any
     groups: list[tuple[Prompt, tuple[Rollout, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """|policy - engine| log-prob over ``tokens`` tokens, nats."""
+class LogprobDifference:
+    """|policy - engine| log-prob over ``tokens`` tokens, in nats."""
 
     mean: float
     largest: float
     tokens: int
 
     @classmethod
-    def of(cls, differences: np.ndarray) -> Difference:
+    def of(cls, differences: np.ndarray) -> LogprobDifference:
         absolute = np.abs(differences)
         return cls(float(absolute.mean()), float(absolute.max()), len(absolute))
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} nats in the mean, {self.largest:.3g} at most, over {self.tokens} tokens"
+        return f"{self.mean:.3g} nats on average, {self.largest:.3g} at most, over {self.tokens} tokens"
 
 
 class SyncProbe:
-    """Probes the engines of one run of the loop, which begins at ``start``; an async context manager."""
+    """Probes the engines of a run that starts at step ``start``; an async context manager."""
 
     def __init__(
-        self, config: Config, workers: Workers, prompts: Sequence[Prompt], record: Record, *, start: int
+        self, config: Config, workers: Workers, prompts: Sequence[Prompt], recorder: Recorder, *, start: int
     ) -> None:
-        self._config, self._prompts, self._record, self._start = config, prompts, record, start
+        self._settings, self._sampling, self._seed = config.weight_sync, config.sampling, config.seed
+        self._sample_s = config.cluster.timeouts.sample_s
+        self._prompts, self._recorder, self._start = prompts, recorder, start
         self._probes, self._where_stuck = workers.probe, workers.where_stuck
         self._passed: dict[str, tuple[Any, int]] = {}  # engine by name, and the version it was compared at
         self._missed = Counter[str]()
         self._bound: tuple[float, str] | None = None  # and in words; known from the first comparison on
-        self._sampling: asyncio.Task[dict[str, Sampled]] | None = None
+        self._task: asyncio.Task[dict[str, ProbeSamples]] | None = None
 
     def begin(self, step: int) -> None:
-        """Ask the engines that are due for their samples. Engines and policy hold version ``step``."""
+        """Start sampling on the engines that are due. Engines and policy hold version ``step``."""
         if due := self._due(step):
-            self._sampling = asyncio.create_task(self._sample(step, due), name=f"sync probe {step}")
+            self._task = asyncio.create_task(self._sample(step, due), name=f"sync probe {step}")
 
-    async def finish(self, step: int, watch: Stopwatch) -> dict[str, float]:
-        """Compare before the update of ``step``; the metrics of a probe that `weight_sync.probe_every` asks
-        for, else {}. Raises Unhealthy where an engine and the policy are not the same model.
+    async def finish(self, step: int, timer: Stopwatch) -> dict[str, float]:
+        """Compare before the update of ``step``; return metrics if `weight_sync.probe_every` schedules one.
+
+        Raises Unhealthy if an engine and the policy are not the same model.
         """
-        if self._probes is None or (self._sampling is None and self._is_done(step)):
+        if self._probes is None or (self._task is None and self._is_done(step)):
             return {}
-        with watch("probe"):
-            limit_s, stage = self._config.cluster.timeouts.sample_s, f"sync probe: samples of version {step}"
-            async with deadline(limit_s, stage, explain=self._where_stuck):
+        with timer("probe"):
+            stage = f"sync probe: samples of version {step}"
+            async with deadline(self._sample_s, stage, explain=self._where_stuck):
                 sampled = await self._all_samples(step)
             dtype, found = await self._compare(step, sampled)
         metrics = _metrics(found)
         self._judge(step, dtype, sampled, found, metrics)
-        # Others depend on when the run was resumed, or an engine lost: they are events, so that a resumed
-        # run logs the numbers of one that was never interrupted.
+        # Other probes depend on when the run was resumed or lost an engine. They are events alone, so that a
+        # resumed run logs the same metrics as one that was never interrupted.
         return metrics if self._is_scheduled(step) else {}
 
     def after_update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hold the update's ``mismatch`` to the bound, where the step is on-policy. Raises Unhealthy; no
-        engine or checkpoint has the weights of that update.
+        """Hold the update's ``mismatch`` metrics to the bound if the step is on-policy.
+
+        Raises Unhealthy before any engine or checkpoint has the weights of that update.
         """
         on_policy = metrics["rollout/staleness_max"] == metrics["rollout/staleness_mean"] == 0
         if self._bound is None or not on_policy:
@@ -131,36 +129,37 @@ class SyncProbe:
         mean = metrics.get("mismatch/logprob_diff_mean", 0.0)
         if mean > bound:
             largest = metrics.get("mismatch/logprob_diff_max", mean)
-            apart = f"{mean:.3g} nats in the mean, {largest:.3g} at most"
-            found = [f"log-probs of its own samples differ by {apart}"]
+            found = [
+                f"log-probs of its own samples differ by {mean:.3g} nats on average, {largest:.3g} at most"
+            ]
             message = _message(step, found, limit, "Stopped; no checkpoint has this update")
-            self._record.log(step + 1, dict(metrics))
-            self._record.note(message)
+            self._recorder.log(step + 1, dict(metrics))
+            self._recorder.note(message)
             raise Unhealthy(message)
 
     async def __aenter__(self) -> SyncProbe:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._sampling is not None:
-            self._sampling.cancel()
-            await asyncio.gather(self._sampling, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     def _is_scheduled(self, step: int) -> bool:
-        every = self._config.weight_sync.probe_every
+        every = self._settings.probe_every
         return step % every == 0 if every else step == 0
 
     def _since(self, step: int) -> int:
-        """The version at which all engines were last due."""
-        every = self._config.weight_sync.probe_every
+        """Return the version at which all engines were last due."""
+        every = self._settings.probe_every
         return max(self._start, step // every * every) if every else self._start
 
     def _is_done(self, step: int) -> bool:
-        """No engine that serves is due; where none serves, one has passed since all were due."""
+        """Whether no serving engine is due; if none serves, whether one has passed since all were due."""
         return not self._due(step) and any(v >= self._since(step) for _, v in self._passed.values())
 
     def _due(self, step: int) -> dict[str, Any]:
-        """Engines by name that serve and were not compared since they joined, or since all were due."""
+        """Return serving engines, by name, not compared since they joined or since all were due."""
         since = self._since(step)
         serving = self._probes.engines() if self._probes else {}
 
@@ -170,39 +169,41 @@ class SyncProbe:
 
         return {name: engine for name, engine in serving.items() if is_due(name, engine)}
 
-    async def _all_samples(self, step: int) -> dict[str, Sampled]:
-        """Of every engine that is due now: those lost since `begin` are left out, those that joined sample
-        now. At least one serves. The caller holds the deadline.
+    async def _all_samples(self, step: int) -> dict[str, ProbeSamples]:
+        """Collect the samples of every engine that is due, waiting until at least one serves.
+
+        Engines lost since `begin` are left out; those that joined since sample now. The caller holds the
+        deadline.
         """
         assert self._probes is not None
-        sampling, self._sampling = self._sampling, None
-        found = await sampling if sampling is not None else {}
+        task, self._task = self._task, None
+        found = await task if task is not None else {}
         while not (serving := self._probes.engines()):
             await asyncio.sleep(_POLL_S)
         late = {n: e for n, e in self._due(step).items() if n not in found or found[n].engine is not e}
         found = found | await self._sample(step, late)
         return {name: own for name, own in found.items() if serving.get(name) is own.engine}
 
-    async def _sample(self, step: int, engines: Mapping[str, Any]) -> dict[str, Sampled]:
-        """The same prompts and seeds on each engine."""
+    async def _sample(self, step: int, engines: Mapping[str, Any]) -> dict[str, ProbeSamples]:
+        """Sample the same prompts with the same seeds on each engine."""
         assert self._probes is not None
-        config, count = self._config, len(self._prompts)
+        count = len(self._prompts)
         prompts = [self._prompts[(step * _PROMPTS + i) % count] for i in range(min(_PROMPTS, count))]
-        seeds = [derived_seed(config.seed, f"sync probe {step}, sample {i}") for i in range(_SAMPLES)]
+        seeds = [derived_seed(self._seed, f"sync probe {step}, sample {i}") for i in range(_SAMPLES)]
         sampling = Sampling(
-            temperature=config.sampling.temperature,
-            max_new_tokens=min(_TOKENS, config.sampling.max_new_tokens),
+            temperature=self._sampling.temperature,
+            max_new_tokens=min(_TOKENS, self._sampling.max_new_tokens),
         )
         answers = await gather(self._probes.sample(e, prompts, seeds, sampling) for e in engines.values())
         return {
-            name: Sampled(engine, list(zip(prompts, groups, strict=bool(groups))))
+            name: ProbeSamples(engine, list(zip(prompts, groups, strict=bool(groups))))
             for (name, engine), groups in zip(engines.items(), answers, strict=True)
         }
 
     async def _compare(
-        self, step: int, sampled: Mapping[str, Sampled]
-    ) -> tuple[str, dict[str, Difference | None]]:
-        """The policy's dtype, and how far each engine is from it; None: no token is of version ``step``."""
+        self, step: int, sampled: Mapping[str, ProbeSamples]
+    ) -> tuple[str, dict[str, LogprobDifference | None]]:
+        """Return the policy's dtype, and each engine's difference; None: no token is of version ``step``."""
         assert self._probes is not None
         groups = _groups([own for s in sampled.values() for own in s.groups])
         if not groups:
@@ -216,7 +217,7 @@ class SyncProbe:
         )
         rows = {_key(g.prompt, rollout): row for row, (g, rollout) in enumerate(_flat(groups))}
         dtype, policy = await self._probes.logprobs(batch)
-        found: dict[str, Difference | None] = {}
+        found: dict[str, LogprobDifference | None] = {}
         for name, own in sampled.items():
             apart = [
                 (policy[rows[_key(prompt, r)]].astype(np.float64) - r.logprobs)[r.policy_versions == step]
@@ -224,18 +225,18 @@ class SyncProbe:
                 for r in rollouts
             ]
             together = np.concatenate(apart) if apart else np.empty(0)
-            found[name] = Difference.of(together) if len(together) else None
+            found[name] = LogprobDifference.of(together) if len(together) else None
         return dtype, found
 
     def _judge(
         self,
         step: int,
         dtype: str,
-        sampled: Mapping[str, Sampled],
-        found: Mapping[str, Difference | None],
+        sampled: Mapping[str, ProbeSamples],
+        found: Mapping[str, LogprobDifference | None],
         metrics: dict[str, float],
     ) -> None:
-        bound = self._config.weight_sync.probe_above or BOUNDS.get(dtype, min(BOUNDS.values()))
+        bound = self._settings.probe_above or BOUNDS.get(dtype, min(BOUNDS.values()))
         limit = f"bound {bound:g} in {dtype}"
         self._bound = (bound, limit) if dtype else self._bound
         wrong = []
@@ -244,17 +245,17 @@ class SyncProbe:
                 self._not_compared(step, name)
             elif difference.mean <= bound:  # NaN is not
                 self._passed[name], self._missed[name] = (sampled[name].engine, step), 0
-                self._record.note(f"sync probe of {name} at version {step}: {difference} ({limit})")
+                self._recorder.note(f"sync probe of {name} at version {step}: {difference} ({limit})")
             else:
                 wrong.append(f"{name} and the policy differ by {difference}")
         if wrong:
             message = _message(step, wrong, limit, "Stopped before the update")
-            self._record.log(step + 1, metrics)
-            self._record.note(message)
+            self._recorder.log(step + 1, metrics)
+            self._recorder.note(message)
             raise Unhealthy(message)
 
     def _not_compared(self, step: int, name: str) -> None:
-        """The engine stays due. Raises Unhealthy after `_PATIENCE` times in a row."""
+        """Warn; the engine stays due. Raises Unhealthy after `_PATIENCE` times in a row."""
         self._missed[name] += 1
         what = (
             f"step {step + 1}: the sync probe of {name} has no token of version {step}, so nothing shows "
@@ -262,16 +263,17 @@ class SyncProbe:
         )
         if self._missed[name] >= _PATIENCE:
             raise Unhealthy(
-                f"{what}; {_PATIENCE} times in a row. Stopped before the update. Run the same command again, "
-                "which resumes from the last checkpoint; if it stops again, report it"
+                f"{what}; {_PATIENCE} times in a row. Stopped before the update. Rerun the same command to "
+                "resume from the last checkpoint; if it stops again, report it"
             )
-        self._record.warn(f"{what}; it is probed again at the next step")
+        self._recorder.warn(f"{what}; the next step probes it again")
 
 
 def _groups(sampled: Sequence[tuple[Prompt, tuple[Rollout, ...]]]) -> list[Group]:
-    """One group a prompt, with each different completion once: engines that agree bit by bit sample the same,
-    and what the policy computes then does not depend on how many they are. Without the engines' log-probs: a
-    batch leaves a sample out where one is NaN, and that is a difference to find.
+    """Make one group per prompt, with each different completion once.
+
+    Engines that agree bit by bit sample the same, so the policy's batch does not depend on their number. The
+    engines' log-probs are replaced by 0: a batch drops samples with a NaN, and NaN is a difference to find.
     """
     prompts: dict[str, Prompt] = {}
     completions: dict[str, dict[Any, Rollout]] = {}
@@ -294,8 +296,8 @@ def _key(prompt: Prompt, rollout: Rollout) -> tuple[str, bytes]:
     return prompt.uid, rollout.completion_ids.tobytes()
 
 
-def _metrics(found: Mapping[str, Difference | None]) -> dict[str, float]:
-    """Of the engine that is furthest; {} where none was compared."""
+def _metrics(found: Mapping[str, LogprobDifference | None]) -> dict[str, float]:
+    """Return the metrics of the largest difference; {} if no engine was compared."""
     known = [difference for difference in found.values() if difference is not None]
     if not known:
         return {}

@@ -1,4 +1,4 @@
-"""From the scored groups of a step to the batches of its optimiser updates."""
+"""Turns the scored groups of a step into the batches of its optimiser updates."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from grpo_dist.batch.credit_assignment import (
 )
 from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.config import Config
-from grpo_dist.loop.control import shuffle_rewards
-from grpo_dist.loop.pipeline import ScoredGroup
+from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.runtime.seeds import derived_seed
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import Group, TrainBatch
 
 # REINFORCE++ has no baseline but the mean of all tokens.
 _WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 
 
 def reward_moments(config: Config, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
-    """``before``, of all steps so far, with the rewards of this one; unchanged where no setting needs it."""
+    """Add the rewards of a step to ``before``, the moments of all earlier steps.
+
+    Returns ``before`` itself unless `algorithm.reward_norm` is running.
+    """
     if config.algorithm.reward_norm != "running":
         return before
     return before.updated(clipped_rewards([s.group for s in scored], config.algorithm.reward_clip))
@@ -41,12 +43,13 @@ def make_batches(
     with_row_ids: bool = False,
     moments: Moments | None = None,
 ) -> list[TrainBatch]:
-    """One TrainBatch per optimiser update of the step. Advantages see the whole step before it is split.
+    """Make one TrainBatch per optimiser update. Advantages see the whole step before it is split.
 
-    ``kl_coef``: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
-    during a run when `algorithm.kl.target` is set. Its weight in the loss is handed to the update itself.
-    ``with_row_ids``: rows are numbered in the order of ``scored``, for `token_values`. ``moments``: see
-    `reward_moments`; None: those of this step alone.
+    Args:
+        kl_coef: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
+            during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
+        with_row_ids: number the rows in the order of ``scored``, for `token_values`.
+        moments: see `reward_moments`; None: those of this step alone.
     """
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
@@ -66,8 +69,20 @@ def make_batches(
     return [_without_idle_rows(config, update) for update in updates]
 
 
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
+    """Permute all rewards of a step among its samples: the control experiment of `rewards.shuffle`.
+
+    The distribution stays and the meaning goes, so whatever still improves does not come from the reward. The
+    permutation is a function of ``seed``.
+    """
+    sizes = [len(g.rewards) for g in groups]
+    dealt = np.random.default_rng(seed).permutation(np.concatenate([g.rewards for g in groups]))
+    parts = np.split(dealt, np.cumsum(sizes)[:-1])
+    return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
+
+
 def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
-    """Config stops here: the maths takes numbers."""
+    """Translate the configuration: the maths takes numbers."""
     algorithm = config.algorithm
     whitened = algorithm.whiten_advantages
     return CreditSettings(
@@ -89,10 +104,10 @@ def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
 
 
 def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
-    """``batch`` without the rows that add nothing to the gradient: every advantage 0, and no other term.
+    """Drop rows that add nothing to the gradient: every advantage is 0, and the loss has no other term.
 
-    The denominators stay, so the gradient stays; only the forward passes are saved. Where nothing is left all
-    rows stay: the metrics of the step then still say something.
+    The denominators stay, so the gradient stays; only forward passes are saved. If no row would be left, all
+    stay, so that the step still has metrics.
     """
     algorithm = config.algorithm
     other_terms = (config.needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef

@@ -37,6 +37,7 @@ from grpo_dist.observe.samples import write_groups
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
+from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.background import Background
 from grpo_dist.runtime.files import check_room, flush
 from grpo_dist.runtime.json_files import StepLines
@@ -155,12 +156,12 @@ class Tracker:
             steps = [chosen for chosen in self._config.profile.steps if chosen <= step]
             self._writer.submit(lambda: write_timeline(self.directory, steps))
 
-    def account(self, step: int, found: Mapping[str, Sequence[str]]) -> None:
-        """Write the outcomes of the prompts of ``step`` to the ledger."""
-        self._ledger.add(step, found)
+    def ledger(self, step: int, entry: LedgerEntry) -> None:
+        """Add the outcomes of the prompts of ``step`` to the run's ledger."""
+        self._ledger.add(step, entry)
 
-    def aside(self, step: int, groups: list[Group]) -> str:
-        """Keep the batch of a step that went wrong, whatever else is kept; returns where."""
+    def quarantine(self, step: int, groups: list[Group]) -> str:
+        """Keep the batch of a step that went wrong, whatever else is kept; return its path."""
         path = self._aside_dir / f"step_{step:06d}.parquet"
         write_groups(path, groups)
         return str(path)

@@ -28,6 +28,7 @@ from typing import Any
 
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
+from grpo_dist.health import state as health_state
 from grpo_dist.loop.progress import Progress
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.runs.identity import data_digest, fingerprint
@@ -121,18 +122,18 @@ class Checkpoints:
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
             if batch.discarded:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
-        for number, groups in progress.begun.items():
+        for number, groups in progress.partial.items():
             write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups)
         state = CheckpointState(
             step,
             self._fingerprint,
             self._data,
             progress.kl_coef,
-            {str(batch): places for batch, places in progress.taken.items()},
+            {str(batch): indices for batch, indices in progress.order_indices.items()},
             asdict(progress.order),
             self._wandb_id,
-            asdict(progress.health),
-            progress.unassessed,
+            health_state.to_json(progress.health),
+            progress.evaluation_pending,
             asdict(progress.rewards),
         )
         (partial / STATE).write_text(json.dumps(asdict(state), indent=1))

@@ -10,7 +10,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.errors import RunEnded
-from grpo_dist.loop.ledger import imbalance, summary
+from grpo_dist.loop import ledger
 from grpo_dist.observe import LEDGER
 from grpo_dist.runs.checkpoint import CHECKPOINTS, list_checkpoints
 from grpo_dist.runs.resume import load_state, order_state
@@ -22,9 +22,9 @@ def audit(run: Run) -> str:
     prompts it was to be trained on, or the ledger records them wrongly.
     """
     run.tracker.flush()
-    totals = summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
+    totals = ledger.summary(run.directory / LEDGER, dropped=len(run.prepared.dropped))
     try:
-        wrong = _imbalance(run)
+        wrong = _find_error(run)
     except ValueError as error:
         run.tracker.warn(f"the ledger cannot be checked: {error}")
         return totals
@@ -37,19 +37,23 @@ def audit(run: Run) -> str:
     return totals
 
 
-def _imbalance(run: Run) -> str | None:
+def _find_error(run: Run) -> str | None:
     """Describe what is wrong with the ledger. Raises ValueError where the checkpoint to compare with is
     missing.
     """
     config, count = run.config, run.config.batch.prompts_per_step
-    turns: Callable[[int], set[str]] | None = None
-    often = None
+    expected_uids: Callable[[int], set[str]] | None = None
+    expected_counts = None
     if config.data.order == "epochs" and config.dynamic_sampling.enabled:
-        often = _expected_counts(run)
+        expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
-        turns = partial(_expected_uids, [prompt.uid for prompt in run.prepared.prompts], config)
-    return imbalance(
-        run.directory / LEDGER, steps=config.steps, prompts_per_step=count, turns=turns, often=often
+        expected_uids = partial(_expected_uids, [prompt.uid for prompt in run.prepared.prompts], config)
+    return ledger.audit(
+        run.directory / LEDGER,
+        steps=config.steps,
+        prompts_per_step=count,
+        expected_per_step=expected_uids,
+        expected_counts=expected_counts,
     )
 
 

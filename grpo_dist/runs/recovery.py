@@ -17,6 +17,7 @@ from typing import Protocol
 
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import Rollback, StateLost
+from grpo_dist.recorder import Recorder
 from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.restarts import Budget
@@ -29,13 +30,6 @@ class Restartable(Protocol):
     def losses_told(self) -> AbstractAsyncContextManager[None]: ...
     async def start_again(self, model_dir: Path) -> Workers: ...
     async def where_stuck(self) -> str: ...
-
-
-class RewindableRecorder(Protocol):
-    """`observe.Tracker` in production."""
-
-    def warn(self, message: str) -> None: ...
-    def back_to(self, step: int) -> None: ...
 
 
 class Recovery:
@@ -53,7 +47,7 @@ class Recovery:
         self,
         settings: ClusterConfig,
         cluster: Restartable,
-        recorder: RewindableRecorder,
+        recorder: Recorder,
         newest: Callable[[], Awaitable[ResumePoint]],
         model_dir: Path,
         *,

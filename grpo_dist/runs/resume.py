@@ -14,7 +14,7 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.state import HealthState
+from grpo_dist.health import state as health_state
 from grpo_dist.loop.progress import Progress, SampledBatch
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
@@ -134,8 +134,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
         for kind in ("batch_*", "discarded_*", "begun_*")
     )
     ahead = {batch: SampledBatch(groups, discarded.get(batch, [])) for batch, groups in whole.items()}
-    taken = {int(batch): places for batch, places in state.taken.items()}
-    health = TypeAdapter(HealthState).validate_python(dict(state.health))
+    taken = {int(batch): indices for batch, indices in state.taken.items()}
+    health = health_state.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
     return Progress(
         ahead, state.kl_coef, taken, order_state(state), health, unfinished, state.unassessed, rewards

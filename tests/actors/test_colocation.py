@@ -14,7 +14,7 @@ from tests.support.patience import HANG_S
 pytestmark = pytest.mark.machine
 
 
-class Recorder:
+class EventRecorder:
     """Stands for the policy, the engines or a sync; every call is an event."""
 
     def __init__(self, name, events):
@@ -31,9 +31,9 @@ class Recorder:
 
 def world(timeout_s=1.0):
     events = []
-    policy, rollouts = Recorder("policy", events), Recorder("engines", events)
+    policy, rollouts = EventRecorder("policy", events), EventRecorder("engines", events)
     turns = Turns(policy, rollouts, timeout_s=timeout_s)
-    sync, reference = Recorder("sync", events), Recorder("reference", events)
+    sync, reference = EventRecorder("sync", events), EventRecorder("reference", events)
     return (
         events,
         turns,

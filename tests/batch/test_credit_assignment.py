@@ -12,7 +12,7 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batch.credit_assignment import CreditSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
-from grpo_dist.loop.pipeline import ScoredGroup
+from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.loop.updates import credit_settings, make_batches, reward_moments
 from tests.support import fakes
 from tests.support.made_groups import group_of

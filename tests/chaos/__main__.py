@@ -17,7 +17,7 @@ from random import Random
 
 import psutil
 
-from grpo_dist.loop.ledger import imbalance
+from grpo_dist.loop.ledger import audit
 from grpo_dist.observe import LEDGER
 from tests.support import made_classifiers
 
@@ -189,7 +189,7 @@ class Chaos:
         lines, run_dir, steps = verdict.read_metrics(job.run_dir), job.run_dir, self._options.steps
         return {
             "finished": verdict.unfinished(lines, steps),
-            "ledger": imbalance(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
+            "ledger": audit(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
             or verdict.unbalanced(job.said(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "alive": verdict.hung(job.lines, events, self._limits),

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_dist.loop.ledger import imbalance
+from grpo_dist.loop.ledger import audit
 from tests.chaos import sandbox, verdict
 from tests.chaos.__main__ import Chaos, ChaosOfNodes, _ended, _kinds, _options, long_groups, short_groups
 from tests.chaos.events import Event
@@ -124,9 +124,9 @@ def test_a_repeated_ledger_line_does_not_balance(tmp_path):
     path = tmp_path / "ledger.jsonl"
     lines = [json.dumps({"step": step, "trained": ["a", "b"]}) + "\n" for step in (1, 2)]
     path.write_text("".join(lines))
-    assert imbalance(path, steps=2, prompts_per_step=2) is None
+    assert audit(path, steps=2, prompts_per_step=2) is None
     path.write_text("".join([*lines, lines[-1]]))
-    assert "once each" in imbalance(path, steps=2, prompts_per_step=2)
+    assert "once each" in audit(path, steps=2, prompts_per_step=2)
 
 
 def test_a_ledger_that_the_run_itself_rejects_is_reported():
@@ -294,7 +294,7 @@ def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path,
     before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
     whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
-    monkeypatch.setattr("tests.chaos.__main__.imbalance", lambda *_, **__: None)
+    monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
     found = whole._judge(job, LINES)
     assert "no recovery in 0.2 s, elsewhere it was never seen" in found["recovered"]
     assert found["survived"] == "launch 0 ended with 1, and nothing had been done to it"
@@ -317,7 +317,7 @@ def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahe
     job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
     whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
-    monkeypatch.setattr("tests.chaos.__main__.imbalance", lambda *_, **__: None)
+    monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
     assert bool(whole._judge(job, LINES)["same numbers"]) == told
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_dist.loop.ledger import imbalance
+from grpo_dist.loop.ledger import audit
 from tests.support.real_runs import metrics, run, without_clock
 
 pytestmark = pytest.mark.machine
@@ -76,7 +76,7 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
     assert without_clock(metrics(tmp_path)) == without_clock(metrics(uninterrupted))
     books = [directory / "runs/run/ledger.jsonl" for directory in (tmp_path, uninterrupted)]
     assert books[0].read_text() == books[1].read_text()
-    assert imbalance(books[0], steps=6, prompts_per_step=4) is None
+    assert audit(books[0], steps=6, prompts_per_step=4) is None
     assert "ledger: 24 prompts sampled = " in done.stdout and "does not balance" not in done.stdout
     kept = sorted(p.name for p in (tmp_path / "runs/run/checkpoints").iterdir())
     assert kept == ["step_000003", "step_000006"]
@@ -98,7 +98,7 @@ def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterru
     for key in ("loss/total", "policy/grad_norm", "ref/kl", "policy/lr"):
         assert fourth[key] == pytest.approx(expected[key], rel=1e-4), key
     assert ours[-1]["mismatch/logprob_diff_max"] < 1e-5
-    assert imbalance(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
+    assert audit(tmp_path / "runs/run/ledger.jsonl", steps=6, prompts_per_step=4) is None
 
 
 @pytest.mark.evidence

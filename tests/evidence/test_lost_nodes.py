@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_dist.loop.ledger import imbalance
+from grpo_dist.loop.ledger import audit
 from grpo_dist.observe import LEDGER
 from tests.support.multi_node_run import STEPS, lines
 
@@ -26,6 +26,6 @@ def test_a_run_survives_the_loss_of_its_nodes_and_leaves_others_alone(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:] + said[-5000:]
     told = lines(tmp_path / "run")
     assert [line["step"] for line in told] == list(range(1, STEPS + 1))
-    assert imbalance(tmp_path / "run" / LEDGER, steps=STEPS, prompts_per_step=4) is None
+    assert audit(tmp_path / "run" / LEDGER, steps=STEPS, prompts_per_step=4) is None
     assert sum(line["restarts/rollout"] for line in told) >= 1
     assert sum(line["restarts/policy"] for line in told) >= 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_dist.loop.ledger import imbalance
+from grpo_dist.loop.ledger import audit
 from grpo_dist.observe import LEDGER
 from tests.support.separate_hosts import hosts, refusal
 
@@ -134,5 +134,5 @@ def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
     # What came over the network is what was sent: later steps train on samples that are a step old.
     assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
     assert all(line["sync/bytes"] > 0 for line in lines)
-    assert imbalance(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None
+    assert audit(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None
     print(f"engine at {homes['RolloutWorker']} cut off, policy at {homes['PolicyWorker']}: all steps done")

@@ -11,7 +11,8 @@ import pytest
 
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
-from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, begun, drifting, follow
+from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, count_drifting, new_drifts, track
+from grpo_dist.health.state import to_json
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
@@ -20,21 +21,21 @@ REWARD, ENTROPY = "reward/mean", "policy/entropy"
 CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
 
 
-def followed(values_of):
+def tracked(values_of):
     """``values_of``: metric -> its value of each step. -> what is remembered at the end, what was said, by
     step, and how many metrics drifted at each.
     """
     known, said, counts = {}, {}, []
     for step, values in enumerate(zip(*values_of.values(), strict=True), 1):
-        known = follow(known, step, dict(zip(values_of, values, strict=True)))
-        counts.append(drifting(known))
-        if messages := list(begun(known, step)):
+        known = track(known, step, dict(zip(values_of, values, strict=True)))
+        counts.append(count_drifting(known))
+        if messages := list(new_drifts(known, step)):
             said[step] = messages
     return known, said, counts
 
 
 def warned_at(metric, values):
-    return list(followed({metric: values})[1])
+    return list(tracked({metric: values})[1])
 
 
 def flat(value, steps=20):
@@ -74,14 +75,14 @@ def test_a_reward_is_compared_with_its_best_20_steps_wherever_they_are():
     """It rises to 0.8 in steps 21 to 40, and falls to 0.2: half of 0.8 is 0.4. After k steps at 0.2 the mean
     is 0.8 - 0.03 k: below 0.4 with k = 14.
     """
-    known, said, _ = followed({REWARD: flat(0.1) + flat(0.8) + flat(0.2)})
+    known, said, _ = tracked({REWARD: flat(0.1) + flat(0.8) + flat(0.2)})
     best = known[REWARD].reference
     assert (best.first, best.last, best.mean, best.steps) == (21, 40, pytest.approx(0.8), 20)
     (message,) = said[54]
     assert list(said) == [54]
     assert message == (
         "reward/mean drifts: 0.38 over steps 35 to 54, lower by more than half of the best, 0.8 over steps "
-        "21 to 40. This only warns; what acts on it is `health.reward_below_share`"
+        "21 to 40. This is only a warning; to act on it, set `health.reward_below_share`"
     )
 
 
@@ -104,7 +105,7 @@ def test_a_fall_that_chance_explains_is_none():
     mean 0.35, and the error of the difference to that of 20 is sqrt(0.5 / 5 + 0.5 / 20) = 0.354. A fall to 0
     is less than 5 of those, 1.77, as one to -1.25 is, by 1.6; one to -2 is more, by 2.35.
     """
-    known, said, _ = followed({REWARD: [0.75, -0.25] * 10})
+    known, said, _ = tracked({REWARD: [0.75, -0.25] * 10})
     best = known[REWARD].reference
     assert (best.first, best.last, best.mean) == (1, 5, pytest.approx(0.35)) and not said
     assert known[REWARD].scatter == pytest.approx(0.5) and known[REWARD].pairs == 19
@@ -155,14 +156,14 @@ def test_rewards_that_scatter_about_0_or_are_rare_are_silent_and_a_collapse_of_t
 def test_a_model_that_never_said_anything_else_is_silent():
     """With random weights: nothing ends, all is garbage, and no reward is above 0."""
     garbage = flat(0.75) + flat(1.0, 40)
-    _, said, counts = followed({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
+    _, said, counts = tracked({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
     assert not said and not any(counts)
 
 
 def test_a_healthy_run_is_silent():
     """It learns, its entropy halves, and its completions grow tenfold without being cut off."""
     steps = [k / 200 for k in range(200)]
-    _, said, counts = followed({
+    _, said, counts = tracked({
         REWARD: [0.1 + 0.7 * k for k in steps],
         ENTROPY: [1.0 - 0.5 * k for k in steps],
         CUT: [0.05 * k for k in steps],
@@ -173,10 +174,10 @@ def test_a_healthy_run_is_silent():
 
 
 def test_nothing_is_said_of_fewer_than_20_steps():
-    known, said, _ = followed({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
+    known, said, _ = tracked({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
     assert not said
     assert known[ENTROPY].reference == Period(1, 5, 1.0, 5) and known[CUT].reference == Period(1, 5, 0.0, 5)
-    known, _, _ = followed({ENTROPY: flat(5.0, 4)})
+    known, _, _ = tracked({ENTROPY: flat(5.0, 4)})
     assert known[ENTROPY].reference is None
 
 
@@ -187,14 +188,14 @@ def test_a_step_that_lacks_a_metric_is_left_out(lacking):
     values = iter(flat(2.0) + flat(0.0, 19))
     for step in range(1, 60):
         value = lacking if step % 3 == 0 else next(values, None)
-        known = follow(known, step, {} if value is None else {ENTROPY: value})
-        if messages := list(begun(known, step)):
+        known = track(known, step, {} if value is None else {ENTROPY: value})
+        if messages := list(new_drifts(known, step)):
             said[step] = messages
     first = known[ENTROPY].reference
     assert (first.first, first.last, first.mean) == (1, 7, 2.0)  # 5 values
     assert list(said) == [58]  # the 39th value
     assert said[58][0].startswith("policy/entropy drifts: 0.1 over steps 29 to 58, less than a tenth of 2 ")
-    assert known[ENTROPY].since == 58 and drifting(follow(known, 60, {})) == 1
+    assert known[ENTROPY].since == 58 and count_drifting(track(known, 60, {})) == 1
 
 
 def test_it_warns_when_it_begins_and_again_only_after_it_was_over():
@@ -202,7 +203,7 @@ def test_it_warns_when_it_begins_and_again_only_after_it_was_over():
     0.4 to step 52.
     """
     cut = flat(0.0) + flat(1.0) + flat(0.0, 20) + flat(1.0, 20)
-    _, said, counts = followed({CUT: cut})
+    _, said, counts = tracked({CUT: cut})
     assert list(said) == [30, 70]
     assert [step for step, count in enumerate(counts, 1) if count] == [*range(30, 53), *range(70, 81)]
 
@@ -212,12 +213,14 @@ def test_several_are_counted_and_each_is_said_with_the_bound_that_acts_on_it():
         REWARD: flat(0.75) + flat(0.0), ENTROPY: flat(2.0) + flat(0.0),
         CUT: flat(0.25) + flat(1.0), GARBAGE: flat(0.0) + flat(1.0),
     }  # fmt: skip
-    _, said, counts = followed(values)
+    _, said, counts = tracked(values)
     assert counts[-1] == 4 and sum(map(len, said.values())) == 4
     for drift in DRIFTS:
         assert drift.key in HealthConfig.model_fields
         (message,) = [m for messages in said.values() for m in messages if m.startswith(f"{drift.metric} ")]
-        assert message.endswith(f"steps 1 to 5. This only warns; what acts on it is `health.{drift.key}`")
+        assert message.endswith(
+            f"steps 1 to 5. This is only a warning; to act on it, set `health.{drift.key}`"
+        )
 
 
 # --- in the loop
@@ -260,20 +263,20 @@ def test_with_defaults_a_run_that_drifts_is_warned_of_and_goes_on():
     """
     world = Drifting(since=25)
     logged = train(world)
-    assert len(world.updates) == 48 and not world.kept_aside
+    assert len(world.updates) == 48 and not world.quarantined
     assert [text.split(" drifts")[0] for text in world.warnings] == [
         f"step 33: {REWARD}", f"step 34: {GARBAGE}", f"step 42: {ENTROPY}",
     ]  # fmt: skip
     assert world.warnings[1] == (
         "step 34: rollout/garbage_share drifts: 0.5 over steps 15 to 34, at least twice the least, 0 over "
-        "steps 1 to 5. This only warns; what acts on it is `health.garbage_above`"
+        "steps 1 to 5. This is only a warning; to act on it, set `health.garbage_above`"
     )
     assert [logged[step][DRIFTING] for step in (1, 24, 32, 33, 34, 48)] == [0, 0, 0, 1, 2, 3]
 
 
 def through_a_checkpoint(progress, tmp_path):
     """``progress`` with its health as a checkpoint keeps it."""
-    state = CheckpointState(0, "", "", health=json.loads(json.dumps(dataclasses.asdict(progress.health))))
+    state = CheckpointState(0, "", "", health=json.loads(json.dumps(to_json(progress.health))))
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 
@@ -291,5 +294,5 @@ def test_a_run_that_goes_on_from_any_step_warns_and_counts_as_if_it_had_not_ende
 
 
 def test_what_is_remembered_does_not_grow_with_the_run():
-    known, _, _ = followed({drift.metric: flat(0.5, 500) for drift in DRIFTS})
+    known, _, _ = tracked({drift.metric: flat(0.5, 500) for drift in DRIFTS})
     assert [len(one.recent) for one in known.values()] == [WINDOW] * 4

@@ -103,9 +103,9 @@ def test_the_batch_of_an_update_that_was_not_made_is_kept_aside_and_the_run_goes
     world = fakes.World(jitter=False)
     updates_say(world, health__skipped_updates=[0.0, 1.0, 0.0], loss__total=[0.5, math.nan, 0.5])
     train(world, fakes.config(steps=3))
-    assert list(world.kept_aside) == [2] and len(world.kept_aside[2]) == 4
+    assert list(world.quarantined) == [2] and len(world.quarantined[2]) == 4
     (warning,) = world.warnings
-    assert "step 2: 1 update(s) not made" in warning and "aside/step_000002.parquet" in warning
+    assert "step 2: 1 update(s) skipped" in warning and "aside/step_000002.parquet" in warning
     assert [world.logged[s]["health/skipped_updates"] for s in (1, 2, 3)] == [0, 1, 0]
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 0]
 
@@ -116,13 +116,13 @@ def test_weights_that_are_lost_end_the_run_before_an_engine_gets_them():
     with pytest.raises(Unhealthy, match=r"step 2: the weights are not finite.*aside/step_000002\.parquet"):
         train(world, fakes.config(steps=3, checkpoint={"every": 1}))
     assert world.version == 1 and list(world.saved) == [1]
-    assert list(world.kept_aside) == [2] and world.logged[2]["health/bad_weights"] == 1.0
+    assert list(world.quarantined) == [2] and world.logged[2]["health/bad_weights"] == 1.0
 
 
 def test_a_batch_kept_aside_is_a_table_of_its_samples(tmp_path):
     config = fakes.config(tracking={"samples": False, "console": False, "tensorboard": False})
     with Tracker(config, tmp_path) as tracker:
-        path = tracker.aside(12, [group(0, np.random.default_rng(0), rewards=[0, 1, 1, 0])])
+        path = tracker.quarantine(12, [group(0, np.random.default_rng(0), rewards=[0, 1, 1, 0])])
     assert path == str(tmp_path / "aside" / "step_000012.parquet")
     assert pq.read_table(path)["reward"].to_pylist() == [0, 1, 1, 0]
 
@@ -135,8 +135,8 @@ def watch(state=None, **settings):
 
 
 def alarms_of(metrics, state=None, **settings):
-    metrics = dict(metrics)
-    return [bound.said(metrics) for bound in watch(state, **settings).examine(1, metrics)]
+    alarms, counts = watch(state, **settings).examine(1, metrics)
+    return [bound.describe(metrics | counts) for bound in alarms]
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_a_reward_is_held_against_the_greatest_so_far():
     """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
-    found = [[a.key for a in health.examine(1, {"reward/mean": r})] for r in rewards]
+    found = [[a.key for a in health.examine(1, {"reward/mean": r})[0]] for r in rewards]
     assert found == [[], [], [], [], ["reward_below_share"]]
     assert health.state.best_reward == 0.8
     negative = watch(reward_below_share=0.5)  # a share of -1 would be above it
-    assert [negative.examine(1, {"reward/mean": r}) for r in (-1.0, -3.0)] == [[], []]
+    assert [negative.examine(1, {"reward/mean": r})[0] for r in (-1.0, -3.0)] == [[], []]
 
 
 def test_a_gradient_is_held_against_the_median_of_those_before():
@@ -187,7 +187,7 @@ def test_a_gradient_is_held_against_the_median_of_those_before():
 def test_updates_that_are_never_made_pass_a_bound():
     health = watch(skipped_steps_above=2)
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
-    found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})] for n in skipped]
+    found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
     assert found == [[], [], [], [], ["skipped_steps_above"]]
 
 
@@ -200,7 +200,7 @@ def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(cap
     for part in ("step 3: ref/kl = 12 is above 10 (`health.kl_above`)", "aside/step_000003.parquet"):
         assert part in str(ended.value)
     assert list(world.saved) == [1, 2] and world.logged[3]["health/alarms"] == 1.0
-    assert list(world.kept_aside) == [3]
+    assert list(world.quarantined) == [3]
     assert report_end(ended.value) == 3
     assert capsys.readouterr().err == f"{ended.value}\n"
 
@@ -226,13 +226,13 @@ def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
     looping(world, share=1.0)
     train(world, fakes.config(steps=3, health={"garbage_above": 0.9}, tracking={"samples": False}))
     assert len(world.updates) == 1 and world.version == 3
-    assert list(world.kept_aside) == [2, 3] and len(world.kept_aside[2]) == 4
+    assert list(world.quarantined) == [2, 3] and len(world.quarantined[2]) == 4
     assert world.warnings[0] == (
         "step 2: not trained on, rollout/garbage_share = 1 is above 0.9 (`health.garbage_above`); its batch "
         "is in aside/step_000002.parquet"
     )
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 2]
-    assert "trained" in world.accounts[1] and "skipped" in world.accounts[2]
+    assert "trained" in world.ledger_entries[1] and "skipped" in world.ledger_entries[2]
     half = fakes.World(jitter=False)
     looping(half, share=0.5)
     train(half, fakes.config(steps=3, health={"garbage_above": 0.9}))
@@ -244,7 +244,7 @@ def test_a_reward_that_has_collapsed_is_not_trained_on():
     scored_by(world, lambda step, index: [0.0, 1.0 if step != 1 else 0.4])
     train(world, fakes.config(steps=3, health={"reward_below_share": 0.5}))
     assert len(world.updates) == 2
-    assert [step for step in world.accounts if "skipped" in world.accounts[step]] == [2]
+    assert [step for step in world.ledger_entries if "skipped" in world.ledger_entries[step]] == [2]
     assert "reward/mean = 0.2 is below 0.5 x 0.5, its greatest" in world.warnings[0]
 
 
@@ -313,7 +313,7 @@ def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipp
     keys = {}
     for action in ("skip", "warn", "stop", "rollback"):
         state = HealthState(None, (1.0, 2.0, 3.0, 4.0, 5.0))
-        found = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).bounds_of_update()
+        found = watch(state, action=action, grad_norm_spike=4, entropy_below=0.1).update_bounds()
         keys[action] = {bound.key: (bound.metric, bound.value, bound.above) for bound in found}
     assert keys.pop("skip") == {
         "entropy_below": ("policy/entropy", 0.1, False),
@@ -333,10 +333,10 @@ def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
     )  # fmt: skip
     train(world, fakes.config(steps=3))
     assert world.warnings == [
-        "step 2: 2 update(s) not made, 2 beyond `health.kl_above` (ref/kl = 12, policy/grad_norm = 50); for "
-        "them the weights are as before, and the batch is kept in aside/step_000002.parquet"
+        "step 2: 2 update(s) skipped, 2 beyond `health.kl_above` (ref/kl = 12, policy/grad_norm = 50). They "
+        "left the weights unchanged; the batch is kept in aside/step_000002.parquet"
     ]
-    assert list(world.kept_aside) == [2] and "skipped" in world.accounts[2]
+    assert list(world.quarantined) == [2] and "skipped" in world.ledger_entries[2]
 
 
 def test_the_norm_of_a_gradient_that_moved_nothing_is_no_measure_for_later_ones():
@@ -352,7 +352,7 @@ def test_warn_goes_on():
     train(world, fakes.config(steps=4, health={"action": "warn"}))
     assert len(world.warnings) == 2 and world.warnings[1].startswith("step 4: ref/kl = 11")
     assert [world.logged[s]["health/alarms"] for s in (1, 2, 3, 4)] == [0, 1, 0, 1]
-    assert not world.kept_aside
+    assert not world.quarantined
 
 
 def test_a_resumed_run_remembers_what_watches_compare_with():
@@ -366,7 +366,7 @@ def test_a_resumed_run_remembers_what_watches_compare_with():
     train(world, config)
     assert len(world.warnings) == 1
     kept = world.saved[2].health
-    assert dataclasses.replace(kept, followed={}) == HealthState(1.0, (1.0, 2.0), 0)
+    assert dataclasses.replace(kept, tracked={}) == HealthState(1.0, (1.0, 2.0), 0)
     resumed = fakes.World(jitter=False)
     resumed.version = 2
     scored_by(resumed, lambda step, index: [rewards[2 + step]] * 2)

@@ -56,11 +56,11 @@ def test_every_prompt_of_an_epoch_is_trained_once(staleness):
 def test_the_books_have_every_prompt_of_every_step_once(staleness):
     world, config = fakes.World(), fakes.config(steps=5, max_staleness=staleness)
     train(world, config, fakes.prompts(20))
-    lists = [uids for step in range(1, 6) for uids in world.accounts[step].values()]
+    lists = [uids for step in range(1, 6) for uids in world.ledger_entries[step].values()]
     assert sorted(uid for uids in lists for uid in uids) == sorted(f"p{i}" for i in range(20))
     for step, batch in enumerate(world.updates, start=1):
         with_advantage = {int(g) for u in batch for g in u.group_ids[u.advantages.any(dim=1)]}
-        assert len(world.accounts[step].get("trained", ())) == len(with_advantage)
+        assert len(world.ledger_entries[step].get("trained", ())) == len(with_advantage)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -119,7 +119,7 @@ def test_finished_groups_of_a_batch_that_was_only_begun_are_kept(dynamic):
     first = Slow(jitter=False)
     train(first, config, fakes.prompts(40))
     assert 1 not in first.saved[1].ahead
-    assert {g.prompt.uid for g in first.saved[1].begun[1]} == {*own} - {own[2]}
+    assert {g.prompt.uid for g in first.saved[1].partial[1]} == {*own} - {own[2]}
     second = fakes.World(jitter=False)
     second.version = 1
     train(second, config, fakes.prompts(40), start=1, progress=first.saved[1])
@@ -286,8 +286,8 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
         kept = worlds[-1].saved[start] if start else None
         train(world, config, fakes.prompts(26), start=start, progress=kept)
         worlds.append(world)
-    books = [worlds[min(step // 5, 2)].accounts[step + 1] for step in range(15)]
-    assert books == [worlds[0].accounts[step + 1] for step in range(15)]
+    books = [worlds[min(step // 5, 2)].ledger_entries[step + 1] for step in range(15)]
+    assert books == [worlds[0].ledger_entries[step + 1] for step in range(15)]
     counted = Counter(uid for own in books for uids in own.values() for uid in uids)
     order = worlds[0].saved[15].order
     assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
@@ -303,7 +303,7 @@ def test_an_epoch_is_whole_before_the_next_also_where_a_step_may_ask_for_all_pro
     extra = dynamic(max_extra_prompts=n)
     config = fakes.config(steps=n // 4, max_staleness=staleness, dynamic_sampling=extra)
     train(world, config, fakes.prompts(n))
-    counted = Counter(uid for own in world.accounts.values() for uids in own.values() for uid in uids)
+    counted = Counter(uid for own in world.ledger_entries.values() for uids in own.values() for uid in uids)
     assert counted == {f"p{i}": 1 for i in range(n)}
 
 

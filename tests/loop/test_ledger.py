@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from grpo_dist.loop.ledger import account, imbalance, read, summary, totals
+from grpo_dist.loop.ledger import audit, ledger_entry, read, summary, totals
 from grpo_dist.runtime.json_files import StepLines
 from tests.support import made_groups
 
@@ -19,17 +19,17 @@ SOME = groups([1.0, 0.0], [1.0, 1.0], [np.nan, np.nan], [0.0, np.nan])
 def test_each_group_has_one_fate():
     other = groups([0.0, 0.0])
     other[0] = made_groups.group(9, np.random.default_rng(0), samples=2, rewards=[0.0, 0.0])
-    found = account(SOME, other, taught={0})
+    found = ledger_entry(SOME, other, with_signal={0})
     assert found == {"trained": ["p0"], "no_signal": ["p1", "p3"], "unscored": ["p2"], "put_aside": ["p9"]}
-    assert account(SOME, [], taught={0}, skipped=True) == {
+    assert ledger_entry(SOME, [], with_signal={0}, skipped=True) == {
         "no_signal": ["p1", "p3"], "unscored": ["p2"], "skipped": ["p0"],
     }  # fmt: skip
 
 
 def test_totals_are_those_of_all_steps(tmp_path):
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
-    ledger.add(1, account(SOME, [], taught={0}))
-    ledger.add(2, account(SOME, [], taught={0, 1, 3}))
+    ledger.add(1, ledger_entry(SOME, [], with_signal={0}))
+    ledger.add(2, ledger_entry(SOME, [], with_signal={0, 1, 3}))
     assert totals(tmp_path / "ledger.jsonl") == {
         "trained": 4, "no_signal": 2, "unscored": 2, "put_aside": 0, "skipped": 0,
     }  # fmt: skip
@@ -39,21 +39,21 @@ def test_totals_are_those_of_all_steps(tmp_path):
     assert summary(tmp_path / "ledger.jsonl", dropped=3).endswith(
         "+ 2 unscored; 3 rows dropped before, too long (dropped.jsonl)"
     )
-    assert imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
+    assert audit(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
 
 
 def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = StepLines(path, keep_through=0)
     for step in (1, 2, 3):
-        ledger.add(step, account(SOME, [], taught={0}))
+        ledger.add(step, ledger_entry(SOME, [], with_signal={0}))
     with path.open("a") as file:
         file.write('{"step": 4, "trai')
     assert [line["step"] for line in read(path)] == [1, 2, 3]
     again = StepLines(path, keep_through=2)
-    again.add(3, account(SOME, [], taught={1}))
+    again.add(3, ledger_entry(SOME, [], with_signal={1}))
     assert [line["trained"] for line in read(path)] == [["p0"], ["p0"], ["p1"]]
-    assert imbalance(path, steps=3, prompts_per_step=4) is None
+    assert audit(path, steps=3, prompts_per_step=4) is None
     assert StepLines(path, keep_through=0) and read(path) == []
 
 
@@ -63,10 +63,10 @@ def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
     ledger.add(1, {"trained": ["a", "b"]})
     ledger.add(2, {"trained": ["a"], "no_signal": ["c"]})
     books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
-    assert imbalance(**books) is None
-    assert imbalance(**books, turns=lambda step: {1: "ab", 2: "ca"}[step]) is None
-    found = imbalance(**books, turns=lambda step: {1: "ab", 2: "cd"}[step])
-    assert found.endswith("step 2 has not prompt d, whose turn it is")
+    assert audit(**books) is None
+    assert audit(**books, expected_per_step=lambda step: {1: "ab", 2: "ca"}[step]) is None
+    found = audit(**books, expected_per_step=lambda step: {1: "ab", 2: "cd"}[step])
+    assert found.endswith("step 2 lacks prompt d, which it must have")
 
 
 def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
@@ -75,12 +75,14 @@ def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
     ledger.add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
     ledger.add(2, {"no_signal": ["a"], "trained": ["d"]})
     books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
-    assert imbalance(**books, often={"a": 2, "b": 1, "c": 1, "d": 1}) is None
-    found = imbalance(**books, often={"a": 1, "b": 1, "c": 1, "d": 1})
+    assert audit(**books, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1}) is None
+    found = audit(**books, expected_counts={"a": 1, "b": 1, "c": 1, "d": 1})
     assert found.endswith("prompt a was sampled 2 times, expected 1")
-    found = imbalance(**books, often={"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+    found = audit(**books, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
     assert found.endswith("prompt e was sampled 0 times, expected 1")
-    assert imbalance(**books, often={"a": 2, "b": 1, "c": 1}).endswith("d was sampled 1 times, expected 0")
+    assert audit(**books, expected_counts={"a": 2, "b": 1, "c": 1}).endswith(
+        "d was sampled 1 times, expected 0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,14 +96,14 @@ def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
 def test_a_step_that_is_missing_or_there_twice_is_seen(tmp_path, lines, wrong):
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     for step in lines:
-        ledger.add(step, account(SOME, [], taught={0}))
-    assert wrong in imbalance(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4)
+        ledger.add(step, ledger_entry(SOME, [], with_signal={0}))
+    assert wrong in audit(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4)
 
 
 def test_a_prompt_that_is_there_twice_or_missing_is_seen(tmp_path):
     path = tmp_path / "ledger.jsonl"
     StepLines(path, keep_through=0).add(1, {"trained": ["a", "b"], "no_signal": ["a"]})
-    assert "step 1 has a prompt twice" in imbalance(path, steps=1, prompts_per_step=3)
+    assert "step 1 has a prompt twice" in audit(path, steps=1, prompts_per_step=3)
     StepLines(path, keep_through=0).add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
-    assert "step 1 has 2 prompts, expected 3" in imbalance(path, steps=1, prompts_per_step=3)
-    assert imbalance(path, steps=1, prompts_per_step=2) is None
+    assert "step 1 has 2 prompts, expected 3" in audit(path, steps=1, prompts_per_step=3)
+    assert audit(path, steps=1, prompts_per_step=2) is None

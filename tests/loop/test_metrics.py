@@ -21,7 +21,7 @@ def test_every_part_says_its_mean_and_what_it_could_not_score():
         )
         for i, own in enumerate(parts)
     ]
-    metrics = rollout_metrics(groups, version=0, max_new_tokens=12)
+    metrics = rollout_metrics(groups, version=0)
     assert metrics["reward/math"] == pytest.approx(3 / 6) and metrics["reward/math_unscored"] == 2.0
     assert np.isnan(metrics["reward/judge"]) and metrics["reward/judge_unscored"] == 8.0
     assert metrics["reward/mean"] == pytest.approx(3 / 6) and metrics["reward/unscored"] == 2.0

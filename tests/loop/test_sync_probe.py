@@ -269,7 +269,7 @@ def test_an_engine_that_differs_ends_the_run_before_the_first_update_whatever_th
     message = str(stop.value)
     assert message.startswith(
         "step 1: engine and trainer are not the same model at version 0: rollout-1 and the policy differ by "
-        "0.25 nats in the mean, 0.25 at most, over 8 tokens (bound 0.001 in float32, "
+        "0.25 nats on average, 0.25 at most, over 8 tokens (bound 0.001 in float32, "
         "`weight_sync.probe_above`). Stopped before the update. "
     )
     assert "rollout-0" not in message and "model.dtype=float32" in message
@@ -311,7 +311,7 @@ def test_one_token_whose_log_prob_is_nan_ends_the_run_with_a_message():
         return groups
 
     workers.probe.sample = broken
-    with pytest.raises(Unhealthy, match="the policy differ by nan nats in the mean, nan at most, over 8"):
+    with pytest.raises(Unhealthy, match="the policy differ by nan nats on average, nan at most, over 8"):
         asyncio.run(run(config(steps=1), workers, fakes.prompts(40), [], world, world))
     assert not world.updates
 
@@ -336,7 +336,7 @@ def test_the_samples_of_an_on_policy_step_are_held_to_the_bound_at_every_step():
         train(world, config(0, steps=5, checkpoint={"every": 1}))
     assert str(stop.value).startswith(
         "step 3: engine and trainer are not the same model at version 2: log-probs of its own samples differ "
-        "by 0.3 nats in the mean, 0.6 at most (bound 0.001 in float32, `weight_sync.probe_above`). Stopped; "
+        "by 0.3 nats on average, 0.6 at most (bound 0.001 in float32, `weight_sync.probe_above`). Stopped; "
         "no checkpoint has this update. "
     )
     assert world.version == 2 and list(world.saved) == [1, 2] and world.notes[-1] == str(stop.value)

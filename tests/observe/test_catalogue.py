@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = ("bench", "plan", "recipe", "submit")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
-# Parts of names; the whole ones are those of the phases a stopwatch is told of, of the outcomes, or of a run.
+# Parts of names; the whole ones are those of the phases that a stopwatch times, of the outcomes, or of a run.
 PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
@@ -68,9 +68,9 @@ def logged(tree: ast.AST) -> set[str]:
 
 
 def phases(tree: ast.AST) -> set[str]:
-    """What a `Stopwatch` is told of: `with watch("update")`."""
+    """The phases that a `Stopwatch` times: `with timer("update")`."""
     calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
-    return {f"time/{c.args[0].value}_s" for c in calls if c.func.id == "watch" and c.args}
+    return {f"time/{c.args[0].value}_s" for c in calls if c.func.id in ("timer", "watch") and c.args}
 
 
 def written() -> dict[str, str]:

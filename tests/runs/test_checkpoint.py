@@ -40,8 +40,8 @@ def test_what_was_saved_is_found_again(tmp_path):
     batch = progress.ahead[3]
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
-    assert [g.prompt for g in progress.begun[4]] == [PROMPTS[0]] and list(progress.begun) == [4]
-    assert progress.taken == {3: [1, 0], 12: [2]} and progress.order == ORDER
+    assert [g.prompt for g in progress.partial[4]] == [PROMPTS[0]] and list(progress.partial) == [4]
+    assert progress.order_indices == {3: [1, 0], 12: [2]} and progress.order == ORDER
     assert progress.health == HEALTH and progress.rewards == MOMENTS
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]

@@ -112,7 +112,7 @@ def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wa
         session(world, config, said)
     (step,) = world.saved
     kept = world.saved[step]
-    assert {g.prompt.uid for g in kept.begun[2 + staleness]} == {*third} - {third[1]}
+    assert {g.prompt.uid for g in kept.partial[2 + staleness]} == {*third} - {third[1]}
     resumed = fakes.World(jitter=False)
     resumed.version = step
     session(resumed, config, said, start=step, progress=kept)
@@ -140,12 +140,12 @@ def test_asked_while_it_evaluates_it_saves_the_step_and_evaluates_when_it_goes_o
     world = Long(jitter=False)
     with pytest.raises(Preempted, match="ended as asked after step 2, saved"):
         session(world, config, said, eval_sets=held)
-    assert list(world.saved) == [2] and world.saved[2].unassessed
+    assert list(world.saved) == [2] and world.saved[2].evaluation_pending
     assert not any(name.startswith("eval/") for name in world.logged[2])
     resumed = fakes.World(jitter=False)
     resumed.version = 2
     session(resumed, config, said, eval_sets=held, start=2, progress=world.saved[2])
-    assert not resumed.saved[4].unassessed
+    assert not resumed.saved[4].evaluation_pending
     evaluated = {step: own for step, own in whole.logged.items() if "eval/held/pass@1" in own}
     assert sorted(evaluated) == [0, 2, 4]
     for step in (2, 4):

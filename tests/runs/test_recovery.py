@@ -73,7 +73,7 @@ class Job(fakes.World):
         yield
 
     def back_to(self, step):
-        for kept in (self.logged, self.accounts):
+        for kept in (self.logged, self.ledger_entries):
             for later in [s for s in kept if s > step]:
                 del kept[later]
 
@@ -119,7 +119,7 @@ def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
     job.dies_starting = True
     if allowed:
         job.train()
-        assert job.starts == 1 and list(job.accounts) == [1, 2, 3, 4, 5, 6]
+        assert job.starts == 1 and list(job.ledger_entries) == [1, 2, 3, 4, 5, 6]
         return
     restarts = job.config.cluster.restarts.model_copy(update={"max_per_worker": 0})
     cluster = job.config.cluster.model_copy(update={"restarts": restarts})
@@ -136,7 +136,7 @@ def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(sta
     hit.die_at = {lost: 1}
     hit.train()
     assert hit.starts == 1 and whole.starts == 0
-    assert hit.accounts == whole.accounts and list(hit.accounts) == [1, 2, 3, 4, 5, 6]
+    assert hit.ledger_entries == whole.ledger_entries and list(hit.ledger_entries) == [1, 2, 3, 4, 5, 6]
     assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
     assert all(step == weight for step, weight in hit.trained)  # none is trained twice into the weights
     place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
@@ -158,7 +158,7 @@ def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch
         return await start_again(model_dir)
 
     monkeypatch.setattr(job, "start_again", after_a_wait)
-    assert list(job.train().accounts) == [1, 2, 3, 4, 5, 6]
+    assert list(job.train().ledger_entries) == [1, 2, 3, 4, 5, 6]
 
 
 def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
@@ -173,7 +173,7 @@ def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
 
     job.start_again = lose_another
     job.train()
-    assert job.accounts == Job().train().accounts
+    assert job.ledger_entries == Job().train().ledger_entries
     assert ["restart 1 of 3" in job.warnings[0], "restart 2 of 3" in job.warnings[2]] == [True, True]
 
 
@@ -182,7 +182,7 @@ def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
     job.die_at = {3: 10}
     with pytest.raises(StateLost, match="policy-1 is lost in step 3"):
         job.train()
-    assert job.starts == 3 and list(job.accounts) == [1, 2]
+    assert job.starts == 3 and list(job.ledger_entries) == [1, 2]
     assert job.warnings[-1] == (
         "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
         "`cluster.restarts.max_per_worker`: ending; run the same command again to resume"
@@ -197,9 +197,9 @@ def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
     assert job.starts == 0 and job.abandoned == 1  # the workers stay
     assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
     assert job.weight == 5  # of six steps, one is not in it
-    assert "skipped" in job.accounts[4] and "trained" not in job.accounts[4]
-    assert all("trained" in job.accounts[s] and "skipped" not in job.accounts[s] for s in (3, 5))
-    assert list(job.kept_aside) == [4]
+    assert "skipped" in job.ledger_entries[4] and "trained" not in job.ledger_entries[4]
+    assert all("trained" in job.ledger_entries[s] and "skipped" not in job.ledger_entries[s] for s in (3, 5))
+    assert list(job.quarantined) == [4]
     assert "ref/kl = 5 is above 1" in job.warnings[0] and job.warnings[0].endswith("; rolling back")
     assert job.warnings[1:] == [
         "resuming from step_000002",
@@ -220,7 +220,7 @@ def test_weights_that_are_lost_are_rolled_back_too():
     job = Job(health={"min_signal_groups": 0, "action": "rollback"})
     job.metrics_at = {3: {"health/bad_weights": 1.0}}
     job.train()
-    assert "trained" not in job.accounts[3] and job.weight == 5
+    assert "trained" not in job.ledger_entries[3] and job.weight == 5
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("stage sync: late\npolicy-0: stopped")])
@@ -340,7 +340,7 @@ def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_e
     job, prompts = fakes.World(), fakes.prompts(26)
     asyncio.run(run(config, job.workers(), prompts, [], job, job))
     ledger = StepLines(tmp_path / LEDGER, keep_through=0)
-    for step, books in job.accounts.items():
+    for step, books in job.ledger_entries.items():
         ledger.add(step, books)
     for step, progress in job.saved.items():
         last = tmp_path / CHECKPOINTS / f"step_{step:06d}"
@@ -356,7 +356,7 @@ def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_e
     totals = audit(finished)
     assert totals.startswith("ledger: ") and not warned
     whole = (tmp_path / LEDGER).read_text()
-    uid = job.accounts[6]["trained"][0]
+    uid = job.ledger_entries[6]["trained"][0]
     (tmp_path / LEDGER).write_text(whole.replace(f'"{uid}"', '"another"'))
     with pytest.raises(RunEnded, match=r"^ledger: .*\n.*the ledger does not balance: .*times, expected"):
         audit(finished)

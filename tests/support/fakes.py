@@ -44,11 +44,10 @@ class World:
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
-        self.accounts: dict = {}
+        self.ledger_entries: dict = {}
         self.logged: dict[int, dict[str, float]] = {}
-        self.kept_aside: dict[int, list[Group]] = {}
+        self.quarantined: dict[int, list[Group]] = {}
         self.phases: dict[int, list[str]] = {}
-        self.begun: list[str] = []
         self.sampled_groups: dict[str, list[Group]] = {}
         self.values: dict[str, ValuesOfSamples | None] = {}
         self.warnings: list[str] = []
@@ -119,11 +118,11 @@ class World:
         self.sampled_groups[name], self.values[name] = groups, values
         self.events.append(f"samples {name}")
 
-    def account(self, step, found):
-        self.accounts[step] = found
+    def ledger(self, step, entry):
+        self.ledger_entries[step] = entry
 
-    def aside(self, step, groups):
-        self.kept_aside[step] = groups
+    def quarantine(self, step, groups):
+        self.quarantined[step] = groups
         return f"aside/step_{step:06d}.parquet"
 
     def warn(self, message):
@@ -132,7 +131,7 @@ class World:
     directory = Path("nowhere")
 
     def phase(self, name):
-        self.begun.append(name)
+        """The spans have it."""
 
     async def trace_next(self, run_dir, step):
         self.events.append(f"trace {step}")

@@ -7,7 +7,7 @@ import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
-from grpo_dist.health.drift import Followed, Period
+from grpo_dist.health.drift import Period, TrackedMetric
 from grpo_dist.health.state import HealthState
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runs.checkpoint import Checkpoints
@@ -16,8 +16,8 @@ from tests.support import fakes
 
 PROMPTS = fakes.prompts(4)
 FOLLOWED = {
-    "reward/mean": Followed(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
-    "policy/entropy": Followed(((3, 0.5),)),
+    "reward/mean": TrackedMetric(((3, 0.1), (4, 1 / 3)), Period(1, 2, 0.7, 2), 4, 0.05, 3),
+    "policy/entropy": TrackedMetric(((3, 0.5),)),
 }
 
 MOMENTS = Moments(12, 0.1, 1 / 3)
@@ -62,8 +62,8 @@ def group(prompt):
 
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
-    begun = {4: [group(PROMPTS[0])]} if ahead else {}
-    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, begun, False, MOMENTS)
+    partial = {4: [group(PROMPTS[0])]} if ahead else {}
+    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, partial, False, MOMENTS)
     asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
 
 

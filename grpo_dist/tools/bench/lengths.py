@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_dist.config import LengthsConfig
 from grpo_dist.types import Prompt, Sampling
-from grpo_dist.workers import Rollouts, RolloutsRef
+from grpo_dist.workers import RolloutHandle, RolloutsRef
 
 
 def length_of(seed: int, lengths: LengthsConfig, *, cap: int) -> int | None:
@@ -33,7 +33,7 @@ class ForcedLengths:
     are made.
     """
 
-    def __init__(self, rollouts: Rollouts, lengths: LengthsConfig) -> None:
+    def __init__(self, rollouts: RolloutHandle, lengths: LengthsConfig) -> None:
         self._rollouts, self._lengths = rollouts, lengths
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:

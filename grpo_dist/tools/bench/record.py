@@ -10,8 +10,8 @@ from pathlib import Path
 
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
-from grpo_dist.loop.ledger import Account
 from grpo_dist.loop.progress import Progress
+from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group
@@ -62,10 +62,10 @@ class BenchRecorder:
     def phase(self, name: str) -> None:
         """What it took is in the metrics."""
 
-    def account(self, step: int, found: Account) -> None:
-        """A benchmark keeps no books."""
+    def ledger(self, step: int, entry: LedgerEntry) -> None:
+        """A benchmark keeps no ledger."""
 
-    def aside(self, step: int, groups: list[Group]) -> str:
+    def quarantine(self, step: int, groups: list[Group]) -> str:
         """Kept nowhere."""
         return "nowhere"
 
@@ -74,6 +74,9 @@ class BenchRecorder:
 
     def note(self, message: str) -> None:
         """A benchmark keeps no events."""
+
+    def back_to(self, step: int) -> None:
+        """A benchmark is never resumed."""
 
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         self._usage = dict(workers)

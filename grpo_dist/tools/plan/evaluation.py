@@ -10,8 +10,8 @@ from pathlib import Path
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import read, source_name
-from grpo_dist.driver import is_last_of_all
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
+from grpo_dist.loop.chores import is_evaluated_after_export
 from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.options import Option
@@ -67,7 +67,7 @@ def evaluations(config: Config) -> int:
     if not config.data.eval:
         return 0
     during = steps // settings.every if settings.every else 0
-    if is_due(steps, settings.every) and is_last_of_all(config, steps):
+    if is_due(steps, settings.every) and is_evaluated_after_export(config, steps):
         during -= 1
     return settings.before + during + (settings.after and config.checkpoint.export)
 

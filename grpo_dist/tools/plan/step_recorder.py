@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.loop.ledger import Account
+from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.trace import SimulationTrace
@@ -59,10 +59,10 @@ class StepRecorder:
     def spans(self, step: int, own: Sequence[Span], workers: Mapping[str, Usage]) -> None:
         """Ignore the driver's spans: the trace has those of the workers."""
 
-    def account(self, step: int, found: Account) -> None:
+    def ledger(self, step: int, entry: LedgerEntry) -> None:
         """Keep no ledger."""
 
-    def aside(self, step: int, groups: list[Group]) -> str:
+    def quarantine(self, step: int, groups: list[Group]) -> str:
         return "nowhere"
 
     def warn(self, message: str) -> None:

@@ -1,0 +1,161 @@
+"""What surrounds the algorithm: recording, health, evaluation, checkpoints and preemption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.batch.token_values import ValuesOfSamples
+from grpo_dist.config import Config
+from grpo_dist.errors import Preempted
+from grpo_dist.health.watch import SKIPPED, HealthWatch
+from grpo_dist.loop.kl_controller import KLController
+from grpo_dist.loop.ledger import ledger_entry
+from grpo_dist.loop.metrics import throughput_metrics
+from grpo_dist.loop.pipeline import Pipeline
+from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.staging import Staged, Staging
+from grpo_dist.recorder import Recorder
+from grpo_dist.runtime.concurrency import unless_asked
+from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.workers import Workers
+
+
+class Checkpointer(Protocol):
+    """`runs.checkpoint.Checkpoints` in production. Writes in the background; `settle` waits for it."""
+
+    async def save(self, step: int, workers: Workers, progress: Progress) -> None: ...
+    async def settle(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StatefulParts:
+    """The parts of the loop whose state a checkpoint keeps."""
+
+    pipeline: Pipeline
+    staging: Staging
+    health: HealthWatch
+    kl: KLController
+
+    def progress(self, *, evaluation_pending: bool) -> Progress:
+        return self.pipeline.progress(
+            kl_coef=self.kl.coef,
+            health=self.health.state,
+            evaluation_pending=evaluation_pending,
+            rewards=self.staging.rewards,
+        )
+
+
+class Chores:
+    """Does after each update what the algorithm itself does not need.
+
+    Args:
+        parts: asked for their state by a checkpoint.
+        evaluation: `evaluation.sampling.evaluate` with all its arguments but ``step``.
+        asked_to_end: true once the run is to save and end.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Workers,
+        recorder: Recorder,
+        checkpoints: Checkpointer,
+        parts: StatefulParts,
+        evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
+        asked_to_end: Callable[[], bool],
+    ) -> None:
+        self._config, self._workers, self._recorder = config, workers, recorder
+        self._checkpoints, self._parts, self._evaluation = checkpoints, parts, evaluation
+        self._asked_to_end, self._evaluation_pending = asked_to_end, False
+
+    async def before_first_step(self, start: int, *, evaluation_pending: bool) -> None:
+        """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
+        self._evaluation_pending = evaluation_pending
+        if evaluation_pending or (start == 0 and self._config.evaluation.before):
+            await self._evaluate(start)
+
+    async def after_step(
+        self,
+        step: int,
+        staged: Staged,
+        values: ValuesOfSamples | None,
+        metrics: dict[str, float],
+        timer: Stopwatch,
+        *,
+        trained: bool,
+    ) -> None:
+        """Record ``step``, then evaluate and save where due. Raises Unhealthy, Rollback or Preempted.
+
+        Args:
+            values: per-token values of the samples; None: samples are not recorded.
+            metrics: of the step so far.
+            timer: of the phases of the step.
+            trained: updates were attempted.
+        """
+        config, health, batch = self._config, self._parts.health, staged.source
+        metrics = metrics | await self._final_metrics(staged, timer, trained=trained)
+        alarms, counts = health.examine(step, metrics)
+        metrics |= counts
+        usage = self._workers.usage
+        self._recorder.spans(step, timer.spans, usage.latest if usage else {})
+        self._recorder.samples(f"step_{step:06d}", batch.sampled, values)
+        skipped = not trained or metrics[SKIPPED] > 0
+        self._recorder.ledger(
+            step,
+            ledger_entry(
+                batch.groups, batch.discarded, with_signal=staged.groups_with_signal, skipped=skipped
+            ),
+        )
+        self._recorder.log(step, metrics)
+        health.act(step, alarms, metrics, batch.groups)
+        if is_due(step, config.evaluation.every) and not is_evaluated_after_export(config, step):
+            await self._evaluate(step)
+        if is_due(step, config.checkpoint.every) or step == config.steps or self._asked_to_end():
+            await self._save(step)
+        if self._asked_to_end():  # asked again: it may have come while saving
+            await self._end(step)
+
+    async def preempt(self, step: int) -> NoReturn:
+        """Save the state after ``step`` and raise Preempted."""
+        await self._save(step)
+        await self._end(step)
+
+    async def _final_metrics(self, staged: Staged, timer: Stopwatch, *, trained: bool) -> dict[str, float]:
+        """Return what is known once the weights are published; stops the clock of the step."""
+        usage, batch = self._workers.usage, staged.source
+        metrics = await usage.read() if usage else {}
+        metrics |= throughput_metrics(batch.sampled, timer.stop())
+        metrics["group/extra_prompts"] = float(len(batch.discarded))
+        if trained:
+            metrics |= {"train/rows": float(staged.rows), "train/tokens": float(staged.tokens)}
+        metrics["train/loss_tokens"] = float(staged.loss_tokens if trained else 0)
+        return metrics
+
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate, but not in a run that is asked to end: it has no time, and evaluates after its resume."""
+        self._evaluation_pending = True
+        if self._asked_to_end():
+            return
+        self._recorder.phase("evaluate")
+        found = await unless_asked(self._evaluation(step=step), self._asked_to_end)
+        if found is not None:
+            self._recorder.log(step, found)
+            self._evaluation_pending = False
+
+    async def _save(self, step: int) -> None:
+        self._recorder.phase("save")
+        self._recorder.flush()
+        progress = self._parts.progress(evaluation_pending=self._evaluation_pending)
+        await self._checkpoints.save(step, self._workers, progress)
+
+    async def _end(self, step: int) -> NoReturn:
+        await self._checkpoints.settle()
+        raise Preempted(f"ended as asked after step {step}, saved. Rerun the same command to resume")
+
+
+def is_evaluated_after_export(config: Config, step: int) -> bool:
+    """Whether the model exported after this step is evaluated anyway."""
+    return step == config.steps and config.evaluation.after and config.checkpoint.export

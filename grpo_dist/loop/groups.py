@@ -1,0 +1,184 @@
+"""One group at a time: sampled, scored, and given its reference log-probs.
+
+rollouts    | sample | greedy sample (ReMax)
+rewards              | score
+reference            | log-probs              as soon as the samples are there, at the same time as the score
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from grpo_dist.config import SamplingConfig
+from grpo_dist.loop.progress import SampledBatch
+from grpo_dist.runtime.concurrency import gather, sampled_again
+from grpo_dist.runtime.seeds import request_seed
+from grpo_dist.types import Group, Prompt, Sampling, has_signal
+from grpo_dist.workers import RolloutsRef, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """A group ready to train on. ``ref_logprobs``: float32 [C] per sample; empty without a reference."""
+
+    group: Group
+    ref_logprobs: list[np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """The groups that one step trains on, and those that dynamic sampling discarded."""
+
+    scored: list[ScoredGroup]
+    discarded: list[Group] = field(default_factory=list)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those to train on."""
+        return [s.group for s in self.scored]
+
+    @property
+    def sampled(self) -> list[Group]:
+        """Those to train on, and those discarded."""
+        return self.groups + self.discarded
+
+    def without_reference(self) -> SampledBatch:
+        return SampledBatch(self.groups, self.discarded)
+
+
+class GroupScorer:
+    """Samples and scores groups, and keeps the finished ones of each batch until it is trained on.
+
+    Args:
+        sampling: temperature and length of training samples.
+        seed: the run's.
+        samples: per prompt.
+        with_baseline: score a greedy sample of each prompt too, ReMax's baseline.
+        finished: groups that a checkpoint kept, by batch number; they are not sampled again.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        samples: int,
+        with_baseline: bool,
+        finished: Mapping[int, Sequence[Group]],
+    ) -> None:
+        self._workers, self._sampling = workers, sampling
+        self._seed, self._samples, self._with_baseline = seed, samples, with_baseline
+        self._finished = {
+            batch: {group.prompt.uid: group for group in groups} for batch, groups in finished.items()
+        }
+
+    async def score(self, prompts: Sequence[Prompt], batch: int) -> ScoredBatch:
+        """Sample a group of each prompt; reward and reference run at the same time."""
+        return ScoredBatch(await gather(self._scored(prompt, batch) for prompt in prompts))
+
+    async def score_with_signal(
+        self, prompts: Sequence[Prompt], batch: int, *, wanted: int, oversample: float
+    ) -> SampledBatch:
+        """Sample dynamically: return ``wanted`` groups, those with a signal first, and the discarded surplus.
+
+        Args:
+            prompts: ``wanted`` of the step itself, then those to draw on where groups have no signal. When
+                they run out, groups without a signal fill the batch.
+            oversample: prompts to draw per missing group.
+        """
+        extra = prompts[wanted:]
+        useful: list[Group] = []
+        silent: list[Group] = []
+        asked, used = prompts[:wanted], 0
+        while asked:
+            for group in await gather(self._group(prompt, batch) for prompt in asked):
+                (useful if has_signal(group.rewards) else silent).append(group)
+            missing = max(wanted - len(useful), 0)
+            asked = extra[used : used + math.ceil(missing * oversample)]
+            used += len(asked)
+        groups = useful + silent
+        return SampledBatch(groups[:wanted], groups[wanted:])
+
+    async def with_reference(self, batch: SampledBatch) -> ScoredBatch:
+        """Compute the reference log-probs of groups that are sampled and scored already."""
+        return ScoredBatch(await gather(self._referenced(g) for g in batch.groups), batch.discarded)
+
+    def finished(self, batch: int) -> list[Group]:
+        """Return the groups of ``batch`` that are sampled and scored."""
+        return list(self._finished.get(batch, {}).values())
+
+    def forget(self, batch: int) -> None:
+        """Drop the groups of ``batch``: a step takes them."""
+        self._finished.pop(batch, None)
+
+    async def _scored(self, prompt: Prompt, batch: int) -> ScoredGroup:
+        return await sampled_again(lambda: self._scored_once(prompt, batch))
+
+    async def _scored_once(self, prompt: Prompt, batch: int) -> ScoredGroup:
+        if kept := self._kept(prompt, batch):
+            return await self._referenced(kept)
+        rollouts = await self._sample(prompt, batch)
+        if self._workers.reference is None:
+            return ScoredGroup(await self._graded(prompt, rollouts, batch), [])
+        group, ref_logprobs = await gather(
+            [self._graded(prompt, rollouts, batch), self._ref_logprobs(prompt, rollouts)]
+        )
+        return ScoredGroup(group, ref_logprobs)
+
+    async def _group(self, prompt: Prompt, batch: int) -> Group:
+        if kept := self._kept(prompt, batch):
+            return kept
+
+        async def graded() -> Group:
+            return await self._graded(prompt, await self._sample(prompt, batch), batch)
+
+        return await sampled_again(graded)
+
+    def _kept(self, prompt: Prompt, batch: int) -> Group | None:
+        """Return the group if it was finished before the run was interrupted."""
+        return self._finished.get(batch, {}).get(prompt.uid)
+
+    async def _graded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        group = await self._rewarded(prompt, rollouts, batch)
+        self._finished.setdefault(batch, {})[prompt.uid] = group
+        return group
+
+    async def _rewarded(self, prompt: Prompt, rollouts: RolloutsRef, batch: int) -> Group:
+        if not self._with_baseline:
+            return await self._workers.rewards.score(prompt, rollouts)
+        group, baseline = await gather(
+            [self._workers.rewards.score(prompt, rollouts), self._greedy_reward(prompt, batch)]
+        )
+        if math.isnan(baseline):  # without it no sample of the group has an advantage: none is trained
+            group = replace(group, rewards=np.full_like(group.rewards, np.nan))
+        return replace(group, baseline_reward=baseline)
+
+    async def _sample(self, prompt: Prompt, batch: int) -> RolloutsRef:
+        seeds = [request_seed(self._seed, batch, prompt.uid, i) for i in range(self._samples)]
+        return await self._workers.rollouts.sample(
+            prompt, seeds=seeds, sampling=self._with_temperature(self._sampling.temperature)
+        )
+
+    async def _greedy_reward(self, prompt: Prompt, batch: int) -> float:
+        """Return the reward of the most likely completion."""
+        seed = request_seed(self._seed, batch, prompt.uid, -1)
+        rollouts = await self._workers.rollouts.sample(
+            prompt, seeds=[seed], sampling=self._with_temperature(0.0)
+        )
+        return float((await self._workers.rewards.score(prompt, rollouts)).rewards[0])
+
+    def _with_temperature(self, temperature: float) -> Sampling:
+        return Sampling(temperature=temperature, max_new_tokens=self._sampling.max_new_tokens)
+
+    async def _referenced(self, group: Group) -> ScoredGroup:
+        return ScoredGroup(group, await self._ref_logprobs(group.prompt, group.rollouts))
+
+    async def _ref_logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
+        if self._workers.reference is None:
+            return []
+        return await self._workers.reference.logprobs(prompt, rollouts)

@@ -1,0 +1,37 @@
+"""New weights for the engines, and for the reference when it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from grpo_dist.algorithms.schedules import is_due
+from grpo_dist.config import ReferenceConfig
+from grpo_dist.loop.pipeline import Pipeline
+from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.workers import Workers
+
+
+async def publish(
+    version: int,
+    settings: ReferenceConfig,
+    workers: Workers,
+    pipeline: Pipeline,
+    timer: Stopwatch,
+    asked_to_end: Callable[[], bool],
+) -> dict[str, float]:
+    """Drain, push ``version`` to the engines, and refresh the reference if it is due; return metrics.
+
+    A run that is asked to end does not wait for the drain and skips the push, unless the reference is due: a
+    checkpoint after a refresh must have the new one.
+    """
+    renews = workers.reference_sync is not None and is_due(version, settings.refresh_every)
+    metrics: dict[str, float] = {}
+    with timer("drain"):
+        drained = await (pipeline.settle() if renews else pipeline.settle(unless=asked_to_end))
+    with timer("sync"):
+        if drained:
+            metrics = await workers.sync.push(version=version)
+    if workers.reference_sync and renews:
+        with timer("reference"):
+            await pipeline.renew_reference(workers.reference_sync.refresh)
+    return metrics
