@@ -1,10 +1,10 @@
-"""From a configuration to running workers and back: placement, start, teardown.
+"""Start and stop the workers of a run: placement, creation, restart.
 
     async with Cluster(config) as cluster:
         workers = await cluster.start_training(model_dir)
 
-A Ray cluster that was running before is joined and left running; a private local one is started otherwise,
-and ends with the block. No actor is created before the whole placement is known to fit.
+The block joins a running Ray cluster and leaves it running, or starts a private local one and ends it. No
+actor is created before the whole placement fits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ObjectLostError, RayError
 
-from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
+from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Colocation
 from actors.connection import (
     address_of,
     check_grows_no_more,
@@ -37,9 +37,9 @@ from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
 from actors.placement.demands import Demand, describe, is_colocated, placement, ranks_beside, share_out
 from actors.placement.fitting import bundles, too_large
-from actors.placement.reservation import Room, expected
+from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
-from actors.startup import wait_until_ready, wait_until_ready_in_turns
+from actors.startup import wait_until_ready, wait_until_ready_colocated
 from actors.sync_probe import EngineProbe
 from actors.weight_sync import WeightSync
 from actors.workers.policy_group import PolicyGroup
@@ -63,24 +63,25 @@ from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
 
-_LOOK_S = 1.0  # between two looks for a node that joins
+_POLL_S = 1.0  # while waiting for a node that joins
 
 
 class Fit(NamedTuple):
-    """``words``: the placement of a run. ``gpus``: those of the whole cluster."""
+    """``words`` describe the placement of a run; ``gpus`` counts those of the whole cluster."""
 
     words: str
     gpus: int
 
 
 def check_fits(config: Config, *, training: bool = True) -> str:
-    """`fit` in words."""
+    """Check that the run fits, and describe its placement; see `fit`."""
     return fit(config, training=training).words
 
 
 def fit(config: Config, *, training: bool = True) -> Fit:
-    """Raises UserError when a training run, or an evaluation, takes more than the cluster has, before
-    anything is started.
+    """Check that a training run, or an evaluation, fits the cluster, before anything is started.
+
+    Raises UserError when it takes more than the cluster has.
     """
     if address_of(config) == "local" and not ray.is_initialized():
         check_grows_no_more(config)
@@ -92,31 +93,33 @@ def fit(config: Config, *, training: bool = True) -> Fit:
         if owns:
             ray.shutdown()
     if training and here:
-        check_offload(config.policy)  # of another cluster, every rank looks at its own machine
+        check_offload(config.policy)  # on another cluster, every rank checks its own machine
     demands = placement(config, has, training=training)
     if found is not None and (problem := too_large(bundles(demands), found)):
         raise UserError(f"cluster: {problem}")
     if training and has.gpus and config.weight_sync.backend == "ipc":
         colocated = is_colocated(config, has)
-        transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)  # refuses where they are apart
+        transfer_backend(
+            "ipc", "cuda", one_host=True, colocated=colocated
+        )  # raises UserError unless they are colocated
     return Fit(describe(demands, has), has.gpus)
 
 
 def local_demands(config: Config) -> dict[str, Demand]:
-    """What every role of a training run would take of this machine alone."""
+    """Return what every role of a training run takes of this machine alone."""
     return placement(config, local_resources(config), training=True)
 
 
 class Cluster:
-    """The actors of one run. Use as an async context manager."""
+    """Owns the actors of one run. Use as an async context manager."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._handles: list[Any] = []
         self._own_connection = self._shared = False
         self._demands: dict[str, Demand] = {}
-        self._room = Room([], None)
-        self._generation = 0  # of policy groups
+        self._reservation = Reservation([], None)
+        self._generation = 0  # policy groups created before
         self._parts: TrainingActors | None = None
 
     async def __aenter__(self) -> Cluster:
@@ -134,8 +137,9 @@ class Cluster:
                 ray.shutdown()
 
     async def start_training(self, model_dir: Path) -> Workers:
-        """Every worker of the loop, ready, the engines connected to the policy. Raises UserError when they do
-        not fit, StateLost when one is lost before that.
+        """Start every worker of the loop and connect the engines to the policy.
+
+        Raises UserError when they do not fit, StateLost when a worker dies before that.
         """
         try:
             return await self._start_training(model_dir)
@@ -144,7 +148,7 @@ class Cluster:
 
     async def _start_training(self, model_dir: Path) -> Workers:
         config = self._config
-        await self._take_room(training=True)
+        await self._reserve(training=True)
         policy = self._create_policy(model_dir)
         shared = await self._shared_devices(policy)
         samplers = self._create_samplers(model_dir, shared)
@@ -153,28 +157,29 @@ class Cluster:
             self._handles.append(reference)
         parts = TrainingActors(policy, samplers, reference)
         limit_s = config.cluster.timeouts.sync_s
-        turns = (
-            Turns(policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck)
+        colocation = (
+            Colocation(policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck)
             if shared
             else None
         )
-        await self._ready(turns, policy, samplers.rollouts)
+        await self._ready(colocation, policy, samplers.rollouts)
         workers = await self._connected(parts, shared)
-        if turns is None:
+        if colocation is None:
             self._parts = parts
             return workers
-        await turns.to_sampling()
-        colocated = ColocatedPolicy(policy, turns)
+        await colocation.to_sampling()
+        colocated = ColocatedPolicy(policy, colocation)
         return replace(
             workers,
             policy=colocated,
             probe=EngineProbe(colocated, samplers.rollouts),
-            sync=ColocatedSync(workers.sync, turns),
-            reference_sync=workers.reference_sync and ColocatedReferenceSync(workers.reference_sync, turns),
+            sync=ColocatedSync(workers.sync, colocation),
+            reference_sync=workers.reference_sync
+            and ColocatedReferenceSync(workers.reference_sync, colocation),
         )
 
     async def where_stuck(self) -> str:
-        """Where each actor is in its code."""
+        """Return where each actor is in its code."""
         return await where_stuck({name: w for team in self._teams() for name, w in team.named().items()})
 
     def _teams(self) -> list[Team]:
@@ -182,31 +187,33 @@ class Cluster:
         return [handle.team for handle in self._handles] + models
 
     @asynccontextmanager
-    async def losses_told(self) -> AsyncIterator[None]:
-        """Within, a loss that whoever met it could not make good, and a deadline that has passed, is a
-        StateLost, after which all workers start anew.
+    async def failures_as_state_lost(self) -> AsyncIterator[None]:
+        """Convert unrecoverable actor failures and expired deadlines into StateLost, which restarts all
+        workers.
         """
         try:
             yield
         except (RayError, SamplesLost, TimeoutError) as error:
-            # A transfer that broke off twice, or half of a reference, cannot be mended where it was met.
+            # A transfer that failed twice, or a partly updated reference, cannot be repaired by its caller.
             lost = (*LOST, ObjectLostError, SamplesLost, TransferLost, TimeoutError)
             if not isinstance(cause_of(error), lost):
                 raise
-            self._parts = None  # nobody knows what else waits for whom
+            self._parts = None  # other actors may wait for the one that failed
             first, line, stacks = str(error).partition("\n")
-            raise StateLost(f"{first}: all workers start anew{line}{stacks}") from error
+            raise StateLost(f"{first}: restarting all workers{line}{stacks}") from error
 
     async def start_again(self, model_dir: Path) -> Workers:
-        """Workers after the loss of one that cannot be replaced alone; the policy is as when the run began.
-        What has devices of its own and lost nothing stays as it is: engines, rewards, a frozen reference.
+        """Start workers after the loss of one that cannot be replaced alone.
+
+        The policy is as it was when the run began. Healthy roles with devices of their own keep running:
+        engines, rewards, a frozen reference.
         """
         self._generation += 1
         if self._parts is not None and not self._config.reference.refresh_every:
             try:
                 return await self._with_new_policy(self._parts, model_dir)
-            except (RayError, WorkerLost, TimeoutError) as error:  # another was lost meanwhile
-                logger.warning("%s: all workers start anew", reason(error))
+            except (RayError, WorkerLost, TimeoutError) as error:  # a further actor was lost meanwhile
+                logger.warning("%s: restarting all workers", reason(error))
         self._parts = None
         await self._end_workers()
         return await self.start_training(model_dir)
@@ -223,7 +230,7 @@ class Cluster:
         return workers
 
     async def _connected(self, parts: TrainingActors, shared: SharedDevices | None) -> Workers:
-        """All of them are ready."""
+        """Connect policy, engines and reference, which are all ready."""
         policy, samplers, reference = parts.policy, parts.samplers, parts.reference
         with stage("weight transfer", "policy ranks and engines connect"):
             sync = await WeightSync.connect(
@@ -252,7 +259,7 @@ class Cluster:
         )
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
-        """Of the engines, where they have no GPUs of their own."""
+        """Return the devices of engines that share the policy's GPUs; None: they have their own."""
         if not self._demands["rollout"].shared:
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
@@ -275,38 +282,39 @@ class Cluster:
         )
 
     async def start_evaluation(self, model_dir: Path) -> SamplingActors:
-        """Rollout and reward workers alone, on the weights in ``model_dir``."""
-        await self._take_room(training=False)
+        """Start rollout and reward workers alone, on the weights in ``model_dir``."""
+        await self._reserve(training=False)
         samplers = self._create_samplers(model_dir, None)
         await self._ready(None)
         return samplers
 
     async def stop_workers(self) -> None:
-        """End every actor this cluster started, and give their room back; safe to call twice."""
+        """End every actor this cluster started, and release their reservation; safe to call twice."""
         try:
             await self._end_workers()
         finally:
-            self._room.give_back()
+            self._reservation.release()
 
     async def _end_workers(self) -> None:
-        """Their room stays: others wait for it, too."""
+        """End all actors; the reservation stays, because other jobs wait for it, too."""
         handles, self._handles = self._handles, []
         if handles:
             with stage("workers", "all actors end"):
                 await gather(handle.shutdown() for handle in reversed(handles))
 
-    async def _ready(self, turns: Turns | None, *in_turns: Any) -> None:
-        """All actors load at once, but for those that take turns; what they refuse (a model they cannot
-        load) is the user's to mend.
+    async def _ready(self, colocation: Colocation | None, *sharing: Any) -> None:
+        """Wait until all actors are loaded: colocated ones in sequence, all others at once.
+
+        Errors such as an unloadable model are reported as user errors.
         """
-        own = [handle for handle in self._handles if turns is None or handle not in in_turns]
-        together = [wait_until_ready_in_turns(turns, in_turns)] if turns else []
+        own = [handle for handle in self._handles if colocation is None or handle not in sharing]
+        together = [wait_until_ready_colocated(colocation, sharing)] if colocation else []
         with refusals():
             await gather([*(wait_until_ready(handle) for handle in own), *together])
 
     @property
     def _factory(self) -> Factory:
-        return Factory(self._config, self._demands, self._room)
+        return Factory(self._config, self._demands, self._reservation)
 
     def _create_policy(self, model_dir: Path) -> PolicyGroup:
         policy = self._factory.policy(model_dir, generation=self._generation)
@@ -320,17 +328,19 @@ class Cluster:
         self._handles.append(rewards)
         return SamplingActors(rollouts, rewards)
 
-    async def _take_room(self, *, training: bool) -> None:
-        if self._room.is_held:  # of workers that were all lost or ended
-            await self._room.whole(self._config)
+    async def _reserve(self, *, training: bool) -> None:
+        if self._reservation.is_held:  # by workers that were lost or ended
+            await self._reservation.wait_ready(self._config)
             return
         with stage("placement", "GPUs and CPUs are reserved for all actors"):
             self._demands = await self._placed(training)
-            self._room = await Room.take(self._config, self._demands)
+            self._reservation = await Reservation.acquire(self._config, self._demands)
 
     async def _placed(self, training: bool) -> dict[str, Demand]:
-        """What the cluster is too small for is refused at once, but for a run that was there before: in the
-        place of a node that it lost another may be on its way.
+        """Return the demands of all roles once the cluster is large enough for them.
+
+        A run that starts raises UserError at once. A run that restarts waits: a replacement for a lost node
+        may be on its way.
         """
         again = self._generation > 0
         end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
@@ -346,6 +356,6 @@ class Cluster:
                 if time.monotonic() >= end:
                     raise
                 if again:
-                    logger.warning("waiting for a node in the place of one that is lost: %s", error)
+                    logger.warning("waiting for a replacement of a lost node: %s", error)
                     again = False
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)

@@ -1,11 +1,11 @@
-"""Rollout engines and policy ranks on the same GPUs: who has their memory when.
+"""Rollout engines and policy ranks on the same GPUs: which of them holds the memory, and when.
 
     sample           update                     push
     engines awake    engines asleep             weights awake, receive | cache awake
     policy on host   policy on the GPU ......................... sends | to host
 
-An engine's weights are dropped while the policy trains, because the push that follows brings all of them; for
-a checkpoint, after which none comes, they are kept in host memory.
+Engines drop their weights while the policy trains, because the next push sends all of them. For a checkpoint,
+which no push follows, they keep them in host memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from grpo_dist.types import TrainBatch
 from grpo_dist.workers import ReferenceSyncHandle, WeightSyncHandle
 
 
-class Turns:
-    """Whose turn it is. The engines have the first."""
+class Colocation:
+    """Moves the GPUs between engines and policy. The engines hold them first."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class Turns:
         timeout_s: float,
         where_stuck: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """``timeout_s``: deadline of one change of turns; ``where_stuck``: see `Workers`."""
+        """``timeout_s``: deadline of one switch; ``where_stuck``: see `Workers`."""
         self._policy, self._rollouts, self._timeout_s = policy, rollouts, timeout_s
         self._where_stuck = where_stuck
         self._training = False
 
     async def start(self) -> None:
-        """Load both, one after the other: each finds the memory free that it measures or takes."""
+        """Load both, one after the other, so that each finds the memory free that it measures or takes."""
         await self._rollouts.ready()
         await self._rollouts.sleep(keep_weights=True)
         await self._policy.ready()
@@ -63,7 +63,7 @@ class Turns:
         self._training = False
 
     async def receive(self) -> None:
-        """Both on the GPU: the policy, and the engines' memory for weights."""
+        """Put the policy and the engines' memory for weights on the GPU."""
         await self.to_training()
         async with self._deadline("the engines take memory for new weights"):
             await self._rollouts.wake_up("weights")
@@ -73,17 +73,17 @@ class Turns:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The policy's turn for the length of the block, within the engines'."""
+        """Give the policy the GPUs for the length of the block, then give them back to the engines."""
         await self.to_training(keep_engine_weights=True)
         yield
         await self.to_sampling()
 
 
 class ColocatedPolicy:
-    """The policy in its turns."""
+    """The policy, which takes the GPUs for each call that needs them."""
 
-    def __init__(self, policy: PolicyGroup, turns: Turns) -> None:
-        self._policy, self._turns = policy, turns
+    def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
+        self._policy, self._colocation = policy, colocation
 
     def stage(self, batches: Sequence[TrainBatch]) -> Any:
         return self._policy.stage(batches)
@@ -91,7 +91,7 @@ class ColocatedPolicy:
     async def update(
         self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
     ) -> dict[str, float]:
-        await self._turns.to_training()
+        await self._colocation.to_training()
         return await self._policy.update(staged, kl_coef=kl_coef, bounds=bounds)
 
     async def trace_next(self, run_dir: Path, step: int) -> None:
@@ -101,45 +101,45 @@ class ColocatedPolicy:
         return await self._policy.token_logprobs()
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """In the turn of the update that follows."""
-        await self._turns.to_training()
+        """Take the GPUs, which the update that follows needs, too."""
+        await self._colocation.to_training()
         return await self._policy.logprobs(batch)
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
-        async with self._turns.training():
+        async with self._colocation.training():
             await self._policy.save(directory, blocking=blocking)
 
     async def saved(self) -> None:
         await self._policy.saved()
 
     async def load(self, directory: Path) -> None:
-        async with self._turns.training():
+        async with self._colocation.training():
             await self._policy.load(directory)
 
     async def export(self, directory: Path, *, tokenizer_dir: Path) -> None:
-        async with self._turns.training():
+        async with self._colocation.training():
             await self._policy.export(directory, tokenizer_dir=tokenizer_dir)
 
 
 class ColocatedSync:
-    """The weight sync, which ends the policy's turn."""
+    """The weight sync, which returns the GPUs to the engines."""
 
-    def __init__(self, sync: WeightSyncHandle, turns: Turns) -> None:
-        self._sync, self._turns = sync, turns
+    def __init__(self, sync: WeightSyncHandle, colocation: Colocation) -> None:
+        self._sync, self._colocation = sync, colocation
 
     async def push(self, version: int) -> dict[str, float]:
-        await self._turns.receive()
+        await self._colocation.receive()
         metrics = await self._sync.push(version)
-        await self._turns.to_sampling(weights_are_awake=True)
+        await self._colocation.to_sampling(weights_are_awake=True)
         return metrics
 
 
 class ColocatedReferenceSync:
-    """Reference workers take on the policy within a turn of its own."""
+    """The reference sync, during which the policy holds the GPUs."""
 
-    def __init__(self, sync: ReferenceSyncHandle, turns: Turns) -> None:
-        self._sync, self._turns = sync, turns
+    def __init__(self, sync: ReferenceSyncHandle, colocation: Colocation) -> None:
+        self._sync, self._colocation = sync, colocation
 
     async def refresh(self) -> None:
-        async with self._turns.training():
+        async with self._colocation.training():
             await self._sync.refresh()

@@ -20,7 +20,7 @@ from grpo_dist.runtime.hardware import available_cpus, device_type
 
 
 def address_of(config: Config) -> str:
-    """Of the Ray cluster that is joined; `local`: a private one on this machine."""
+    """Return the address of the Ray cluster to join; `local`: a private one on this machine."""
     return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
@@ -29,14 +29,14 @@ def local_resources(config: Config) -> Resources:
 
 
 def resources_of(has: Sequence[Node], *, shared: bool) -> Resources:
-    """Of all nodes of a cluster; ``shared``: see `Resources`."""
+    """Add up all nodes of a cluster; ``shared``: see `Resources`."""
     cpus, gpus = int(sum(node.cpus for node in has)), int(sum(node.gpus for node in has))
     most = int(max(node.cpus for node in has))
     return Resources(max(cpus, 1), gpus, max(most, 1), shared)
 
 
 def check_grows_no_more(config: Config) -> None:
-    """A cluster that is the run's own."""
+    """Raises UserError for a private cluster that is expected to grow."""
     if config.cluster.grows_to is not None:
         raise UserError(
             "`cluster.grows_to` is set, and the run has a cluster of its own, which is this machine; set "
@@ -45,32 +45,32 @@ def check_grows_no_more(config: Config) -> None:
 
 
 def is_this_machine() -> bool:
-    """Whether the cluster is this machine alone, so that what is missing here is missing there."""
+    """Return whether the cluster is this machine alone, so that a check here holds for every node."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return alive == {ray.get_runtime_context().get_node_id()}
 
 
 def connect(config: Config) -> bool:
-    """Join the cluster, or start a private local one; whether the connection is ours to close."""
+    """Join the cluster, or start a private local one; return whether this call opened the connection."""
     if ray.is_initialized():
         return False
     address = address_of(config)
-    # Ray would run its workers at the lowest priority, where any other program of this machine starves them.
-    # They are the job. Read when a cluster starts, so one that is joined keeps its own.
+    # Ray runs its workers at the lowest priority by default, where any other program of this machine starves
+    # them. Ray reads this when a cluster starts; a running cluster keeps its own value.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # A group that failed has two results, and whoever waits for it is told by the first of them.
+    # A group that failed has two results, and its caller reads only the first.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     local: dict[str, Any] = {}
     if address == "local":
         check_grows_no_more(config)
         local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
     if local and device_type() == "cpu":
-        local["num_gpus"] = 0  # Ray counts GPUs also where torch is the CPU build
+        local["num_gpus"] = 0  # Ray counts GPUs even with the CPU build of torch
     if local:
         prepare_token()
     try:
         ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
-    except (ConnectionError, ValueError) as error:  # the latter: an address of another kind, as Ray says
+    except (ConnectionError, ValueError) as error:  # Ray raises ValueError for an address of another kind
         raise UserError(
             f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.supervisor import Team
 from actors.placement.demands import Demand, Devices
-from actors.placement.reservation import Room
+from actors.placement.reservation import Reservation
 from actors.workers.engine_settings import EngineSpec
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
@@ -25,7 +25,7 @@ from grpo_dist.runtime.hardware import thread_environment
 
 # An engine on the policy's GPUs has the memory for its start only while it samples, which may not come again
 # before its samples are there.
-_SHARES = "it shares GPUs with the policy, and all start anew together"
+_SHARES = "it shares GPUs with the policy, and all of them restart together"
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class SharedDevices:
 class Factory:
     """Creates the actors of one run on what is reserved for them."""
 
-    def __init__(self, config: Config, demands: Mapping[str, Demand], room: Room) -> None:
-        self._config, self._demands, self._room = config, demands, room
+    def __init__(self, config: Config, demands: Mapping[str, Demand], reservation: Reservation) -> None:
+        self._config, self._demands, self._reservation = config, demands, reservation
 
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
         config = self._config
@@ -131,7 +131,7 @@ class Factory:
             "num_gpus": 0 if demand.shared else demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
-        return ActorSpec(options, self._room.of(role), cluster.restarts, cluster.timeouts.start_s)
+        return ActorSpec(options, self._reservation.options(role), cluster.restarts, cluster.timeouts.start_s)
 
 
 def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Ray cluster that a run starts for itself is for its user alone, also on a machine that others use.
+"""Keep a run's private Ray cluster closed to other users of the machine.
 
 Ray writes its token with the permissions that new files of the user have, mostly readable by all, and makes
 its directories writable by all.
@@ -17,8 +17,9 @@ logger = logging.getLogger("grpo_dist")
 
 
 def prepare_token() -> None:
-    """Write the token of a cluster that is about to start into the file where Ray looks for one, for this
-    user alone. A token that is there stays, and nobody else may read it from now on.
+    """Write a token to the file where Ray looks for one, readable by this user alone.
+
+    An existing token is kept, and made unreadable to others.
     """
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
@@ -37,7 +38,9 @@ def prepare_token() -> None:
 
 
 def close_session(session: Path) -> None:
-    """After the start, keep others from entering its directory, and from renaming it in the shared one."""
+    """Keep others from entering the directory of a started session, and from renaming it in the shared
+    one.
+    """
     _close_to_others(session, 0o700)
     with suppress(OSError):
         shared = session.parent.stat()

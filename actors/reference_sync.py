@@ -1,4 +1,4 @@
-"""Policy to reference: the frozen model is renewed every so many steps, or follows as a moving average."""
+"""Policy to reference: the frozen model is refreshed every few steps, or follows as a moving average."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_dist.runtime.concurrency import gather
 
 
 class ReferenceSync:
-    """Driver-side handle. Made by `connect`; `refresh` mixes the policy's weights into every reference."""
+    """Driver-side handle, made by `connect`: mixes the policy's weights into every reference."""
 
     def __init__(self, group: TransferGroup, reference: ReferencePool, mix: float, timeout_s: float) -> None:
         self._group, self._reference, self._mix, self._timeout_s = group, reference, mix, timeout_s
@@ -30,7 +30,7 @@ class ReferenceSync:
         timeout_s: float,
     ) -> ReferenceSync:
         """Join rank 0 of the policy and all reference workers in a transfer group of their own."""
-        if settings.backend == "ipc":  # of the engines on the policy's GPUs; a reference has its own
+        if settings.backend == "ipc":  # only engines share the policy's GPUs; a reference has its own
             settings = settings.model_copy(update={"backend": "auto"})
         both = policy.team.named() | reference.team.named()
         stage = "reference: policy and reference workers join the transfer group"
@@ -45,8 +45,9 @@ class ReferenceSync:
         return cls(group, reference, mix, timeout_s)
 
     async def refresh(self) -> None:
-        """Every reference worker holds (1 - mix) of its own weights and mix of the policy's when this
-        returns. Raises StateLost where one of them, or the policy, is lost.
+        """Replace every reference worker's weights by (1 - mix) of its own and mix of the policy's.
+
+        Raises StateLost when a reference worker or a policy rank is lost.
         """
         both = self._group.policy.team.named() | self._reference.team.named()
         try:

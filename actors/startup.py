@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.colocation import Turns
+from actors.colocation import Colocation
 from actors.workers.policy_group import PolicyGroup
 from actors.workers.reference import ReferencePool
 from actors.workers.reward import RewardPool
@@ -22,21 +22,21 @@ STAGES: dict[type, tuple[str, str]] = {
 
 
 async def wait_until_ready(handle: Any) -> None:
-    """Wait for the actors of one role."""
+    """Wait for the actors of one role, as a stage of the log."""
     found = (words for kind, words in STAGES.items() if isinstance(handle, kind))
     name, what = next(found, ("actors", ""))
     with stage(name, what, lambda: names_of(_starting([handle]))):
         await handle.ready()
 
 
-async def wait_until_ready_in_turns(turns: Turns, handles: Sequence[Any]) -> None:
+async def wait_until_ready_colocated(colocation: Colocation, handles: Sequence[Any]) -> None:
     what = "they load one after the other, on the same GPUs"
     with stage("engines and policy ranks", what, lambda: names_of(_starting(handles))):
-        await turns.start()
+        await colocation.start()
 
 
 def _starting(handles: Sequence[Any]) -> list[str]:
-    """Names of the actors that are not up yet."""
+    """Return the names of the actors that are not ready yet."""
     teams = [handle.team for handle in handles]
     teams += [model.team for handle in handles for model in getattr(handle, "models", ())]
     return sorted(name for team in teams for name in team.starting)

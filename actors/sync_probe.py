@@ -1,4 +1,4 @@
-"""Engines and policy side by side: what `grpo_dist.loop.sync_probe` asks of them."""
+"""What `grpo_dist.loop.sync_probe` asks of engines and policy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.types import Prompt, Rollout, Sampling, TrainBatch
 
 
-class Policy(Protocol):
+class ProbedPolicy(Protocol):
     """`PolicyGroup`, or `ColocatedPolicy`."""
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
 
 
 class EngineProbe:
-    """Driver-side handle."""
+    """Samples on one engine at a time, and computes the policy's log-probs of the samples."""
 
-    def __init__(self, policy: Policy, rollouts: RolloutPool) -> None:
+    def __init__(self, policy: ProbedPolicy, rollouts: RolloutPool) -> None:
         self._policy, self._rollouts = policy, rollouts
 
     def engines(self) -> dict[str, Any]:
-        """The engines that serve, by name; a replaced one is another object. Raises what ended the role."""
+        """Return the serving engines by name; a replacement is another object. Raises the error that ended
+        the role.
+        """
         team = self._rollouts.team
         team.check()
         serving = team.alive()
@@ -35,16 +37,17 @@ class EngineProbe:
     async def sample(
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> list[tuple[Rollout, ...]]:
-        """Of each of ``prompts`` one completion a seed, all by ``engine``; [] where it is lost. The caller
-        holds the deadline.
+        """Sample one completion a seed for each of ``prompts`` on ``engine``; return [] if it is lost.
+
+        The caller holds the deadline.
         """
         try:
             return await results(engine.probe.remote(prompt, list(seeds), sampling) for prompt in prompts)
         except RayError:
-            if not await self._rollouts.team.weed_out([engine]):
+            if not await self._rollouts.team.find_dead([engine]):
                 raise
             return []
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Name of the policy's dtype, and by row id, float32 [C], its log-probs under the current weights."""
+        """Return the name of the policy's dtype and, by row id, its current log-probs, float32 [C]."""
         return await self._policy.logprobs(batch)

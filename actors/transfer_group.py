@@ -1,7 +1,7 @@
-"""The policy and some workers in groups of their own, through which it sends them its weights.
+"""Groups in which the policy sends its weights to other workers.
 
-Rank 0 sends to all of them, or, where policy and workers share GPUs, each rank to who is on its GPU: then
-there are as many groups as GPUs.
+Rank 0 sends to all workers. Where policy and workers share GPUs, each rank sends to the process on its GPU,
+and there are as many groups as GPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.concurrency import gather
 from grpo_dist.runtime.hardware import transfer_backend
 
-# Weights gathered and sent at once, MiB. Without GPUs few, which then stay in the processor's cache between
-# the one who packs and the one who loads.
+# Size of a bucket, MiB. Without GPUs it is small, so that a bucket stays in the processor's cache between
+# packing and loading.
 _BUCKET_MB = {"cpu": 4, "cuda": 256}
 
-# Memory that is mapped does not leave its device: there every rank sends to the process beside it.
+# Mapped memory does not leave its device: every rank sends to the process on its own device.
 _MAPPED = ("ipc", "shared_memory")
 
 
@@ -35,7 +35,9 @@ class _Seats:
 
 
 async def _seats(policy: PolicyGroup, senders: Sequence[int]) -> _Seats:
-    """Of every process: receiver i is in the group of policy rank ``senders[i]``, who is rank 0 there."""
+    """Return the seats of all processes: receiver i joins the group in which policy rank ``senders[i]`` is
+    rank 0.
+    """
     of_senders, of_receivers = {}, []
     for rank, count in Counter(senders).items():
         host, port = await policy.ranks[rank].address.remote()
@@ -129,8 +131,8 @@ class TransferGroup:
         return cls(policy, name, tuple(workers), spec, parameters, bucket_bytes)
 
     async def send(self, receiving: Iterable[Coroutine[Any, Any, Any]]) -> dict[str, float]:
-        """The weights, while the workers are ``receiving``; returns metrics of the sender. The caller holds
-        the deadline.
+        """Send the weights while the workers are ``receiving``, and return metrics of the sender. The caller
+        holds the deadline.
         """
         spec = self.spec
         sending = self.policy.send_weights(

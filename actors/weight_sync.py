@@ -6,9 +6,9 @@ driver            policy ranks                           engines
                   send checksum                   ===>   compare; a difference ends the run
   finish_update ------------------------------------->   repack, take the version, serve again
 
-An engine that is lost on the way ends the transfer for all: it is repeated with the rest, in a new group. The
-one in its place gets the weights in a group of its own, while the others go on. Where only a connection is
-lost, it is repeated once.
+An engine that dies during the transfer ends it for all: it is repeated with the others, in a new group. The
+replacement gets the weights in its own group, while the others keep serving. If only a connection is lost,
+the transfer is repeated once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from grpo_dist.runtime.metering import Stopwatch
 
 
 class WeightSync:
-    """Driver-side handle. Made by `connect`; `push` moves the policy's weights to all engines."""
+    """Driver-side handle, made by `connect`: sends the policy's weights to all engines."""
 
     def __init__(self, group: TransferGroup, rollouts: RolloutPool, timeout_s: float) -> None:
         self._group, self._rollouts, self._timeout_s = group, rollouts, timeout_s
         self._is_open = True
-        self._version, self._updates = 0, group.policy.updates  # those last pushed
+        self._version, self._updates = 0, group.policy.updates  # of the last push
         self._one_at_a_time = asyncio.Lock()
         rollouts.team.catch_up = self.catch_up
 
@@ -69,26 +69,25 @@ class WeightSync:
         return cls(group, rollouts, timeout_s)
 
     async def push(self, version: int) -> dict[str, float]:
-        """All engines that serve hold the policy's weights as ``version`` when this returns; metrics say what
-        it took.
+        """Send the policy's weights to all serving engines as ``version``, and return metrics.
 
-        Raises TimeoutError naming the stage past the deadline, RuntimeError when an engine received other
-        bytes than were sent or reports another version.
+        Raises TimeoutError naming the stage that is late, RuntimeError when an engine received other bytes
+        than were sent or reports another version.
         """
         team, watch = self._rollouts.team, Stopwatch()
         async with self._one_at_a_time:
             sent: dict[str, float] = {}
-            repeated = False  # for a connection's sake alone
+            repeated = False  # because a connection was lost, and no engine
             while True:
                 team.check()
                 workers = team.alive()
                 try:
-                    sent = await self._bring(version, workers, watch) or sent
+                    sent = await self._transfer(version, workers, watch) or sent
                     break
                 except RayError as error:
                     self._is_open = False
                     await self._group.policy.team.ask_all()
-                    if await team.weed_out(workers):
+                    if await team.find_dead(workers):
                         continue
                     if repeated or not isinstance(cause_of(error), TransferLost):
                         raise
@@ -97,10 +96,12 @@ class WeightSync:
         return sent | watch.phases()
 
     async def catch_up(self, worker: Any) -> None:
-        """Give an engine that was started anew the weights as they are now. The policy may have been updated
-        since the last push, or be at it: then they are of a version that nobody else has yet, and say so.
+        """Send the current weights to a restarted engine.
+
+        The policy may have been updated since the last push, or be updating now. Then the weights carry a
+        version that no other engine has yet.
         """
-        policy, own = self._group.policy, "rollout anew"
+        policy, own = self._group.policy, "rollout restarted"
         engine = self._engines([worker])
         both = self._group.policy.team.named() | engine
         async with self._one_at_a_time:
@@ -120,14 +121,16 @@ class WeightSync:
                     reported = await worker.finish_update.remote(version)
                     await group.close()
                 self._is_open = False  # the common group lacks this engine
-            except RayTaskError:  # perhaps only how the policy saw that the engine is gone
-                async with deadline_of(engine, self._timeout_s, f"{stage} says how it is"):
+            except RayTaskError:  # the policy may only have noticed that the engine is gone
+                async with deadline_of(engine, self._timeout_s, f"{stage} answers its health check"):
                     await worker.health.remote()
                 raise
         _check_versions([reported], version)
 
-    async def _bring(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
-        """To ``workers`` that lack it; returns metrics of the sender, {} where none did. May be repeated."""
+    async def _transfer(self, version: int, workers: list[Any], watch: Stopwatch) -> dict[str, float]:
+        """Send ``version`` to the ``workers`` that lack it, and return metrics of the sender, {} if none
+        lacks it. May be repeated.
+        """
         engines = self._engines(workers)
         async with deadline_of(engines, self._timeout_s, f"weight sync: engines stop for version {version}"):
             with watch("sync_stop"):
@@ -146,7 +149,7 @@ class WeightSync:
         return sent
 
     def _engines(self, workers: Sequence[Any]) -> dict[str, Any]:
-        """``workers`` by name."""
+        """Return ``workers`` by name."""
         return {name: w for name, w in self._rollouts.team.named().items() if w in workers}
 
     async def _open(self, receivers: list[Any]) -> None:

@@ -1,4 +1,6 @@
-"""Calls to actors from the driver: many at once, beside their work, and the last one that ends them."""
+"""Calls from the driver to actors: many at once, in parallel to their work, and the last one that ends
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,32 @@ from ray.exceptions import (
 from grpo_dist.errors import cause_of
 from grpo_dist.runtime.concurrency import gather
 
-# How Ray says that an actor is gone. Memory: of its node, whose monitor has killed it.
+# Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
 BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
-_CLOSE_S = 30.0  # an actor that has not closed by then, or never came up, is killed as it is
+_CLOSE_S = 30.0  # an actor that has not closed by then, or never started, is killed
 
 
 async def results(refs: Iterable[Any]) -> list[Any]:
-    """Values of object references, in order; the first failure is raised at once."""
+    """Return the values of object references, in order; raise the first failure at once."""
     return await gather(result(ref) for ref in refs)
 
 
 async def result(ref: Any) -> Any:
-    """A coroutine of an object reference, which is only awaitable."""
+    """Await an object reference, as a coroutine."""
     return await ref
 
 
 def one_at_a_time(worker: type) -> Any:
-    """An actor class whose calls wait for each other, in order, but for those in the group `BESIDE`; with
-    `max_concurrency` in its options so many run at once.
+    """Return an actor class whose calls run one at a time, in order, except those in the group `BESIDE`.
+
+    `max_concurrency` in its options raises the number of calls that run at once.
     """
     return ray.remote(concurrency_groups={BESIDE: 1})(worker)
 
 
 async def on_one_host(workers: Iterable[Any]) -> bool:
-    """Whether all ``workers`` are on the same node."""
+    """Return whether all ``workers`` are on the same node."""
     nodes = await results(
         worker.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for worker in workers
     )
@@ -50,31 +53,29 @@ async def on_one_host(workers: Iterable[Any]) -> bool:
 
 
 async def end(workers: Sequence[Any]) -> None:
-    """Ask each worker to `close`, for half a minute at most, then kill it. Never raises for a worker's
-    sake.
-    """
+    """Ask each worker to `close`, for half a minute at most, then kill it. Errors of workers are ignored."""
     closing = asyncio.gather(*(result(worker.close.remote()) for worker in workers), return_exceptions=True)
     try:
         await asyncio.wait_for(closing, _CLOSE_S)
     except TimeoutError:
-        pass  # killed all the same
+        pass  # killed below
     finally:
         kill(workers)
 
 
 def kill(workers: Sequence[Any]) -> None:
-    """End each worker as it is: one that holds nothing which has to be given back."""
+    """Kill each worker; for workers that hold nothing to release."""
     for worker in workers:
         ray.kill(worker)
 
 
 def reason(error: BaseException) -> str:
-    """The first line of what ``error`` says; Ray adds a page."""
+    """Return the first line of the message of ``error``; Ray adds a page."""
     error = cause_of(error)
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def where_stuck_in(error: BaseException) -> str:
-    """The lines after that one, of an error that says where an actor hangs."""
+    """Return the further lines of a TimeoutError that says where an actor hangs."""
     _, newline, where = str(error).partition("\n")
     return newline + where if type(error) is TimeoutError else ""

@@ -11,25 +11,25 @@ from grpo_dist.runtime.stacks import listen
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """``work``: a number that changes as long as the work in hand goes on; None: nothing is in hand."""
+    """``work``: a number that changes while work makes progress; None: there is no work."""
 
     work: float | None = None
 
 
 class Probeable:
-    """A worker that can be asked how it is, and looked at where it does not answer."""
+    """A worker with a health check, and with stack dumps for when it does not answer."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        listen()  # before anything that a constructor does: it may hang, too
+        listen()  # before the constructor runs, which may hang, too
         return super().__new__(cls)
 
     def health(self) -> Health:
-        """Raises where it cannot go on."""
+        """Return the worker's progress. Raises when it cannot continue."""
         return Health()
 
 
 def ask_beside(worker: Any) -> Any:
-    """`Probeable.health` of an actor class made by `one_at_a_time`."""
+    """Call `Probeable.health` of an actor made by `one_at_a_time`, in parallel to its work."""
     return worker.health.options(concurrency_group=BESIDE).remote()
 
 

@@ -1,12 +1,12 @@
-"""The actors of one role: each is watched, and replaced where it dies or hangs.
+"""Supervision of the actors of one role: each is watched, and replaced when it dies or hangs.
 
-    serving --lost--> back-off, made anew, started, given what it lacks --> serving
-                        | again, as often as the budget goes
+    serving --lost--> back-off, created, started, caught up --> serving
+                        | repeated within the restart budget
                         v
-                      the role has failed: whoever waits for one of its actors is told
+                      the role has failed: every caller gets the error
 
-For actors whose state can be had again. The call that a lost one was in is repeated on another: whoever
-called gets one answer, however many actors worked at it.
+For actors whose state can be rebuilt. A call to an actor that is lost is repeated on another actor, so that
+the caller gets one answer.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from grpo_dist.runtime.restarts import Budget
 
 logger = logging.getLogger("grpo_dist")
 
-_LATE_S = 1.0  # a deadline noticed so much later says that the driver itself was held up
+_LATE_S = 1.0  # a deadline noticed this much later means that the driver itself was blocked
 
 
 class Team:
-    """Driver-side handle of the actors of one role; made and used on one event loop. ``workers`` is the list
-    of them, always as it is now.
+    """Driver-side handle of the actors of one role, used on one event loop. ``workers`` is their current
+    list.
 
     Args:
-        makers: of each actor, given its name.
-        start: begins the start of an actor, which can serve when what it returns is done.
-        health: asks an actor how it is.
-        room: sequences that one may have in hand, see `LoadBalancer`.
+        makers: for each actor the function that creates it under a given name.
+        start: starts an actor; the actor can serve once the returned reference is done.
+        health: calls an actor's health check.
+        capacity: sequences in flight on one actor, see `LoadBalancer`.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class Team:
         *,
         start: Callable[[Any], Any] = ready,
         health: Callable[[Any], Any] = ask_beside,
-        room: int = sys.maxsize,
+        capacity: int = sys.maxsize,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._role, self._makers, self._start, self._health = role, makers, start, health
         self._restarts, self._start_s = spec.restarts, spec.start_s
         self._irreplaceable = spec.irreplaceable
         self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
-        self.load_balancer = LoadBalancer(len(self.workers), room, on_wait=on_wait)
-        # What an actor that was started anew has to be given before it serves.
+        self.load_balancer = LoadBalancer(len(self.workers), capacity, on_wait=on_wait)
+        # Brings a restarted actor up to date before it serves.
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
         self._budgets = [Budget(spec.restarts) for _ in self.workers]
-        self._told = -min(spec.generation, 1)
+        self._counted = -min(spec.generation, 1)
         self.failed = asyncio.Event()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
-        self.starting = set(self.named())  # names of the actors that have not come up yet
+        self.starting = set(self.named())  # names of actors that are not ready yet
 
     async def ready(self) -> None:
         await gather(self._up(index, worker) for index, worker in enumerate(self.workers))
@@ -81,7 +81,7 @@ class Team:
         self.starting.discard(self._name(index))
 
     def watch(self) -> None:
-        """From now on, whoever dies or hangs is noticed; `ready` does it, too."""
+        """Start watching for actors that die or hang; `ready` does so, too."""
         if self._restarts is not None:
             for index in range(len(self.workers)):
                 task = asyncio.create_task(self._watch(index), name=f"health of {self._name(index)}")
@@ -89,42 +89,43 @@ class Team:
                 self._watching.append(task)
 
     def alive(self) -> list[Any]:
-        """The actors that serve."""
+        """Return the actors that serve."""
         return [worker for i, worker in enumerate(self.workers) if i not in self._replacing]
 
     def states(self) -> list[bool]:
-        """Of each actor, whether it serves. In any thread."""
+        """Return for each actor whether it serves. Safe in any thread."""
         replacing = set(self._replacing)
         return [i not in replacing for i in range(len(self.workers))]
 
     def named(self) -> dict[str, Any]:
-        """All actors by name, also those that are being replaced."""
+        """Return all actors by name, including those being replaced."""
         return numbered(self._role, self.workers)
 
     def is_current(self, index: int, worker: Any) -> bool:
-        """Whether ``worker`` is the one that serves as number ``index``."""
+        """Return whether ``worker`` is the actor that serves as number ``index``."""
         return index not in self._replacing and self.workers[index] is worker
 
     @property
     def is_whole(self) -> bool:
-        """Whether every actor serves."""
+        """True while every actor serves."""
         return not self._replacing and self._failure is None
 
     def check(self) -> None:
-        """Raises what ended the role, if anything did."""
+        """Raise the error that ended the role, if any."""
         if self._failure is not None:
             raise self._failure
 
     def restarted(self) -> float:
-        """How many actors were replaced since this was last asked."""
-        total, told = sum(budget.used for budget in self._budgets), self._told
-        self._told = total
-        return float(total - told)
+        """Return how many actors were replaced since the last call."""
+        total, counted = sum(budget.used for budget in self._budgets), self._counted
+        self._counted = total
+        return float(total - counted)
 
     async def call(self, method: str, *arguments: Any, attempts: int | None = None) -> Any:
-        """What the actor with the fewest calls in hand answers; of one that is lost meanwhile, another.
-        Raises what of `LOST` it was when ``attempts`` actors were lost over it, and SamplesLost when one of
-        ``arguments`` was.
+        """Call the actor with the fewest calls in flight; if it is lost meanwhile, call another.
+
+        Raises the error of `LOST` when ``attempts`` actors were lost during the call, and SamplesLost when
+        one of ``arguments`` was lost.
         """
         made = 0
         while True:
@@ -145,7 +146,9 @@ class Team:
                     self.load_balancer.release(index, 1, 1)
 
     def lost(self, index: int, worker: Any, error: BaseException) -> None:
-        """``worker``, number ``index``, answers no more: replace it. Whoever notices says so."""
+        """Replace ``worker``, number ``index``, which no longer answers. Any caller that notices reports it
+        here.
+        """
         if not self.is_current(index, worker) or self._failure is not None:
             return
         self.load_balancer.withdraw(index)
@@ -160,34 +163,36 @@ class Team:
         self._replacing[index] = task
         task.add_done_callback(self._ended)
 
-    async def weed_out(self, workers: Sequence[Any]) -> bool:
-        """Something failed on ``workers``: find out who is lost. False: nobody is, it has another reason."""
+    async def find_dead(self, workers: Sequence[Any]) -> bool:
+        """Probe ``workers`` after a failed call, and return whether one is lost; False: the failure has
+        another reason.
+        """
         numbers = [self._number(worker) for worker in workers]
-        found = await gather(self._is_well(i, w) for i, w in zip(numbers, workers, strict=True))
+        found = await gather(self._probe(i, w) for i, w in zip(numbers, workers, strict=True))
         return not all(found)
 
     async def ask_all(self) -> None:
-        """Find out who is lost, and `check`."""
-        await gather(self._is_well(i, worker) for i, worker in enumerate(list(self.workers)))
+        """Probe every actor, then `check`."""
+        await gather(self._probe(i, worker) for i, worker in enumerate(list(self.workers)))
         self.check()
 
-    async def _is_well(self, index: int | None, worker: Any) -> bool:
+    async def _probe(self, index: int | None, worker: Any) -> bool:
         if index is None or not self.is_current(index, worker):
             return False
         limit_s = self._restarts.hang_s if self._restarts else self._start_s
         try:
-            async with deadline(limit_s, f"{self._name(index)} says how it is"):
+            async with deadline(limit_s, f"{self._name(index)} answers its health check"):
                 await self._health(worker)
         except RayError as error:
             self.lost(index, worker, error)
             return False
         except TimeoutError as error:
-            await self._hangs(index, worker, str(error))
+            await self._mark_hung(index, worker, str(error))
             return False
         return True
 
-    async def _hangs(self, index: int, worker: Any, how: str) -> None:
-        """`lost`, with where it is stuck: once it is killed nobody will know."""
+    async def _mark_hung(self, index: int, worker: Any, how: str) -> None:
+        """Report a hung actor as lost, with its stacks, which are gone once it is killed."""
         where = await where_stuck({self._name(index): worker})
         self.lost(index, worker, TimeoutError(f"{how}\n{where}"))
 
@@ -195,7 +200,7 @@ class Team:
         return next((i for i, own in enumerate(self.workers) if own is worker), None)
 
     async def shutdown(self) -> None:
-        """Nobody is watched or replaced any more; the actors are the caller's to end."""
+        """Stop watching and replacing; the caller ends the actors."""
         tasks = [*self._watching, *self._replacing.values()]
         for task in tasks:
             task.cancel()
@@ -205,7 +210,7 @@ class Team:
         while True:
             kill([self.workers[index]])
             await asyncio.sleep(delay_s)
-            # Not the name of the one before: it may not be free yet.
+            # The name of the actor before may still be taken.
             worker = self._makers[index](f"{self._name(index)}.{self._budgets[index].used}")
             self.workers[index] = worker
             try:
@@ -222,12 +227,14 @@ class Team:
     async def _caught_up(self, index: int, worker: Any) -> None:
         if self.catch_up is not None:
             await self.catch_up(worker)
-        # At once, with nothing awaited before: whoever deals with all that serve deals with it, too.
+        # With no await in between: from here on, calls to all serving actors include this one.
         del self._replacing[index]
         self.load_balancer.restore(index)
 
     async def _while_it_answers(self, index: int, worker: Any, work: Coroutine[Any, Any, None]) -> None:
-        """``work`` on an actor that does not serve yet, and so is not watched: ended when it hangs."""
+        """Run ``work`` on an actor that does not serve yet, and so is not watched; end it when the actor
+        hangs.
+        """
         working, answering = asyncio.create_task(work), asyncio.create_task(self._answers_on(index, worker))
         try:
             done, _ = await asyncio.wait(  # bounded: `answering` fails when the actor hangs
@@ -241,17 +248,18 @@ class Team:
             await asyncio.gather(working, answering, return_exceptions=True)
 
     async def _answers_on(self, index: int, worker: Any) -> None:
-        """Raises when it does not."""
+        """Probe ``worker`` for ever; raises when it does not answer."""
         assert self._restarts is not None
         name = self._name(index)
         while True:
             await asyncio.sleep(self._restarts.health_s)
-            async with deadline_of({name: worker}, self._restarts.hang_s, f"{name} says how it is"):
+            async with deadline_of({name: worker}, self._restarts.hang_s, f"{name} answers its health check"):
                 await self._health(worker)
 
     def _take(self, index: int, error: BaseException) -> float:
-        """One restart of the budget: the seconds to wait before it. Raises WorkerLost when none is left,
-        StateLost when it cannot be replaced alone.
+        """Take one restart from the budget, and return the seconds to wait before it.
+
+        Raises WorkerLost when none is left, StateLost when the actor cannot be replaced alone.
         """
         lost = f"{self._name(index)} is lost ({reason(error)})"
         where = where_stuck_in(error)
@@ -265,7 +273,7 @@ class Team:
         return delay_s
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What went wrong in a task that nobody awaits is told to all who want an actor of this role."""
+        """Propagate a background task's failure to every caller of this role."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
@@ -285,14 +293,14 @@ class Team:
             if not self.is_current(index, worker):
                 continue
             try:
-                async with deadline(limit_s, f"{self._name(index)} says how it is"):
+                async with deadline(limit_s, f"{self._name(index)} answers its health check"):
                     health = await self._health(worker)
             except RayError as error:
                 self.lost(index, worker, error)
                 continue
             except TimeoutError as error:
                 if time.monotonic() - asked < limit_s + _LATE_S:
-                    await self._hangs(index, worker, str(error))
+                    await self._mark_hung(index, worker, str(error))
                 continue
             now = time.monotonic()
             if health.work is None:
@@ -300,8 +308,8 @@ class Team:
             elif seen != (worker, health.work):
                 seen, since = (worker, health.work), now
             elif now - since >= limit_s:
-                stuck = f"{self._name(index)}: its work has not gone on for {now - since:.0f} s"
-                await self._hangs(index, worker, stuck)
+                stuck = f"{self._name(index)}: its work has made no progress for {now - since:.0f} s"
+                await self._mark_hung(index, worker, stuck)
 
     def _name(self, index: int) -> str:
         return f"{self._role}-{index}"

@@ -1,4 +1,4 @@
-"""What the actors of a run did during a step, asked of all of them at once after its weight sync."""
+"""What the actors of a run did during a step, read from all of them at once after its weight sync."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from grpo_dist.runtime.metering import Usage, usage_metrics
 
 
 class ActorUsage:
-    """Driver-side handle. ``teams``: of each role. ``queueing``: roles of `calls.one_at_a_time`, which have
-    work of later batches before them, and are asked beside it. ``latest``: by actor, as `read` last found it.
+    """Reads and adds up the usage of all actors.
+
+    ``teams``: those of each role. ``queueing``: roles of `calls.one_at_a_time`, whose queues hold work of
+    later batches, so that they are asked in parallel to it. ``latest``: the result of the last `read`, by
+    actor.
     """
 
     def __init__(
@@ -24,7 +27,7 @@ class ActorUsage:
         self.latest: dict[str, Usage] = {}
 
     async def read(self) -> dict[str, float]:
-        """Metrics of what was done since the last call, and of how many actors were replaced."""
+        """Return metrics of the work since the last call, and of how many actors were replaced."""
         named = {
             f"{role}-{i}": (role, actor)
             for role, own in self._serving().items()
@@ -32,13 +35,13 @@ class ActorUsage:
         }
         all_of_them = {name: actor for name, (_, actor) in named.items()}
         async with deadline_of(all_of_them, self._timeout_s, f"usage of {len(named)} actors"):
-            found = await gather(self._asked(*who) for who in named.values())
+            found = await gather(self._read_one(*who) for who in named.values())
         self.latest = {name: usage for name, usage in zip(named, found, strict=True) if usage is not None}
         restarts = {f"restarts/{r}": sum(t.restarted() for t in own) for r, own in self._teams.items() if own}
         return usage_metrics(self.latest) | restarts
 
     def states(self) -> dict[str, bool]:
-        """Of every actor by name, whether it serves; False: it is being replaced."""
+        """Return for every actor by name whether it serves; False: it is being replaced."""
         return {
             f"{role}-{i}": serves
             for role, own in self._teams.items()
@@ -46,11 +49,13 @@ class ActorUsage:
         }
 
     def _serving(self) -> dict[str, list[Any]]:
-        """Those of each role; one that is being replaced would only answer once it is up."""
+        """Return the serving actors of each role; one that is being replaced answers only once it is
+        ready.
+        """
         return {role: [w for team in own for w in team.alive()] for role, own in self._teams.items()}
 
-    async def _asked(self, role: str, actor: Any) -> Usage | None:
-        """None: it was lost, and with it what it did; its role is told of that by others."""
+    async def _read_one(self, role: str, actor: Any) -> Usage | None:
+        """Return the usage of one actor; None: it is lost, which its team notices by itself."""
         beside = role in self._queueing
         ask = actor.usage.options(concurrency_group=BESIDE) if beside else actor.usage
         try:

@@ -1,4 +1,4 @@
-"""Deadlines on actors that say where each of them is when time is up, on its node and in its code.
+"""Deadlines on actors whose errors say where each actor is, on its node and in its code.
 
 driver                                  node of the actor
   which node, which process? <-- Ray
@@ -30,31 +30,33 @@ _CALLS_S = 2.0  # of an event loop, for what waits in it
 
 
 def deadline_of(workers: Mapping[str, Any], seconds: float, stage: str) -> AbstractAsyncContextManager[None]:
-    """`deadline` whose error says where each of ``workers``, actors by name, is."""
+    """Return a `deadline` whose error says where each of ``workers``, actors by name, is."""
     return deadline(seconds, stage, explain=partial(where_stuck, workers))
 
 
 def numbered(role: str, workers: Iterable[Any]) -> dict[str, Any]:
-    """The actors of a role by name: "policy-0" and so on."""
+    """Name the actors of a role "policy-0" and so on."""
     return {f"{role}-{i}": worker for i, worker in enumerate(workers)}
 
 
 async def where_stuck(workers: Mapping[str, Any]) -> str:
-    """Of each actor its name, node, process, and Python stacks, most recent call last; actors at the same
-    place together. Takes ten seconds at most, and says what it could not find out instead of raising it.
+    """Describe each actor's node, process and Python stacks, most recent call last; actors at the same place
+    share one entry. Takes ten seconds at most. Reports what it could not find out instead of raising.
 
         policy-0 (node 10.0.0.2, pid 71), policy-1 (node 10.0.0.2, pid 72): in
           File ".../trainer.py", line 120, in update
             loss = self._micro_batches(batch)
     """
-    nowhere = dict.fromkeys(workers, _Place(unknown="where, Ray does not say"))
+    nowhere = dict.fromkeys(workers, _Place(unknown="Ray does not know where"))
     places = await _within(_FIND_S, in_thread(partial(_find, workers)), nowhere)
     on_nodes: defaultdict[str, list[int]] = defaultdict(list)
     for place in places.values():
         if not place.unknown:
             on_nodes[place.node].append(place.process)
     texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
-    in_hand = await gather(_calls(worker) for worker in workers.values())  # later: it would be seen
+    in_hand = await gather(
+        _calls(worker) for worker in workers.values()
+    )  # after the stacks, in which these calls would appear
     seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
     together: defaultdict[str, list[str]] = defaultdict(list)
     for name, waiting in zip(workers, in_hand, strict=True):
@@ -66,7 +68,7 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Of an actor's process; ``unknown``: why there is none to be looked at."""
+    """The place of an actor's process; ``unknown``: why its stacks cannot be read."""
 
     node: str = ""
     address: str = ""
@@ -78,8 +80,8 @@ class _Place:
 
 
 def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
-    # Ray's public way to this table goes through its dashboard, which runs start clusters without; and an
-    # actor that hangs in its constructor cannot be asked, nor could it have been before.
+    # Ray's public interface to this table needs the dashboard, which a run's own cluster does not start. An
+    # actor that hangs in its constructor cannot be asked.
     from ray._private.state import actors
 
     def place(worker: Any) -> _Place:
@@ -87,14 +89,14 @@ def _find(workers: Mapping[str, Any]) -> dict[str, _Place]:
         where = known["Address"]["NodeID"], known["Address"]["IPAddress"], known["Pid"]
         if known["State"] == "DEAD":
             return _Place(*where, unknown="dead")
-        return _Place(*where, unknown="" if where[-1] else "not begun: it has no process yet")
+        return _Place(*where, unknown="" if where[-1] else "not started: it has no process yet")
 
     return {name: place(worker) for name, worker in workers.items()}
 
 
 async def _look_on(node: str, processes: Sequence[int]) -> dict[int, str]:
     """`look` at ``processes`` of ``node``."""
-    unknown = dict.fromkeys(processes, f"where, its node does not say within {_LOOK_S:g} s")
+    unknown = dict.fromkeys(processes, f"its node does not answer within {_LOOK_S:g} s")
     if node == ray.get_runtime_context().get_node_id():
         return await _within(_LOOK_S, look(processes), unknown)
     there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -107,7 +109,7 @@ def _look_there(processes: Sequence[int]) -> dict[int, str]:
 
 
 async def _calls(worker: Any) -> str:
-    """What its method ``calls`` says, if an actor has an event loop and with it such a method: see
+    """Return the pending calls of an actor with an event loop, from its method ``calls``: see
     `grpo_dist.runtime.stacks.calls_in_hand`.
     """
     return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
@@ -118,8 +120,8 @@ async def _call(method: Any, *arguments: Any) -> Any:
 
 
 async def _within(seconds: float, answer: Awaitable[T], otherwise: T) -> T:
-    """``otherwise`` in the place of an answer that is late or an error: what could not be found out must not
-    hide what it was for.
+    """Return ``otherwise`` when ``answer`` is late or fails: a failed report must not hide the error that it
+    explains.
     """
     try:
         async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""What every role of a run takes of a cluster, and whether the cluster has it. Nothing is started here.
+"""What every role of a run takes of a cluster, and whether the cluster has it. Starts nothing.
 
 separate                               colocated
 GPU 0 1 2 3   policy ranks             GPU 0 1 2 3 4 5 6 7   policy ranks, while they train
@@ -18,8 +18,10 @@ from grpo_dist.policy.offload import optimizer_device
 
 @dataclass(frozen=True)
 class Resources:
-    """What a cluster has in all. ``node_cpus``: the most that one of its nodes has; None: it is one.
-    ``shared``: others may use it, so that CPUs are reserved, too, where they suffice.
+    """What a cluster has in all.
+
+    ``node_cpus``: CPUs of its largest node; None: it has one node. ``shared``: other jobs may use it, so that
+    CPUs are reserved, too, where they suffice.
     """
 
     cpus: int
@@ -32,8 +34,8 @@ class Resources:
 class Demand:
     """Devices a role takes: ``workers`` actors with ``gpus`` each, or the CPU threads each may use.
 
-    ``shared``: the GPUs are those of the policy ranks, and counted there. ``cpus``: kept free of other jobs
-    for each; 0: it runs beside what else there is.
+    ``shared``: the GPUs are those of the policy ranks, and counted there. ``cpus``: reserved for each actor;
+    0: none.
     """
 
     workers: int
@@ -51,7 +53,9 @@ class Devices(NamedTuple):
 
 
 def placement(config: Config, has: Resources, *, training: bool) -> dict[str, Demand]:
-    """What every role takes. Raises UserError naming the role and the remedy where ``has`` is not enough."""
+    """Return what every role takes. Raises UserError with the role and the remedy when ``has`` is not
+    enough.
+    """
     colocated = training and is_colocated(config, has)
     demands = _demands(config, has, training=training, colocated=colocated)
     if has.gpus:
@@ -62,10 +66,10 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
 
 
 def is_colocated(config: Config, has: Resources) -> bool:
-    """Whether engines and policy ranks of a training run take turns on the same devices.
+    """Return whether engines and policy ranks of a training run share the same devices, one at a time.
 
     ``auto``: with GPUs, only where they do not suffice for both; without, when nothing is sampled ahead, so
-    that they take turns anyway. Raises UserError where `colocated` is asked for and cannot be.
+    that sampling and training alternate anyway. Raises UserError where `colocated` is set and impossible.
     """
     wanted = config.cluster.placement
     if wanted != "auto":
@@ -79,7 +83,7 @@ def is_colocated(config: Config, has: Resources) -> bool:
 
 
 def _not_colocated(config: Config) -> str | None:
-    """Why engines and policy ranks cannot share GPUs, and what to do."""
+    """Return why engines and policy ranks cannot share GPUs, and the remedy; None: they can."""
     rollout, ranks, stage = config.rollout, config.policy.num_workers, config.policy.zero_stage
     if config.max_staleness > 0:
         return (
@@ -114,11 +118,11 @@ def _not_colocated(config: Config) -> str | None:
 
 def _demands(config: Config, has: Resources, *, training: bool, colocated: bool) -> dict[str, Demand]:
     on_gpu = 1 if has.gpus else 0
-    # Who takes turns has all CPUs in its turn; otherwise sampling and training get half of them each. Where
-    # they are reserved, one is left to the driver, which may be a job of the cluster itself.
+    # Colocated roles have all CPUs while they run; otherwise sampling and training get half of them each.
+    # Where CPUs are reserved, one is left to the driver, which may be a job of the cluster itself.
     free = has.cpus - 1 if has.shared and not has.gpus else has.cpus
     share = has.cpus if colocated or not training else max(1, free // 2)
-    most = has.node_cpus or has.cpus  # of one worker
+    most = has.node_cpus or has.cpus  # threads of one worker
     rollout, policy, reference = config.rollout, config.policy, config.reference
     demands = {
         "rollout": Demand(
@@ -142,11 +146,11 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
 
 
 def _with_cpus(demands: dict[str, Demand], has: Resources, *, colocated: bool) -> dict[str, Demand]:
-    """With the CPUs that are reserved for each, if there are enough of them for all."""
+    """Add the CPUs that are reserved for each worker, if there are enough for all."""
     if has.gpus:
         cpus = {role: 0 if demand.shared else 1 for role, demand in demands.items()}
     elif has.shared and not colocated:
-        # Engines and ranks compute; what else there is waits, mostly.
+        # Engines and ranks compute; the other roles mostly wait.
         cpus = {role: demands[role].threads for role in ("rollout", "policy") if role in demands}
     else:
         cpus = {}
@@ -193,7 +197,7 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
 
 
 def share_out(held: Sequence[Devices], tensor_parallel_size: int) -> list[Devices]:
-    """The devices of each engine, out of those the policy ranks hold; an engine's lie on one node.
+    """Return the devices of each engine, out of those the policy ranks hold; an engine's are on one node.
 
     Two nodes of two GPUs each, engines of two: [a/0, b/0, a/1, b/1] -> [a/0,1  b/0,1].
     """
@@ -214,13 +218,13 @@ def share_out(held: Sequence[Devices], tensor_parallel_size: int) -> list[Device
 
 
 def ranks_beside(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
-    """For each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
+    """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
     ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(held) for gpu in gpus}
     return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]
 
 
 def describe(demands: dict[str, Demand], has: Resources) -> str:
-    """One sentence: who has which share of the devices."""
+    """Describe in one sentence which role has which devices."""
     parts = []
     for role, d in demands.items():
         each = f"{d.gpus} GPU(s)" if d.gpus else f"{d.threads} CPU thread(s)"

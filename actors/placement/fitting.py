@@ -1,6 +1,6 @@
-"""Whether what a run takes fits on the nodes of a cluster as they are now, and what would.
+"""Whether a run fits on the nodes of a cluster as they are now, and which smaller run does.
 
-A run takes its room whole or not at all, so that two jobs never wait for each other with half of it each.
+A run reserves all its devices or none, so that two jobs never wait for each other with half of theirs each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_dist.errors import UserError
 
 @dataclass(frozen=True)
 class Node:
-    """``name``: its address. What it has, and what nobody has taken of that."""
+    """A node's address as its name, what it has, and what of that is free."""
 
     name: str
     cpus: float
@@ -34,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Bundle:
-    """Of one worker, on one node, or of ``workers`` that share it out."""
+    """Devices of one worker, on one node, or of several ``workers`` that share them."""
 
     role: str
     gpus: int
@@ -47,8 +47,10 @@ class Bundle:
 
 
 def bundles(demands: dict[str, Demand]) -> list[Bundle]:
-    """Of all workers that something is reserved for. Policy ranks come first, and one after the other: they
-    talk to each other most, and whoever places bundles in order packs them on as few nodes as can be.
+    """Return the bundles of all workers that something is reserved for.
+
+    Policy ranks come first, next to each other: they communicate most, and a scheduler that places bundles in
+    order packs them on as few nodes as possible.
     """
     found = []
     for role in ["policy", *(role for role in demands if role != "policy")]:
@@ -63,13 +65,13 @@ def bundles(demands: dict[str, Demand]) -> list[Bundle]:
 
 
 def _ranks_together(role: str, demands: dict[str, Demand]) -> int:
-    """Workers of a bundle: an engine on the GPUs of several policy ranks has these on one node."""
+    """Return the workers of a bundle: ranks whose GPUs one engine shares must be on one node."""
     rollout = demands.get("rollout")
     return rollout.gpus if role == "policy" and rollout is not None and rollout.shared else 1
 
 
 def grown(nodes: Sequence[Node], to: AutoscalingConfig | None) -> list[Node]:
-    """With those that an autoscaler adds when somebody asks for more than there is."""
+    """Return ``nodes`` and those that an autoscaler can add."""
     if to is None:
         return list(nodes)
     there = sum(node.gpus >= to.gpus for node in nodes)
@@ -78,7 +80,7 @@ def grown(nodes: Sequence[Node], to: AutoscalingConfig | None) -> list[Node]:
 
 
 def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
-    """Whether there is room for all at once: largest first, each on the fullest node that takes it."""
+    """Return whether all bundles fit at once: largest first, each on the fullest node that takes it."""
     free = [[node.free_gpus, node.free_cpus] for node in nodes]
     for bundle in sorted(wanted, key=lambda b: (-b.gpus, -b.cpus)):
         takes = [node for node in free if node[0] >= bundle.gpus and node[1] >= bundle.cpus]
@@ -91,8 +93,8 @@ def fits(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> bool:
 
 
 def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
-    """Why no waiting helps: a worker that no node of the cluster is large enough for, or GPUs that are
-    enough in all and not on nodes.
+    """Return why waiting cannot help; None: it can. Either no node is large enough for a worker, or the GPUs
+    suffice in all but not on single nodes.
     """
     for bundle in wanted:
         if not any(node.gpus >= bundle.gpus and node.cpus >= bundle.cpus for node in nodes):
@@ -108,7 +110,7 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
         count = sum(bundle.role == wide.role for bundle in wanted)
         return (
             f"its nodes have no room for {count} times {wide.gpus} GPUs of one node each (`{wide.role}`) "
-            "beside the others, even with nobody else there; use more nodes, or another "
+            "beside the others, even without other jobs; use more nodes, or another "
             "`rollout.tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
         )
     return None
@@ -130,9 +132,9 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
     if to and len(grown(nodes, to)) > len(nodes):
         lines.append(
             f"It has not grown to {to.nodes} node(s) with {to.gpus} GPU(s) and {to.cpus} CPU(s) each, as "
-            "`cluster.grows_to` says; see what its autoscaler says (`ray status`), or raise the deadline"
+            "`cluster.grows_to` promises; see the autoscaler's messages (`ray status`), or raise the deadline"
         )
-        if not any(node.gpus for node in nodes):  # what would fit on its CPUs is no help
+        if not any(node.gpus for node in nodes):  # a run that fits on its CPUs is no help
             return UserError("\n".join(lines))
     near = nearest(config, nodes, training="policy" in asked)
     if near:
@@ -140,16 +142,17 @@ def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], wai
     elif near is None:
         lines.append("There is no room for a smaller one either; wait for other jobs, or add nodes")
     else:
-        lines.append("By now there is room for it: start it again")
+        lines.append("There is room for it now: start it again")
     return UserError("\n".join(lines))
 
 
 def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[str, Any] | None:
-    """The run closest to this one that fits now (not ``training``: the evaluation), as overrides: engines on
-    the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads where there are
-    no GPUs. None where none does.
+    """Return the run closest to this one that fits now, as overrides; None where none does.
+
+    Tries engines on the policy's GPUs, fewer policy ranks or engines, engines on fewer GPUs, or fewer threads
+    where there are no GPUs. ``training``: False for an evaluation.
     """
-    # A run counts what the cluster has in all, whoever has it now.
+    # Demands follow from what the cluster has in all, free or not.
     has = Resources(
         int(sum(node.cpus for node in nodes)),
         int(sum(node.gpus for node in nodes)),
@@ -159,19 +162,19 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
     free = sum(node.free_gpus for node in nodes)
     for changes in _smaller(config):
         if has.gpus and _least_gpus(config, changes) > free:
-            continue  # there are hundreds of thousands of large ones
+            continue  # a large configuration has hundreds of thousands of smaller ones
         for own in _likewise(config, changes, has, nodes):
             try:
                 wanted = bundles(placement(changed(config, own), has, training=training))
             except ValueError:
-                continue  # it would be refused for another reason
-            if wanted and fits(wanted, nodes):  # more threads than there are CPUs would reserve none
+                continue  # refused for another reason
+            if wanted and fits(wanted, nodes):  # with more threads than CPUs, none would be reserved
                 return own
     return None
 
 
 def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
-    """Of the engines of ``config`` with ``changes``: whatever else there is comes beside them, or on them."""
+    """Return the GPUs of the engines of ``config`` with ``changes``, a lower bound for the run."""
     engines = changes.get("rollout.num_workers", config.rollout.num_workers)
     width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
     return int(engines * width)
@@ -180,7 +183,7 @@ def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
 def _likewise(
     config: Config, changes: dict[str, Any], has: Resources, nodes: Sequence[Node]
 ) -> Iterator[dict[str, Any]]:
-    """``changes``, and with what helps beside numbers of workers."""
+    """Yield ``changes`` alone, then with further overrides that save devices."""
     yield changes
     if has.gpus:
         if config.cluster.placement == "auto":
@@ -192,7 +195,9 @@ def _likewise(
 
 
 def _smaller(config: Config) -> Iterator[dict[str, Any]]:
-    """The least changed first: by the share of ranks that is kept, then of engines, then of GPUs of each."""
+    """Yield smaller runs, the least changed first: by the logarithm of what ranks, engines and GPUs
+    shrink.
+    """
     ranks, engines = config.policy.num_workers, config.rollout.num_workers
     width = config.rollout.tensor_parallel_size
     widths = [width // n for n in (1, 2, 4, 8) if width % n == 0 and width // n]

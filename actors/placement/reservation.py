@@ -1,11 +1,11 @@
-"""Room in a cluster that is a run's own while it lasts: one placement group, taken whole or not at all.
+"""The reservation of a run: one placement group, acquired whole or not at all.
 
-    policy ranks   one bundle each, next to each other; those on whose GPUs one engine takes turns, together
-    engines        one bundle each, so that one that is spread over GPUs has them on one node
+    policy ranks   one bundle each, next to each other; ranks that share GPUs with one engine, in one bundle
+    engines        one bundle each, so that a tensor-parallel engine has its GPUs on one node
     all others     one bundle each
 
-An actor that is replaced comes into the bundle of the one before; bundles of a node that is lost move to
-another when there is room.
+A replacement actor gets the bundle of the actor before. Ray moves the bundles of a lost node to another node
+when there is capacity.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from grpo_dist.errors import UserError
 
 logger = logging.getLogger("grpo_dist")
 
-_LOOK_S = 0.5
-_FIRST_S = 2.0  # of waiting are not worth a line
-_TELL_S = 30.0  # between two lines about it
+_POLL_S = 0.5
+_QUIET_S = 2.0  # a shorter wait is not logged
+_LOG_EVERY_S = 30.0
 
 
-class Room:
-    """Made by `take`; empty where nothing is reserved."""
+class Reservation:
+    """Made by `acquire`; empty where nothing is reserved."""
 
     def __init__(self, wanted: list[Bundle], group: PlacementGroup | None) -> None:
         self._wanted, self._group = wanted, group
 
     @classmethod
-    async def take(cls, config: Config, demands: dict[str, Demand]) -> Room:
-        """Waits until there is room, for `cluster.timeouts.room_s` at most. Raises UserError with what was
-        asked for, what each node has, and what would fit.
+    async def acquire(cls, config: Config, demands: dict[str, Demand]) -> Reservation:
+        """Reserve the devices of all roles, waiting for `cluster.timeouts.room_s` at most.
+
+        Raises UserError with the request, what each node has, and what would fit.
         """
         wanted = bundles(demands)
         if not wanted:
@@ -55,27 +56,25 @@ class Room:
         group = placement_group(
             [_resources(bundle) for bundle in wanted], strategy="PACK", name=f"grpo-dist-{config.name}"
         )
-        room = cls(wanted, group)
+        reservation = cls(wanted, group)
         try:
-            await room._given(config)
+            await reservation._wait(config)
         except BaseException:
-            room.give_back()
+            reservation.release()
             raise
-        return room
+        return reservation
 
     @property
     def is_held(self) -> bool:
-        """Whether anything is reserved."""
+        """True while a placement group is held."""
         return self._group is not None
 
-    async def whole(self, config: Config) -> None:
-        """Waits until there is all of it: Ray places anew what was on a node that is lost. Raises as
-        `take`.
-        """
-        await self._given(config)
+    async def wait_ready(self, config: Config) -> None:
+        """Wait until all bundles are placed: Ray moves those of a lost node. Raises as `acquire`."""
+        await self._wait(config)
 
-    def of(self, role: str) -> list[dict[str, Any]] | None:
-        """Ray options of each worker of ``role``; None: nothing is reserved for them."""
+    def options(self, role: str) -> list[dict[str, Any]] | None:
+        """Return the Ray options of each worker of ``role``; None: nothing is reserved for them."""
         if self._group is None:
             return None
         places = [
@@ -90,28 +89,28 @@ class Room:
         ]
         return places or None
 
-    def give_back(self) -> None:
-        """Whoever is in it still is ended by Ray; safe to call twice."""
+    def release(self) -> None:
+        """Give the devices back; Ray ends actors that still use them. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             remove_placement_group(group)
 
-    async def _given(self, config: Config) -> None:
+    async def _wait(self, config: Config) -> None:
         assert self._group is not None
-        limit_s, begin, tell_s = config.cluster.timeouts.room_s, time.monotonic(), _FIRST_S
+        limit_s, begin, log_s = config.cluster.timeouts.room_s, time.monotonic(), _QUIET_S
         while placement_group_table(self._group)["state"] != "CREATED":
             waited = time.monotonic() - begin
             if waited > limit_s:
                 raise no_room(config, self._wanted, nodes(), limit_s)
-            if waited > tell_s:
+            if waited > log_s:
                 logger.warning("waiting for room in the cluster (%d of %d s): %s", waited, limit_s, _free())
-                tell_s = waited + _TELL_S
-            await asyncio.sleep(_LOOK_S)
+                log_s = waited + _LOG_EVERY_S
+            await asyncio.sleep(_POLL_S)
 
 
 def nodes() -> list[Node]:
-    """Those that are alive, and what they have."""
-    # Ray has no public way to what is free on each node but its dashboard, which need not be there.
+    """Return the nodes that are alive, and what they have."""
+    # Ray's public interface to a node's free resources needs the dashboard, which may not run.
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -129,7 +128,7 @@ def nodes() -> list[Node]:
 
 
 def expected(config: Config) -> list[Node]:
-    """`nodes`, and those that an autoscaler adds."""
+    """Return `nodes` and those that an autoscaler adds."""
     return grown(nodes(), config.cluster.grows_to)
 
 

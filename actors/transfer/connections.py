@@ -1,6 +1,7 @@
-"""A connection between rank 0 of a transfer group and every other process of it, taken from nobody who does
-not know the secret of the group. What travels over it are words beside the weights. That somebody died is
-noticed at once, a host that is cut off within `_SILENT_S`, and who hangs by the deadline.
+"""Authenticated connections between rank 0 of a transfer group and all other processes of it.
+
+They carry control messages next to the weights. A process that dies is noticed at once, a host that is cut
+off within `_SILENT_S`, and a process that hangs by the deadline.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from actors.transfer.handshake import admit, introduce, receive
+from actors.transfer.handshake import admit, authenticate, receive
 from grpo_dist.errors import TransferLost
 
-_AGAIN_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
-_IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # the kernel asks the other host, which answers also for who hangs
+_RETRY_S = 0.01  # between two attempts to reach rank 0, which may not listen yet
+_IDLE_S, _PROBE_S, _PROBES = 4, 2, 4  # keep-alive of the kernel: a host answers also for a process that hangs
 _SILENT_S = _IDLE_S + _PROBE_S * _PROBES
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Of one process in its transfer group, which meets at ``host:port`` of rank 0. ``secret``: of the group,
-    by which its processes know each other; never written anywhere.
+    """One process's place in a transfer group, whose rank 0 listens at ``host:port``.
+
+    ``secret``: of the group, for the handshake; never written anywhere.
     """
 
     host: str
@@ -54,7 +56,7 @@ class Connections:
                 each.sendall(word)
 
     def hear(self, count: int) -> bytes:
-        """The next ``count`` bytes of everyone; the last one's are returned."""
+        """Receive ``count`` bytes from every connection, and return the last one's."""
         heard = b""
         with self._failures():
             for each in self._sockets:
@@ -62,7 +64,7 @@ class Connections:
         return heard
 
     def check(self) -> None:
-        """Raises TransferLost where somebody is gone. Nothing is read, and nobody waited for."""
+        """Raise TransferLost when a process is gone. Reads nothing, and does not wait."""
         poll = select.poll()
         for each in self._sockets:
             poll.register(each, select.POLLRDHUP)
@@ -79,20 +81,20 @@ class Connections:
             yield
         except TimeoutError as error:
             raise TimeoutError(
-                f"weight sync: a process of the transfer group said nothing for {self._timeout_s:g} s"
+                f"weight sync: a process of the transfer group sent nothing for {self._timeout_s:g} s"
             ) from error
         except ConnectionError as error:
             raise TransferLost(f"weight sync: a process of the transfer group is gone: {error}") from error
 
 
 def _connect(seat: Seat, timeout_s: float) -> socket.socket:
-    """To rank 0, who may not listen yet, and may have closed the connection among those of strangers."""
+    """Connect to rank 0, which may not listen yet, or may have closed this connection among pending ones."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             connection = socket.create_connection((seat.host, seat.port), timeout=timeout_s)
             try:
-                introduce(connection, seat.secret)
+                authenticate(connection, seat.secret)
             except OSError:
                 connection.close()
                 raise
@@ -100,7 +102,7 @@ def _connect(seat: Seat, timeout_s: float) -> socket.socket:
         except ConnectionError:
             if time.monotonic() > end:
                 raise
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_S)
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -1,13 +1,12 @@
-"""Transports that move no bytes: everyone reads the two buffers of rank 0 where they lie.
+"""Transports that copy no bytes: all processes map the two buffers of rank 0 and read them in place.
 
     rank 0                         others
     offer: where the buffers are -> map them, once
     filled                       -> read
                                  <- done: it may be filled again
 
-Only these words travel, over a connection each, so that a peer that died is noticed at once, and one that
-hangs by the deadline. They are taken from nobody who does not know the secret of the group, and are JSON with
-a few numbers: nothing in them is run.
+Only these messages travel, over authenticated connections. A peer that died is noticed at once, one that
+hangs by the deadline. An offer is JSON with a few numbers, so that nothing in it can be executed.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from actors.transfer.connections import Connections, Seat
 _FILLED, _DONE = b"f", b"d"
 _LENGTH = struct.Struct("<I")
 _LONGEST = 2**16  # bytes of an offer
-# What `reduce_tensor` says of a tensor on a GPU that the other side does not know itself, by its place there:
-# the tensor's offset, its memory, the counter of references to it, and an event to wait for.
+# The arguments of `reduce_tensor` for a GPU tensor that the other side needs, by their index: the tensor's
+# offset, its memory, its reference counter, and an event to wait for.
 _IPC = {"offset": 3, "memory": 7, "memory_bytes": 8, "memory_offset": 9}
 _IPC |= {"counter": 11, "counter_offset": 12, "event": 13, "event_needed": 14}
 
 
 class _Shared:
-    """What both kinds have in common: the words, and who waits for whom."""
+    """The protocol that both kinds share: messages, and their order."""
 
     device: torch.device
 
@@ -45,15 +44,15 @@ class _Shared:
         self._offer = b""
 
     def _make(self, size: int) -> bytes:
-        """Two buffers of ``size`` bytes into ``_buffers``; returns what others need to map them."""
+        """Make two buffers of ``size`` bytes in ``_buffers``; return what others need to map them."""
         raise NotImplementedError
 
     def _map(self, offer: bytes) -> list[Tensor]:
-        """The buffers that ``offer`` speaks of."""
+        """Map the buffers of ``offer``."""
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Returns once what was begun on the buffers is done."""
+        """Wait until pending work on the buffers is done."""
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         if not self._buffers or len(self._buffers[0]) < max(sizes):
@@ -162,10 +161,10 @@ class IpcTransport(_Shared):
 
 
 class _Malformed(RuntimeError):
-    """An offer that no rank 0 makes."""
+    """An offer that rank 0 cannot have made."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"weight sync: what was said of the shared buffers is malformed ({what})")
+        super().__init__(f"weight sync: the offer of shared buffers is malformed ({what})")
 
 
 def _written(offer: dict[str, Any]) -> bytes:
@@ -173,7 +172,7 @@ def _written(offer: dict[str, Any]) -> bytes:
 
 
 def _read(offer: bytes, kinds: dict[str, type]) -> dict[str, Any]:
-    """What `_written` was given. Raises _Malformed for other keys or kinds, and numbers below 0."""
+    """Parse the output of `_written`. Raises _Malformed for other keys or types, and numbers below 0."""
     try:
         found = json.loads(offer)
     except (ValueError, RecursionError) as error:
@@ -191,7 +190,7 @@ def _checked(found: Any, kinds: dict[str, type]) -> dict[str, Any]:
 
 
 def _handle(buffer: Tensor) -> dict[str, Any]:
-    """Of memory on a GPU, by which another process maps it."""
+    """Return the handle by which another process maps memory on a GPU."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(buffer)
@@ -199,17 +198,17 @@ def _handle(buffer: Tensor) -> dict[str, Any]:
     return {name: value.hex() if isinstance(value, bytes) else value for name, value in found.items()}
 
 
-_KINDS_OF_HANDLE: dict[str, type] = {
+_HANDLE_TYPES: dict[str, type] = {
     "offset": int, "memory": str, "memory_bytes": int, "memory_offset": int,
     "counter": str, "counter_offset": int, "event": str, "event_needed": bool,
 }  # fmt: skip
 
 
 def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
-    """The uint8 [size] behind a `_handle`, on ``device``: the number that the GPU has in this process."""
+    """Map the uint8 [size] behind a `_handle`; ``device`` is the GPU's index in this process."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    found = _checked(handle, _KINDS_OF_HANDLE)
+    found = _checked(handle, _HANDLE_TYPES)
     try:
         memory, counter, event = (bytes.fromhex(found[name]) for name in ("memory", "counter", "event"))
     except ValueError as error:
@@ -234,6 +233,6 @@ def _mapped(handle: Any, size: int, device: torch.device) -> Tensor:
 
 
 def _halves(descriptor: int, size: int) -> list[Tensor]:
-    """Shared memory of ``size`` bytes as two tensors, all pages there from the start."""
+    """Map shared memory of ``size`` bytes as two tensors, with all pages populated."""
     memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     return list(torch.frombuffer(memory, dtype=torch.uint8).chunk(2))

@@ -1,4 +1,4 @@
-"""Weights on their way: buckets over a transport, and at the end the checksum of every byte."""
+"""Send and receive weights: buckets over a transport, then a checksum of all bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def send(
     specs: Sequence[ParameterSpec],
     bucket_bytes: int,
 ) -> dict[str, float]:
-    """Send ``weights``, the buckets of ``specs``; returns the bytes sent and the seconds of each stage.
+    """Send ``weights``, the buckets of ``specs``; return the bytes sent and the seconds of each stage.
 
-    Without a transport they are only gone through: under ZeRO-3 every rank takes part in gathering what
-    others send. So do those that follow a send that fails.
+    Without a transport the buckets are only iterated: under ZeRO-3 every rank takes part in gathering what
+    another rank sends. After a failure the remaining buckets are iterated, too.
     """
     weights = iter(weights)
     try:
@@ -52,14 +52,14 @@ def _send(
         with watch("sync_checksum"):
             checksum.add(flat)
     with watch("sync_wait"):
-        next(buffers, None)  # the last one leaves, and all have arrived
+        next(buffers, None)  # sends the last buffer and waits for all
     return {"sync/bytes": float(sum(sizes[:-1]))} | watch.phases()
 
 
 def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: int) -> Iterator[Bucket]:
-    """The buckets that `send` sends, each valid until the next is asked for.
+    """Yield the buckets of `send`, each valid until the next is requested.
 
-    Raises RuntimeError after the last one when other bytes came than were sent.
+    Raises RuntimeError after the last one when the checksums differ.
     """
     checksum = Checksum()
     arriving = transport.incoming(_sizes(specs, bucket_bytes))
@@ -68,7 +68,7 @@ def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: 
         checksum.add(flat)
         yield unpack(flat, bucket)
     expected = Checksum.read(next(arriving))
-    next(arriving, None)  # says that it was read
+    next(arriving, None)  # acknowledges the checksum
     if expected != checksum.value:
         raise RuntimeError(
             f"weight sync: received bytes with checksum {checksum.value}, the policy sent {expected}"
@@ -76,5 +76,5 @@ def receive(transport: Transport, specs: Sequence[ParameterSpec], bucket_bytes: 
 
 
 def _sizes(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[int]:
-    """Of all buckets and of the checksum behind them, bytes."""
+    """Return the bytes of all buckets and of the checksum after them."""
     return [bucket_size(bucket) for bucket in make_buckets(specs, bucket_bytes)] + [Checksum.NUM_BYTES]

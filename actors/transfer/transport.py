@@ -1,7 +1,7 @@
-"""The group that carries weights: policy rank 0 is rank 0, the processes that receive are 1 .. N.
+"""Transports of a transfer group: rank 0 sends, ranks 1 .. N receive buffers of bytes.
 
-It stands beside each side's own process groups and knows nothing of models: it moves buffers of bytes. There
-are two of them, so that one is filled or read while the other travels:
+A transport is independent of either side's own process groups and of models. It has two buffers, so that one
+is filled or read while the other is in transit:
 
     rank 0    fill a | fill b          | fill a     ...
     a, b             | a leaves ...    | b leaves ...
@@ -24,19 +24,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from actors.transfer.connections import Connections, Seat
-from actors.transfer.meeting import meet
+from actors.transfer.group_store import agree_on_store
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
 from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
 
-_LOOK_S = 0.0005  # between two looks at a broadcast on the GPU
+_POLL_S = 0.0005  # while a broadcast runs on the GPU
 
 
 class Transport(Protocol):
     """Rank 0 calls ``outgoing`` while all others call ``incoming`` with the same sizes, in bytes.
 
-    Both yield one uint8 tensor per size, on ``device``. What rank 0 has put into one leaves when the next is
-    asked for; what others find in one is valid until the next is asked for.
+    Both yield one uint8 tensor per size, on ``device``. Rank 0 fills the tensor, which is sent when the next
+    one is requested. On the other ranks its contents are valid until the next one is requested.
     """
 
     device: torch.device
@@ -47,7 +47,7 @@ class Transport(Protocol):
 
 
 class _Broadcasts:
-    """Copies the two buffers of rank 0 into those of everyone else, by a broadcast that runs on its own."""
+    """Broadcasts the two buffers of rank 0 to all other ranks, asynchronously."""
 
     device: torch.device
 
@@ -55,36 +55,36 @@ class _Broadcasts:
         self._buffers: list[Tensor] = []
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
-        """Begin to broadcast ``flat``; what is returned waits for the end."""
+        """Start to broadcast ``flat``; return a function that waits for the end."""
         raise NotImplementedError
 
     def broadcast(self, flat: Tensor) -> None:
-        """All of ``flat`` at once, from rank 0's to everyone's."""
+        """Broadcast ``flat`` from rank 0 to all others, and wait."""
         self._start(flat)()
 
     def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        under_way: deque[Callable[[], object]] = deque()
+        in_transit: deque[Callable[[], object]] = deque()
         for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False):
-            if len(under_way) == 2:
-                under_way.popleft()()
+            if len(in_transit) == 2:
+                in_transit.popleft()()
             yield buffer[:size]
-            under_way.append(self._start(buffer[:size]))
-        for wait in under_way:
+            in_transit.append(self._start(buffer[:size]))
+        for wait in in_transit:
             wait()
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
         pieces = iter(
             [buffer[:size] for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False)]
         )
-        under_way = deque((flat, self._start(flat)) for flat in islice(pieces, 1))
-        while under_way:
-            under_way.extend((flat, self._start(flat)) for flat in islice(pieces, 1))
-            flat, wait = under_way.popleft()
+        in_transit = deque((flat, self._start(flat)) for flat in islice(pieces, 1))
+        while in_transit:
+            in_transit.extend((flat, self._start(flat)) for flat in islice(pieces, 1))
+            flat, wait = in_transit.popleft()
             wait()
             yield flat
 
     def _pair(self, size: int) -> list[Tensor]:
-        """Two buffers of ``size`` bytes or more, kept for the next round."""
+        """Return two buffers of at least ``size`` bytes, kept for the next round."""
         if not self._buffers or len(self._buffers[0]) < size:
             self._buffers = []  # freed before others are made
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
@@ -92,9 +92,10 @@ class _Broadcasts:
 
 
 class GlooTransport(_Broadcasts):
-    """Broadcast over TCP, with a deadline on every operation: a dead peer raises, it never blocks for good.
-    Gloo itself asks for no secret: each process proves that it knows the group's before the others say where
-    they meet, and once more over gloo, before any weights are sent.
+    """Broadcast over TCP, with a deadline on every operation: a dead peer raises an error.
+
+    Gloo itself does not authenticate. Each process proves that it knows the group's secret before it learns
+    the port of the store, and once more over gloo, before any weights are sent.
     """
 
     device = torch.device("cpu")
@@ -102,7 +103,7 @@ class GlooTransport(_Broadcasts):
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
         super().__init__()
         timeout = timedelta(seconds=timeout_s)
-        host, rank, world_size, found = seat.host, seat.rank, seat.world_size, meet(seat, timeout_s)
+        host, rank, world_size, found = seat.host, seat.rank, seat.world_size, agree_on_store(seat, timeout_s)
         self._store = meeting_point(
             host,
             found.port,
@@ -111,7 +112,7 @@ class GlooTransport(_Broadcasts):
             timeout_s=timeout_s,
             listening=found.listening,
         )
-        # Gloo's default is the address of the host's own name, which in containers often answers to nobody.
+        # Gloo's default is the address of the host's own name, which is often unreachable in containers.
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host, seat.port))]
         options._timeout = timeout
@@ -135,7 +136,7 @@ class GlooTransport(_Broadcasts):
         def wait() -> None:
             try:
                 work.wait(self._timeout)
-            except RuntimeError as error:  # gloo has no other kind
+            except RuntimeError as error:  # gloo raises nothing more specific
                 raise TransferLost(f"weight sync: gloo's broadcast failed: {error}") from error
 
         return wait
@@ -145,11 +146,10 @@ class GlooTransport(_Broadcasts):
 
 
 class NcclTransport(_Broadcasts):
-    """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream beside the one that packs and
-    loads.
+    """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream of its own.
 
-    NCCL waits for good for a peer that died. Who notices, by its connection beside NCCL, aborts the
-    communicator and ends its own connections, by which the others notice.
+    NCCL never returns when a peer died. A process that notices it, by its connection outside NCCL, aborts the
+    communicator and closes its connections, by which the others notice it, too.
     """
 
     def __init__(self, seat: Seat, *, timeout_s: float) -> None:
@@ -160,7 +160,8 @@ class NcclTransport(_Broadcasts):
         self._stream = torch.cuda.Stream(self.device)
 
     def _start(self, flat: Tensor) -> Callable[[], object]:
-        # What fills or reads the buffer is on the current stream; it comes before, and waits after.
+        # The current stream fills or reads the buffer: before the broadcast here, and after it once waited
+        # for.
         self._stream.wait_stream(torch.cuda.current_stream())
         self._group.broadcast(flat, src=0, stream=self._stream)
         arrived = self._stream.record_event()
@@ -173,9 +174,9 @@ class NcclTransport(_Broadcasts):
                 self._connections.check()
                 if time.monotonic() > end:
                     raise TimeoutError(f"weight sync: NCCL's broadcast took more than {self._timeout_s:g} s")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         except (TransferLost, TimeoutError):
-            self.close()  # whatever waits on the GPU ends
+            self.close()  # ends pending work on the GPU
             raise
 
     def close(self) -> None:
@@ -184,7 +185,7 @@ class NcclTransport(_Broadcasts):
 
 
 def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> Any:
-    """vLLM's communicator. Its id goes to those alone who know the secret, over their ``connections``."""
+    """Make vLLM's communicator. Its id is only sent over the authenticated ``connections``."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
     from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
@@ -198,7 +199,9 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> A
 
 
 def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) -> Transport:
-    """Join the group. Raises TimeoutError or RuntimeError where the others do not within ``timeout_s``."""
+    """Join the group. Raises TimeoutError or RuntimeError when the others do not join within
+    ``timeout_s``.
+    """
     from actors.transfer.shared_transport import IpcTransport, SharedMemoryTransport
 
     if backend == "shared_memory":
@@ -209,12 +212,12 @@ def open_transport(backend: TransferBackend, seat: Seat, *, timeout_s: float) ->
 
 
 def open_broadcasts(backend: str, seat: Seat, *, timeout_s: float) -> GlooTransport | NcclTransport:
-    """Of those, ``gloo`` or ``nccl``."""
+    """Join a group that broadcasts over ``gloo`` or ``nccl``."""
     return (GlooTransport if backend == "gloo" else NcclTransport)(seat, timeout_s=timeout_s)
 
 
 def free_port(host: str) -> int:
-    """A port of ``host`` (this machine) that is free now."""
+    """Return a port of ``host`` (this machine) that is free now."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

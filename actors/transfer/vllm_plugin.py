@@ -13,7 +13,7 @@ WEIGHT_TRANSFER = "grpo_dist"  # what vLLM calls the receiving side of this proj
 
 
 def register() -> None:
-    """Make this project's weight transfer known to vLLM. Called once per process, sometimes more."""
+    """Register this project's weight transfer with vLLM. vLLM calls it once per process, sometimes more."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     if WEIGHT_TRANSFER not in Factory._registry:
@@ -23,9 +23,9 @@ def register() -> None:
 
 
 def _end_with_parent() -> None:
-    """An engine's processes end when the one that started them does, even if that was killed without a word.
+    """Kill this process when the one that started it ends, even if that was killed.
 
-    vLLM's own worker waits for its engine in places where it does not notice that there is none any more.
+    vLLM's own worker waits for its engine in places where it does not notice that the engine is gone.
     """
     parent = multiprocessing.parent_process()
     if parent is None or any(thread.name == _WATCH for thread in threading.enumerate()):

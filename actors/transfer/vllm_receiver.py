@@ -35,7 +35,7 @@ from grpo_dist.runtime.hardware import one_thread
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``seats``: of this engine's worker processes, in the order of their ranks within it."""
+    """``seats``: those of this engine's worker processes, in the order of their ranks within it."""
 
     backend: TransferBackend
     seats: list[Seat]
@@ -44,8 +44,8 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Every parameter of the round, in the order sent: (name, dtype, shape). ``adapter_scale``: they are
-    low-rank adapters, whose product counts so many times.
+    """``parameters``: (name, dtype, shape) of each, in the order sent. ``adapter_scale``: the parameters are
+    low-rank adapters, whose product is multiplied by it; None: they are whole weights.
     """
 
     parameters: list[list[Any]]
@@ -64,12 +64,12 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     _transport: Transport | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.shutdown()  # of a group that has lost an engine, or won one
+        self.shutdown()  # leaves the group before, which had other engines
         seat = init_info.seats[self.parallel_config.rank]
         self._transport = open_transport(init_info.backend, seat, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        forget_what_came(self.model)
+        discard_partial_update(self.model)
         repack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -84,15 +84,15 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 return
             for bucket in buckets:
                 self.model.load_weights(bucket)
-                keep_what_waits(self.model, bucket)
+                copy_unloaded(self.model, bucket)
 
     def _load_adapters(self, buckets: Iterable[list[tuple[str, torch.Tensor]]], scale: float) -> None:
-        """Read the checkpoint this engine was started from again, with the adapters merged in on the way.
+        """Reload the checkpoint this engine was started from, with the adapters merged in.
 
-        Not vLLM's own adapters: those cost time at every decoded token, this costs once a sync. Nothing is
-        held between two syncs; the operating system keeps the files in its cache.
+        vLLM's own adapters cost time at every decoded token; this costs time once a sync. Nothing is held
+        between two syncs; the operating system keeps the files in its cache.
         """
-        # A bucket is gone when the next one comes. The checksum is compared before anything is loaded.
+        # The next bucket overwrites a bucket. The checksum is compared before anything is loaded.
         low_rank = adapters([(name, tensor.clone()) for bucket in buckets for name, tensor in bucket])
         loader = DefaultModelLoader(LoadConfig(use_tqdm_on_load=False))
         checkpoint = loader.get_all_weights(self.model_config, self.model)
@@ -109,9 +109,9 @@ class PackedWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._transport = None
 
 
-def forget_what_came(model: torch.nn.Module) -> None:
-    """Of an update that broke off: a layer that had a part of its parameters would count them twice and be
-    processed before it has all.
+def discard_partial_update(model: torch.nn.Module) -> None:
+    """Discard parameters of an interrupted update: a layer that has some of them would count them twice, and
+    would be processed before it has all.
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
@@ -133,9 +133,9 @@ def repack_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
-def keep_what_waits(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> None:
-    """Copy what of ``bucket`` has not been loaded: the reload holds on to the parameters of a layer until it
-    has all of them, and the memory of the bucket is about to be filled anew.
+def copy_unloaded(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> None:
+    """Copy the tensors of ``bucket`` that are not loaded yet: the reload keeps the parameters of a layer
+    until it has all of them, and the bucket's memory is about to be overwritten.
     """
     memory = {tensor.untyped_storage().data_ptr() for _, tensor in bucket}
     for layer in model.modules():
@@ -148,11 +148,11 @@ def keep_what_waits(model: torch.nn.Module, bucket: list[tuple[str, torch.Tensor
 
 
 def refresh_tied_head(model: torch.nn.Module) -> None:
-    """Give a tied LM head the embedding it is tied to, and have it pack that anew.
+    """Give a tied LM head the embedding it is tied to, and have it packed again.
 
     The reload fills the embedding; the head, which no checkpoint entry names, keeps the packed copy made when
     the model was first loaded (CPU engines pack every linear), and would compute logits from the first
-    weights for ever.
+    weights from then on.
     """
     heads = [m for m in model.modules() if isinstance(m, ParallelLMHead)]
     embeddings = [

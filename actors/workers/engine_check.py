@@ -1,4 +1,4 @@
-"""Whether vLLM takes arguments of an engine; a process of its own, which starts no engine.
+"""Check whether vLLM accepts the arguments of an engine, in a process of its own, without an engine.
 
 {"own": {...}, "whole": {...} or null}   on standard input
 ["`rollout.engine.blok_size`: ..."]      the last line of standard output
@@ -20,25 +20,27 @@ from actors.workers.engine_settings import set_environment
 
 
 def argument_problems(own: Mapping[str, Any], known: Mapping[str, Any]) -> Iterator[str]:
-    """``own``: what `rollout.engine` has; ``known``: arguments of vLLM's engine and their types."""
+    """Yield a problem for each wrong argument. ``own``: `rollout.engine`; ``known``: types of vLLM's
+    arguments.
+    """
     for name, value in own.items():
-        said = f"`rollout.engine.{name}` = {value!r}"
+        prefix = f"`rollout.engine.{name}` = {value!r}"
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean `rollout.engine.{near[0]}`?" if near else "remove it"
-            yield f"{said}: vLLM's engine has no such argument; {hint}"
+            yield f"{prefix}: vLLM's engine has no such argument; {hint}"
         elif complaint := _type_problem(value, known[name]):
-            yield f"{said}: {complaint}"
+            yield f"{prefix}: {complaint}"
 
 
 def _type_problem(value: Any, annotation: Any) -> str | None:
-    if isinstance(annotation, str):  # a type that is only known to type checkers
+    if isinstance(annotation, str):  # a type that only type checkers know
         return None
     try:
         read = TypeAdapter(annotation).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] == "enum":  # vLLM looks these up by name when it makes its configuration
+        if first["type"] == "enum":  # vLLM looks these up by name itself
             return None
         where = ".".join(str(part) for part in first["loc"] if "[" not in str(part))
         return f"{f'{where}: ' if where else ''}{first['msg'].lower()}"
@@ -51,7 +53,7 @@ def _type_problem(value: Any, annotation: Any) -> str | None:
 
 
 def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
-    """What vLLM refuses when it makes the engine's configuration of all ``arguments``."""
+    """Return why vLLM refuses the engine's configuration of all ``arguments``; None: it accepts them."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     try:
@@ -60,7 +62,7 @@ def whole_problem(arguments: Mapping[str, Any], own: Mapping[str, Any]) -> str |
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         complaint = f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")
-    except Exception as error:  # whatever it is, the engine would die of it
+    except Exception as error:  # any error here would end the engine
         complaint = f"{type(error).__name__}: {error}"
     else:
         return None

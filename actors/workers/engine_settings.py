@@ -1,4 +1,4 @@
-"""The vLLM engine of a rollout worker: what it is made from, and the settings that fit model and machine."""
+"""The vLLM engine of a rollout worker: its specification, and arguments that fit model and machine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
-# Sequences decoded at once where nobody says how many. Fewer leave an evaluation slow; beyond the upper bound
-# a step of the engine only gets longer.
+# Sequences decoded at once by default. Fewer make an evaluation slow; beyond the upper bound a step of the
+# engine only gets longer.
 _DECODED_AT_ONCE = (256, 1024)
 _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 # Tokens of a block of an engine without a GPU: the smallest its kernels are made for. Samples of one prompt
@@ -26,10 +26,10 @@ GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What an engine is made from.
+    """The specification of an engine.
 
-    ``max_length``: of prompt and completion together, tokens. ``in_flight``: samples of training that one
-    engine may have at once. ``colocated``: on GPUs of policy ranks, which it leaves to them while they train.
+    ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
+    once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train.
     """
 
     rollout: RolloutConfig
@@ -43,7 +43,7 @@ class EngineSpec:
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
-        """Raises UserError for arguments in `rollout.engine` that are not the user's to set."""
+        """Raises UserError for arguments in `rollout.engine` that a user must not set."""
         if problems := list(engine_problems(config, None)):
             raise UserError("; ".join(problems))
         return cls(
@@ -65,20 +65,20 @@ class EngineSpec:
 
 
 def set_environment() -> None:
-    """What vLLM reads when it is imported, and its processes when they start."""
+    """Set the variables that vLLM reads at import, and its processes when they start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Binding threads to cores is left to the scheduler: engine and trainer take turns on the same cores, and
-    # OMP_NUM_THREADS already says how many threads this engine may use.
+    # Leave binding threads to cores to the scheduler: engine and trainer alternate on the same cores, and
+    # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if device_type() == "cpu":
-        # The model runs in the process of the engine's scheduler: a further one, woken at every token, only
+        # Run the model in the process of the engine's scheduler: a second process, woken at every token,
         # takes CPU time from the model.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """`engine_arguments` for this machine as it is now."""
+    """Return `engine_arguments` for this machine as it is now."""
     import psutil
     from transformers import AutoConfig
 
@@ -88,8 +88,8 @@ def fitting_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_memory: int) -> dict[str, Any]:
-    """Arguments of vLLM's engine. ``model``: its transformers configuration. ``free_memory``: bytes that this
-    machine has left.
+    """Return the arguments of vLLM's engine. ``model``: its transformers configuration. ``free_memory``: free
+    bytes of this machine.
     """
     settings, dtype = spec.rollout, resolve_dtype(spec.model.dtype, device)
     arguments: dict[str, Any] = {
@@ -124,8 +124,8 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
 
 
 def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:
-    """For every sequence decoded at once at full length, as far as memory goes, and for one in any case.
-    vLLM keeps a block for itself.
+    """Return the cache's bytes: for all sequences at full length, bounded by memory, but for at least one.
+    vLLM keeps one block for itself.
     """
     sequence = -(-spec.max_length // _CPU_BLOCK) * _CPU_BLOCK * bytes_per_token
     bound = int(free_memory * _SHARE_OF_FREE_MEMORY) // spec.rollout.num_workers
@@ -133,8 +133,8 @@ def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> in
 
 
 def kv_bytes_per_token(model: Any, itemsize: int) -> int:
-    """Keys and values of one token over all layers, bytes: 24 layers x 2 heads of size 64 in float32 are
-    2 * 24 * 2 * 64 * 4 = 24,576.
+    """Return the bytes of one token's keys and values over all layers: 24 layers x 2 heads of size 64 in
+    float32 are 2 * 24 * 2 * 64 * 4 = 24,576.
     """
     text = model.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

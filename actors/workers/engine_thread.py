@@ -1,13 +1,12 @@
-"""A vLLM engine in this process: stepped by a thread of its own, used from the event loop of an actor.
+"""A vLLM engine in this process: its own thread steps it, the event loop of an actor uses it.
 
 event loop            engine thread
   generate() ------->   add request | step, step, step ...
-  future     <-------   the finished of a step, all at once
+  future     <-------   finished requests of a step, all at once
   call(f)    ------->   f() between two steps
 
-vLLM's own asynchronous engine runs in a process beside the actor's and sends it the tokens of every step;
-where cores are few, unpacking them takes CPU time from the model. Here nothing leaves the thread before a
-completion is finished.
+vLLM's own asynchronous engine runs in another process and sends the tokens of every step. On few cores,
+unpacking them takes CPU time from the model. Here nothing leaves the thread before a completion is finished.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A batch comes as many calls. An engine that was idle begins once none has come for so long, instead of
-# decoding the first few by themselves.
+# A batch arrives as many calls. An idle engine starts only after a gap of this length, instead of decoding
+# the first few requests alone.
 _BURST_S = 0.002
 
 
 class EngineThread:
-    """Made and used on one event loop. Raises whatever vLLM does: at the request it is about; what breaks a
-    step is raised at all requests, those in hand and those to come.
+    """Runs an engine for one event loop. An error of vLLM is raised from the request that caused it; an error
+    in a step is raised from all pending and later requests.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """``arguments``: of `vllm.EngineArgs`."""
+        """``arguments``: those of `vllm.EngineArgs`."""
         self._loop = asyncio.get_running_loop()
         self._commands: Queue[Callable[[], None] | None] = Queue()
         self._numbers = itertools.count()
         self._futures: dict[str, asyncio.Future[RequestOutput]] = {}
         self._failed: BaseException | None = None
         self._steps = 0
-        self._stepping = self._obeying = False
+        self._stepping = self._in_command = False
         self._engine: Any = None
         self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
 
     async def start(self) -> None:
-        """Load the model. Raises what that raises."""
+        """Load the model. Raises the error of vLLM when that fails."""
         self._thread.start()
         try:
             await self.call(lambda: None)
@@ -59,7 +58,7 @@ class EngineThread:
             raise error.__cause__ or error from None
 
     async def generate(self, token_ids: list[int], params: SamplingParams) -> RequestOutput:
-        """One prompt with its finished completion. ``params``: of one sample, final output only."""
+        """Return a prompt with its finished completion. ``params``: for one sample, final output only."""
         request_id = f"r{next(self._numbers)}"
         future: asyncio.Future[RequestOutput] = self._loop.create_future()
         self._futures[request_id] = future
@@ -67,33 +66,34 @@ class EngineThread:
         return await future
 
     async def call(self, function: Callable[[], T]) -> T:
-        """What ``function()`` returns, called in the engine's thread between two steps."""
+        """Call ``function`` in the engine's thread between two steps, and return its result."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def command() -> None:
             try:
-                result = self._carry_out(function)
+                result = self._run_command(function)
             except BaseException as error:
-                self._tell(_fail, future, error)
+                self._call_on_loop(_fail, future, error)
             else:
-                self._tell(_finish, future, result)
+                self._call_on_loop(_finish, future, result)
 
         self._put(command)
         return await future
 
     async def abandon(self) -> None:
-        """What is in hand is not wanted any more: it is dropped, and fails."""
+        """Abort all pending requests; their callers get an error."""
         await self.call(self._abandon)
 
     async def pause(self, *, drain: bool) -> None:
-        """Stop stepping and drop the key-value cache. ``drain``: once all requests in the cache are finished
-        (not those that wait for room in it, also again); else now, and they go on after `resume`, their keys
-        and values computed anew. Requests may be added meanwhile.
+        """Stop stepping and drop the key-value cache. Requests may be added meanwhile.
+
+        ``drain``: first finish the requests in the cache, but not those that wait for space in it. Otherwise
+        stop now; the requests continue after `resume`, with their keys and values recomputed.
         """
         await self.call(lambda: self._pause(drain))
 
     async def resume(self) -> None:
-        """Go on; where part of the engine's memory still sleeps, `wake_up` does it with the last part."""
+        """Continue stepping; while part of the engine's memory sleeps, `wake_up` of the last part does so."""
         await self.call(lambda: self._core.model_executor.is_sleeping or self._core.resume_scheduler())
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class EngineThread:
         await self.call(lambda: self._rpc("finish_weight_update"))
 
     async def set_weight_version(self, version: int) -> int:
-        """Tokens of later steps carry ``version``; returns what the engine reports."""
+        """Label tokens of later steps with ``version``; return the version that the engine reports."""
 
         def label() -> int:
             self._engine.set_weight_version(str(version))
@@ -118,23 +118,24 @@ class EngineThread:
         return await self.call(label)
 
     async def sleep(self, level: int) -> None:
-        """Drain, then leave the GPU's memory. ``level``: 1 keeps the weights in host memory, 2 drops them."""
+        """Drain, then free the GPU's memory. ``level``: 1 keeps the weights in host memory, 2 drops them."""
         await self.pause(drain=True)
         await self.call(lambda: self._engine.sleep(level, mode="keep"))
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
+        """Allocate memory again: for "weights", for "kv_cache", or for all that sleeps (None)."""
         await self.call(lambda: self._engine.wake_up(tags))
 
     def work(self) -> float | None:
-        """A number that changes as long as the engine gets on with its work; None: it has none. Without a GPU
-        a step may take minutes, of a large prefill, and what tells that from one that hangs is the
-        processor's time. Raises RuntimeError where a step has failed.
+        """Return a number that changes while the engine makes progress; None: it has no work.
+
+        Without a GPU a large prefill may take minutes; CPU time tells it from a step that hangs. Raises
+        RuntimeError when a step has failed.
         """
         self._check()
         if self._thread.ident is None or not self._thread.is_alive():
             return None
-        if not self._stepping and not self._owes():
+        if not self._stepping and not self._has_pending_work():
             return None
         busy_s = 0.0
         if device_type() == "cpu":
@@ -142,17 +143,17 @@ class EngineThread:
         return self._steps + busy_s
 
     async def shutdown(self) -> None:
-        """End the engine and its worker processes, after the step it is in; requests in hand fail."""
+        """End the engine and its worker processes after the current step; pending requests fail."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def _owes(self) -> bool:
-        """Requests are in hand, and nothing keeps the thread from a step of theirs. What else it is asked to
-        do has deadlines of its own.
+    def _has_pending_work(self) -> bool:
+        """Return whether requests are pending and the thread is free to step them. Other commands have
+        deadlines of their own.
         """
         from vllm.v1.core.sched.interface import PauseState
 
-        if not self._futures or self._obeying:
+        if not self._futures or self._in_command:
             return False
         return bool(self._core.scheduler.pause_state == PauseState.UNPAUSED)
 
@@ -170,7 +171,7 @@ class EngineThread:
             self._engine = _make(arguments)
         except BaseException as error:
             self._failed = error
-        while self._turn():
+        while self._loop_once():
             pass
         self._end()
 
@@ -179,23 +180,23 @@ class EngineThread:
         while not self._commands.empty():
             if command := self._commands.get_nowait():
                 command()
-        self._tell(self._fail_all, self._failed)
+        self._call_on_loop(self._fail_all, self._failed)
         if self._engine is not None:
             self._engine.engine_core.shutdown()
 
-    def _turn(self) -> bool:
-        """False: to end."""
+    def _loop_once(self) -> bool:
+        """Run commands and one step; return False when the thread must end."""
         try:
-            if not self._obey():
+            if not self._run_commands():
                 return False
             if self._failed is None and self._core_has_work():
                 self._step()
-        except BaseException as error:  # of vLLM's own books: nobody is to wait for a thread that is gone
-            self._break(error)
+        except BaseException as error:  # vLLM internal error: fail pending futures so that no caller hangs
+            self._fail_engine(error)
         return True
 
-    def _obey(self) -> bool:
-        """Carry out what was asked, waiting for it where nothing is to be decoded; False: to end."""
+    def _run_commands(self) -> bool:
+        """Run pending commands, waiting for one when idle; return False when the thread must end."""
         command: Callable[[], None] | None
         idle = self._failed is not None or not self._core_has_work()
         try:
@@ -207,13 +208,13 @@ class EngineThread:
             return True
         return False
 
-    def _carry_out(self, function: Callable[[], T]) -> T:
+    def _run_command(self, function: Callable[[], T]) -> T:
         self._check()
-        self._obeying = True
+        self._in_command = True
         try:
             return function()
         finally:
-            self._obeying = False
+            self._in_command = False
 
     def _core_has_work(self) -> bool:
         return bool(self._core.scheduler.has_requests() or self._core.batch_queue)
@@ -224,31 +225,33 @@ class EngineThread:
         try:
             outputs = self._engine.step()
         except BaseException as error:
-            self._break(error)
+            self._fail_engine(error)
             return
         finally:
             self._stepping = False
         if finished := [output for output in outputs if output.finished]:
-            self._tell(self._deliver, finished)
+            self._call_on_loop(self._deliver, finished)
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
         try:
             self._check()
             self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         except BaseException as error:
-            self._tell(self._refuse, request_id, error)
+            self._call_on_loop(self._refuse, request_id, error)
 
     def _abandon(self) -> None:
         states = dict(self._engine.output_processor.request_states)
         self._engine.abort_request(list(states), internal=True)
         for state in states.values():
-            self._tell(self._refuse, state.external_req_id, RuntimeError("rollout: not wanted any more"))
+            self._call_on_loop(
+                self._refuse, state.external_req_id, RuntimeError("rollout: the request was abandoned")
+            )
 
     def _pause(self, drain: bool) -> None:
         from vllm.v1.core.sched.interface import PauseState
 
-        # `pause_scheduler` neither drains nor waits for a step that runs ahead of its outputs, so both are
-        # done before it.
+        # `pause_scheduler` neither drains nor waits for a step that runs ahead of its outputs, so do both
+        # before it.
         self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW if drain else PauseState.PAUSED_ALL)
         while self._failed is None and self._core_has_work():
             self._step()
@@ -262,7 +265,7 @@ class EngineThread:
         if self._failed is not None:
             raise RuntimeError(f"rollout: the engine has failed: {self._failed!r}") from self._failed
 
-    def _tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _call_on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, finished: list[RequestOutput]) -> None:
@@ -273,10 +276,10 @@ class EngineThread:
         if future := self._futures.pop(request_id, None):
             _fail(future, error)
 
-    def _break(self, error: BaseException) -> None:
-        """Nothing can be asked of the engine any more; who waits is told."""
+    def _fail_engine(self, error: BaseException) -> None:
+        """Mark the engine as failed, and fail all pending requests."""
         self._failed = error
-        self._tell(self._fail_all, error)
+        self._call_on_loop(self._fail_all, error)
 
     def _fail_all(self, error: BaseException) -> None:
         for future in self._futures.values():
@@ -290,13 +293,13 @@ def _make(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    # Of the defaults that vLLM has for whoever uses it, those of a batch: larger prefills.
+    # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
 
 
 def _finish(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():  # whoever waited may have been cancelled
+    if not future.done():  # the caller may have been cancelled
         future.set_result(result)
 
 

@@ -12,7 +12,7 @@ import ray
 from actors.lifecycle.probe import Probeable
 from actors.placement.demands import Devices
 from actors.transfer.connections import Seat
-from actors.transfer.meeting import met
+from actors.transfer.group_store import with_store
 from actors.transfer.stream import send
 from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.config import (
@@ -34,7 +34,7 @@ from grpo_dist.types import TrainBatch
 
 
 class PolicyWorker(Metered, Probeable):
-    """One rank. Its methods are called on all ranks at once; each call runs to its end before the next."""
+    """One rank. Its methods are called on all ranks at once; calls run one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class PolicyWorker(Metered, Probeable):
         self._profile = ProfileConfig()
 
     def address(self) -> tuple[str, int]:
-        """Where others may meet this rank: its node's address and a free port."""
+        """Return an address at which this rank can listen: that of its node, and a free port."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
 
     def devices(self) -> Devices:
-        """The GPUs that Ray gave this rank."""
+        """Return the GPUs that Ray gave this rank."""
         context = ray.get_runtime_context()
         return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
@@ -58,7 +58,7 @@ class PolicyWorker(Metered, Probeable):
         ``arguments``: the further ones of `Trainer`.
         """
         build_in_own_directory()
-        self._trainer = Trainer(met(rank), policy, **arguments)
+        self._trainer = Trainer(with_store(rank), policy, **arguments)
         return self._trainer.device.type, self._trainer.attention_cost
 
     @metered("update")
@@ -73,14 +73,16 @@ class PolicyWorker(Metered, Probeable):
             return self._trainer.update(shards, bounds, kl_coef=kl_coef)
 
     def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
-        """The next `update`, which is that of ``step``, leaves a trace."""
+        """Write a trace of the next `update`, that of ``step``."""
         self._trace, self._profile = trace_path(Path(run_dir), step, self._trainer.rank.index), settings
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
 
     def logprobs(self, shards: Sequence[TrainBatch]) -> tuple[str, dict[int, np.ndarray]]:
-        """Name of the policy's dtype, and by row id, float32 [C], its log-probs of the rows of ``shards``."""
+        """Return the name of the policy's dtype and, by row id, log-probs of the rows of ``shards``, float32
+        [C].
+        """
         return self._trainer.dtype_name, self._trainer.row_logprobs(shards)
 
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
@@ -99,9 +101,10 @@ class PolicyWorker(Metered, Probeable):
     def send_weights(
         self, bucket_bytes: int, group: str, adapters_only: bool, as_held: bool = False
     ) -> dict[str, float]:
-        """Gather and, where this rank has a transport for ``group``, send every bucket and then the checksum
-        of all; returns the bytes sent and the seconds it took. What fails leaves the group: the others in it
-        learn of it at once, and what they were sent is of no use.
+        """Gather the weights; where this rank has a transport for ``group``, send all buckets and a checksum.
+
+        Returns the bytes sent and the seconds it took. After an error this rank leaves the group, by which
+        the others notice at once; they discard what they received.
         """
         which = {"adapters_only": adapters_only, "as_held": as_held}
         weights = self._trainer.weights.buckets(bucket_bytes, **which)
@@ -124,7 +127,7 @@ class PolicyWorker(Metered, Probeable):
         self._trainer.save(Path(directory), blocking=blocking)
 
     def is_saved(self) -> bool:
-        """Called beside an update."""
+        """Return whether all files are written. May run in parallel to an update."""
         return bool(self._trainer.state.is_saved())
 
     def load(self, directory: str) -> None:
@@ -135,7 +138,7 @@ class PolicyWorker(Metered, Probeable):
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
-    """Config stops here: the maths takes numbers."""
+    """Convert the configuration of the algorithm into the numbers that the loss takes."""
     correction = algorithm.correction
     default = "none" if algorithm.old_logprobs == "rollout" else "tis"
     return LossSettings(

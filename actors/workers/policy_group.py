@@ -114,9 +114,11 @@ class PolicyGroup:
         self._attention_cost = 0.0
 
     async def ready(self) -> None:
-        """All ranks joined, model loaded. Raises StateLost where one is lost meanwhile."""
+        """Wait until all ranks have joined and loaded the model. Raises StateLost when one is lost
+        meanwhile.
+        """
         (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
-        self.team.watch()  # from now on they can be asked, also while they load
+        self.team.watch()  # the ranks answer health checks from here on, also while they load
         size = len(self.ranks)
         secret = new_secret()
         ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
@@ -126,8 +128,10 @@ class PolicyGroup:
         self.team.starting.clear()
 
     def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
-        """Each rank's rows of every batch, in the object store: one reference a rank, the same for ranks that
-        share sequences. The denominators are the whole batch's.
+        """Shard every batch over the ranks and put the shards into the object store.
+
+        Returns one reference a rank, the same for ranks that share sequences. The loss denominators are those
+        of the whole batch.
         """
         replicas, square = self._settings.replicas, self._attention_cost
         shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
@@ -137,7 +141,7 @@ class PolicyGroup:
     async def update(
         self, staged: Sequence[Any], *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
     ) -> dict[str, float]:
-        """One optimiser update per batch that `stage` was given. ``kl_coef``, ``bounds``: see
+        """Make one optimiser update for each batch passed to `stage`. ``kl_coef``, ``bounds``: see
         `PolicyWorker.update`.
         """
         arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
@@ -146,20 +150,21 @@ class PolicyGroup:
             return (await self._each("update", arguments))[0]
 
     async def trace_next(self, run_dir: Path, step: int) -> None:
-        """The next update leaves a trace of each rank in ``run_dir``, which all ranks can write to."""
+        """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
         async with self._deadline(self.update_s, "the profiler is told"):
             await self._all("trace_next", str(run_dir.absolute()), step, self._profile)
 
     async def token_logprobs(self) -> dict[int, np.ndarray]:
-        """By row id, float32 [C]: nats of the tokens that the last `update` trained, as `Trainer` noted them.
-        Empty where its batches had no row ids.
+        """Return by row id the log-probs of the tokens that the last `update` trained, float32 [C], nats.
+
+        Empty when its batches had no row ids. See `Trainer.token_logprobs`.
         """
         async with self._deadline(self.update_s, "log-probs of tokens"):
             answers = await self._all("token_logprobs")
         return {row: values for answer in answers for row, values in answer.items()}
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Of the rows of ``batch``, which have ids: see `PolicyWorker.logprobs`."""
+        """Return log-probs of the rows of ``batch``, which must have ids: see `PolicyWorker.logprobs`."""
         arguments = [(own,) for own in self.stage([batch])]
         async with self._deadline(self.update_s, "log-probs of the sync probe"):
             answers = await self._each("logprobs", arguments)
@@ -168,34 +173,38 @@ class PolicyGroup:
 
     @property
     def adapter_scale(self) -> float | None:
-        """What engines multiply the adapters they are sent by; None where whole weights are sent."""
+        """The factor by which engines multiply the adapters they receive; None: they receive whole
+        weights.
+        """
         lora = self._settings.lora
         return lora.scale if lora is not None and lora.sync == "adapter" else None
 
     async def send_weights(
         self, bucket_bytes: int, *, group: str, adapters_only: bool, as_held: bool = False
     ) -> dict[str, float]:
-        """Runs while the others of the transfer group receive; the caller holds the deadline. Returns metrics
-        of rank 0. Those sent are the weights after as many `updates` as ``sent_after`` says then.
+        """Send the weights while the other members of the transfer group receive, and return metrics of rank
+        0.
+
+        The caller holds the deadline. ``sent_after`` is then the number of updates in these weights.
         """
         self.sent_after = self.updates
         try:
             return (await self._all("send_weights", bucket_bytes, group, adapters_only, as_held))[0]
         except RayTaskError as error:
-            if isinstance(error.cause, TransferLost):  # the engines' affair, too
+            if isinstance(error.cause, TransferLost):  # the weight sync handles it
                 raise
             raise await self._cause(error, "weights gathered and sent") from error
 
     async def devices(self) -> list[Devices]:
-        """Of each rank; also before `ready`."""
+        """Return the GPUs of each rank; works before `ready`, too."""
         return await results(rank.devices.remote() for rank in self.ranks)
 
     async def offload_states(self) -> None:
-        """Everything the ranks hold on their GPUs goes to host memory; the caller holds the deadline."""
+        """Move everything on the ranks' GPUs to host memory; the caller holds the deadline."""
         await self._all("move_states", True)
 
     async def reload_states(self) -> None:
-        """The reverse of `offload_states`, before anything else is asked of the ranks."""
+        """Undo `offload_states`; required before any other call to the ranks."""
         await self._all("move_states", False)
 
     async def save(self, directory: Path, *, blocking: bool = True) -> None:
@@ -204,8 +213,9 @@ class PolicyGroup:
             await self._all("save", str(directory.absolute()), blocking)
 
     async def saved(self) -> None:
-        """Returns when every rank has written what it saved last. Raises StateLost when one is gone or late,
-        and what went wrong with a file.
+        """Wait until every rank has written the files of its last `save`.
+
+        Raises StateLost when a rank is gone or late, and the error of a file that cannot be written.
         """
         try:
             stage = f"policy: files of {len(self.ranks)} rank(s)"

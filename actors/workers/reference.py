@@ -1,4 +1,4 @@
-"""Reference workers: log-probs of sampled completions under the frozen model the run began with."""
+"""Reference workers: log-probs of sampled completions under the frozen initial model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_bat
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout, Rows
 
-# A frozen reference is what the model directory holds. One that follows the policy is nowhere but in the
-# actor and, as it was then, in a checkpoint.
+# A frozen reference can be loaded from the model directory. One that follows the policy exists only in the
+# actor and, in an earlier state, in a checkpoint.
 _RENEWED = (
     "it was renewed from the policy (`reference.refresh_every`) and cannot be had again but from a checkpoint"
 )
@@ -69,7 +69,7 @@ class ReferenceWorker(Metered, Probeable):
         self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights
 
     def ready(self) -> None:
-        """Returns once the model is loaded."""
+        """Return once the model is loaded."""
 
     def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
         (seat,) = seats
@@ -77,7 +77,7 @@ class ReferenceWorker(Metered, Probeable):
 
     @torch.no_grad()
     def mix_in(self, specs: Sequence[ParameterSpec], bucket_bytes: int, mix: float) -> None:
-        """Weights become (1 - mix) of their own and mix of what the policy sends, in float32."""
+        """Replace the weights by (1 - mix) of their own and mix of those received, computed in float32."""
         assert self._transport is not None, "open_transfer comes first"
         parameters = dict(self._module.model.named_parameters())
         for bucket in receive(self._transport, specs, bucket_bytes):
@@ -89,12 +89,12 @@ class ReferenceWorker(Metered, Probeable):
                     self._average[name] = mean  # small steps of a moving average vanish in half precision
 
     def save(self, path: str) -> None:
-        """The weights as they are now, safetensors."""
+        """Write the current weights to ``path``, safetensors."""
         save_file({n: self._average.get(n, p) for n, p in self._module.model.named_parameters()}, path)
 
     @torch.no_grad()
     def load(self, path: str) -> None:
-        """What `save` wrote."""
+        """Load the weights that `save` wrote."""
         saved = load_file(path, device=str(self._device))
         for name, parameter in self._module.model.named_parameters():
             if saved[name].dtype != parameter.dtype:
@@ -104,7 +104,7 @@ class ReferenceWorker(Metered, Probeable):
     @metered("logprobs")
     @torch.no_grad()
     def logprobs(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[np.ndarray]:
-        """float32 [C] for each rollout, nats, at the sampling temperature."""
+        """Return log-probs for each rollout, float32 [C], nats, at the sampling temperature."""
         start = len(prompt.token_ids)
         rows = [np.concatenate([prompt.token_ids, r.completion_ids]) for r in rollouts]
         out: list[np.ndarray] = [np.empty(0, np.float32)] * len(rows)
@@ -131,7 +131,7 @@ class ReferenceWorker(Metered, Probeable):
 
 
 class ReferencePool:
-    """Driver-side handle: a group goes to the worker with the fewest outstanding groups."""
+    """Driver-side handle: sends each group to the worker with the fewest outstanding groups."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class ReferencePool:
         await self.team.ready()
 
     async def logprobs(self, prompt: Prompt, rollouts: Any) -> list[np.ndarray]:
-        """``rollouts`` is an object reference to the samples, or the samples themselves."""
+        """Return log-probs of the samples. ``rollouts``: the samples, or an object reference to them."""
         return await self.team.call("logprobs", prompt, rollouts)
 
     async def save(self, path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Reward workers: each owns a pool of killable grader processes and turns sampled completions into a scored
-Group, together with what the reward models say.
+"""Reward workers: each owns a pool of killable grader processes, and turns samples and the scores of reward
+models into a scored Group.
 
     samples --> reward models (actors of their own) --> reward worker: functions, weights, gates --> Group
 """
@@ -32,13 +32,13 @@ from grpo_dist.types import Group, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
-# Actors that may be lost over one group before it counts as not scored: one may have been unlucky, but what
-# takes two with it would take them all.
+# Actors that may be lost during the call for one group before it counts as not scored: one may be bad luck,
+# but a group that kills two would kill them all.
 _ATTEMPTS = 2
 
 
 class RewardWorker(Metered, Probeable):
-    """Scores one group a call; several calls may be in it at once and share its grader processes."""
+    """Scores one group a call; several calls run at once and share its grader processes."""
 
     def __init__(self, settings: RewardsConfig, *, max_new_tokens: int) -> None:
         super().__init__()
@@ -55,15 +55,15 @@ class RewardWorker(Metered, Probeable):
         )
 
     def ready(self) -> None:
-        """Returns once the grader processes are up."""
+        """Return once the grader processes are ready."""
 
     @metered("score")
     def score(
         self, prompt: Prompt, rollouts: Sequence[Rollout], modelled: Mapping[str, ModelScores]
     ) -> tuple[Group, tuple[str, ...]]:
-        """The group, and what is new of why samples cannot be scored: nobody reads an actor's log.
+        """Return the group, and new reasons why samples cannot be scored, which the driver logs.
 
-        ``modelled``: what each reward model says of the samples; ``score_s`` is without their time.
+        ``modelled``: the scores of each reward model; ``score_s`` excludes their time.
         """
         begin = time.perf_counter()
         completions = CompletionGroup.of(
@@ -81,9 +81,9 @@ class RewardWorker(Metered, Probeable):
 
 
 class RewardPool:
-    """Driver-side handle: ``score`` asks the reward models, then the reward worker with the fewest in hand.
+    """Driver-side handle: calls the reward models, then the reward worker with the fewest calls in flight.
 
-    ``models`` are its own: they start and end with it.
+    ``models`` start and end with it.
     """
 
     def __init__(
@@ -103,14 +103,15 @@ class RewardPool:
         self.workers = self.team.workers
         self._settings = settings
         self.models = list(models)
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     async def ready(self) -> None:
         await gather([self.team.ready(), *(m.ready() for m in self.models)])
 
     async def score(self, prompt: Prompt, rollouts: Any) -> Group:
-        """``rollouts`` is an object reference to the samples, or the samples themselves. A group over which
-        two workers are lost counts as not scored.
+        """Score a group. ``rollouts``: the samples, or an object reference to them.
+
+        A group during whose call two workers are lost counts as not scored.
         """
         scores = await gather(model.score(prompt, rollouts) for model in self.models)
         modelled = {model.name: own for model, own in zip(self.models, scores, strict=True)}
@@ -121,8 +122,8 @@ class RewardPool:
             samples = await rollouts if isinstance(rollouts, ray.ObjectRef) else rollouts
             group = with_steps(not_scored(prompt, samples, self._settings), modelled)
         for detail in news:
-            if detail not in self._told:
-                self._told.add(detail)
+            if detail not in self._logged:
+                self._logged.add(detail)
                 logger.warning("%s; a sample without a score counts as not scored", detail)
         return group
 
@@ -132,13 +133,13 @@ class RewardPool:
 
 
 def with_steps(group: Group, modelled: Mapping[str, ModelScores]) -> Group:
-    """``group`` with what a process model says of its steps; the configuration allows one such model."""
+    """Add the step rewards of a process model to ``group``; the configuration allows one such model."""
     steps = next((m for m in modelled.values() if m.step_rewards is not None), None)
     return replace(group, step_rewards=steps.step_rewards, step_ends=steps.step_ends) if steps else group
 
 
 def not_scored(prompt: Prompt, rollouts: Sequence[Rollout], settings: RewardsConfig) -> Group:
-    """A group whose samples have no reward at all: NaN, an error of the math grader where there is one."""
+    """Return a group whose samples have no reward: NaN, and outcome "error" if there is a math grader."""
     specs = reward_specs(settings)
     nothing = np.full(len(rollouts), np.nan, np.float32)
     names = [spec.name for spec in specs] + [term.name for term in model_terms(settings)]

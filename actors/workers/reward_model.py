@@ -1,4 +1,4 @@
-"""Reward model workers: each holds one classifier and scores the samples of one prompt a call."""
+"""Reward model workers: each holds one classifier, and scores the samples of one prompt a call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_dist.types import Prompt, Rollout
 
 
 class RewardModelWorker(Metered, Probeable):
-    """One copy of a reward model, and the policy's tokenizer, to say at which token a step ends."""
+    """Holds a copy of a reward model, and the policy's tokenizer, which locates the last token of a step."""
 
     def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class RewardModelWorker(Metered, Probeable):
         )
 
     def ready(self) -> None:
-        """Returns once the model is loaded."""
+        """Return once the model is loaded."""
 
     @metered("score")
     def score(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> ModelScores:
@@ -38,7 +38,9 @@ class RewardModelWorker(Metered, Probeable):
 
 
 class RewardModelPool:
-    """Driver-side handle of one reward model: a group goes to the worker with the fewest in hand."""
+    """Driver-side handle of one reward model: sends each group to the worker with the fewest calls in
+    flight.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class RewardModelPool:
         await self.team.ready()
 
     async def score(self, prompt: Prompt, rollouts: Any) -> ModelScores:
-        """``rollouts`` is an object reference to the samples, or the samples themselves."""
+        """Score the samples of a prompt. ``rollouts``: the samples, or an object reference to them."""
         return await self.team.call("score", prompt, rollouts)
 
     async def shutdown(self) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RolloutWorker(Metered, Probeable):
-    """One engine. All methods run on the actor's event loop; many `sample` calls are in it at once."""
+    """One engine. All methods run on the actor's event loop, many `sample` calls at once."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class RolloutWorker(Metered, Probeable):
         self._progress = asyncio.Condition()
         self._engine: Any = None
         self._tokenizer: Any = None
-        self._updating = False  # between the begin and the end of an update
-        self._received = False  # all weights of that update
+        self._updating = False  # between `begin_update` and `finish_update`
+        self._received = False  # all weights of that update have arrived
 
     async def start(self) -> None:
-        """Bring the engine up and run one request through it, which compiles what compiles lazily."""
+        """Start the engine and run one request, which triggers lazy compilation."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -55,8 +55,9 @@ class RolloutWorker(Metered, Probeable):
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling
     ) -> tuple[Load, tuple[Rollout, ...]]:
-        """``len(seeds)`` completions of ``prompt``, the i-th drawn with ``seeds[i]`` alone, and what this
-        engine has finished since it started.
+        """Sample ``len(seeds)`` completions of ``prompt``, the i-th with ``seeds[i]`` alone.
+
+        Returns the load that this engine has finished since it started, and the completions.
         """
         lengths = sampling.lengths or [None] * len(seeds)
         outputs = await asyncio.gather(
@@ -70,17 +71,15 @@ class RolloutWorker(Metered, Probeable):
         return self._finished, rollouts
 
     async def probe(self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling) -> tuple[Rollout, ...]:
-        """As `sample`, for the sync probe: it counts neither as work nor as finished, for nobody is admitted
-        for it.
-        """
+        """Sample for the sync probe, outside of admission: it counts neither as work nor as finished load."""
         ids = prompt.token_ids.tolist()
         outputs = await asyncio.gather(*(self._generate(ids, seed, sampling, None) for seed in seeds))
         return tuple(self._rollout(prompt.uid, i, output) for i, output in enumerate(outputs))
 
     async def finished(self, at_least: int) -> Load:
-        """What this engine has finished since it started, once that is ``at_least`` sequences."""
+        """Wait for ``at_least`` finished sequences; return the load finished since this engine started."""
         async with self._progress:
-            await self._progress.wait_for(  # bounded: by the samples in hand, which are done or fail
+            await self._progress.wait_for(  # bounded: pending samples finish or fail
                 lambda: self._finished.sequences >= at_least
             )
         return self._finished
@@ -98,9 +97,11 @@ class RolloutWorker(Metered, Probeable):
     async def _generate(
         self, token_ids: list[int], seed: int, sampling: Sampling, length: int | None
     ) -> CompletionOutput:
-        """One finished completion. The requests of a group are engine requests of their own, each with its
-        seed: vLLM's ``n`` would also make one of each, under seeds of its own choice, and their common prompt
-        is prefilled once either way, in blocks that the prefix cache shares within a step of the engine.
+        """Return one finished completion.
+
+        Each sample of a group is an engine request with its own seed: vLLM's ``n`` would choose the seeds
+        itself. The common prompt is prefilled once either way, because the prefix cache shares its blocks
+        within a step of the engine.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -124,8 +125,7 @@ class RolloutWorker(Metered, Probeable):
 
     def _rollout(self, uid: str, sample: int, output: CompletionOutput) -> Rollout:
         ids, logprobs = list(output.token_ids), output.logprobs
-        # The engine labels every step's tokens with the version its weights had then, so nobody has to watch
-        # tokens arrive to know.
+        # The engine labels the tokens of every step with the version of its weights.
         versions = np.empty(len(ids), dtype=np.int32)
         for span in output.weight_versions:
             versions[span.start : span.end] = int(span.version)
@@ -143,23 +143,25 @@ class RolloutWorker(Metered, Probeable):
         return Health(self._engine.work())
 
     async def calls(self) -> str:
-        """At what the calls in hand wait."""
+        """Return where the pending calls wait."""
         return calls_in_hand()
 
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
-        """Every process of the engine takes its seat, and gives up the one it had."""
+        """Have every process of the engine join a transfer group with its seat, and leave the group
+        before.
+        """
         await self._end_old_update()
         info = {"backend": backend, "seats": list(seats), "timeout_s": timeout_s}
         await self._engine.init_transfer(info)
 
     @metered("sync")
     async def begin_update(self) -> bool:
-        """Stop generating. ``drain``: once running requests are done. ``keep``: now; they go on under the new
-        weights. Returns whether it still lacks weights: asked again because another engine was lost on the
-        way, it may have all of them.
+        """Stop generating, and return whether this engine still lacks the weights.
 
+        In mode ``drain`` running requests finish first; in mode ``keep`` they continue under the new weights.
         Either way the key-value cache is dropped: a kept request recomputes it, so that no new token is
-        conditioned on keys and values of old weights.
+        conditioned on keys and values of old weights. An update that is repeated, because another engine was
+        lost, may find all weights here.
         """
         await self._engine.pause(drain=self._spec.sync.mode == "drain")
         if not self._updating:
@@ -171,9 +173,11 @@ class RolloutWorker(Metered, Probeable):
     async def receive_weights(
         self, specs: Sequence[ParameterSpec], bucket_bytes: int, adapter_scale: float | None
     ) -> None:
-        """``adapter_scale``: what comes are low-rank adapters, which count so many times."""
+        """Receive and load the weights. ``adapter_scale``: factor of low-rank adapters; None: whole
+        weights.
+        """
         parameters = [list(asdict(spec).values()) for spec in specs]
-        self._updating = False  # what fails on the way is begun anew
+        self._updating = False  # a transfer that fails is started again
         await self._engine.update_weights(
             {"parameters": parameters, "bucket_bytes": bucket_bytes, "adapter_scale": adapter_scale}
         )
@@ -181,7 +185,7 @@ class RolloutWorker(Metered, Probeable):
 
     @metered("sync")
     async def finish_update(self, version: int) -> int:
-        """Serve again, from now on under ``version``; returns the version the engine itself reports."""
+        """Serve again under ``version``; return the version that the engine reports."""
         await self._engine.finish_weight_update()
         self._updating = self._received = False
         reported: int = await self._engine.set_weight_version(version)
@@ -189,24 +193,24 @@ class RolloutWorker(Metered, Probeable):
         return reported
 
     async def abandon(self) -> None:
-        """Drop what is in hand: whoever wanted it has gone back to before it was asked for."""
+        """Abort pending requests: the run resumes from before they were made."""
         await self._end_old_update()
         await self._engine.abandon()
 
     async def _end_old_update(self) -> None:
-        """What came from a policy that is gone, and was never given a version, does not count: the next one
-        brings everything anew.
+        """End an update whose weights never got a version, because the policy was lost; the next update sends
+        all weights.
         """
         if self._received:
             await self._engine.finish_weight_update()
             self._updating = self._received = False
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Leave the GPU's memory to others, the cache's and, in host memory or not at all, the weights'."""
+        """Free the GPU's memory; ``keep_weights`` keeps the weights in host memory, else they are dropped."""
         await self._engine.sleep(level=1 if keep_weights else 2)
 
     async def wake_up(self, tags: list[str] | None) -> None:
-        """Take back memory: of "weights", of "kv_cache", or of all that sleeps (None)."""
+        """Allocate memory again: for "weights", for "kv_cache", or for all that sleeps (None)."""
         await self._engine.wake_up(tags)
 
     async def close(self) -> None:
@@ -215,5 +219,5 @@ class RolloutWorker(Metered, Probeable):
 
 
 def outstanding(prompt: Prompt, sequences: int, sampling: Sampling) -> Load:
-    """What ``sequences`` samples of ``prompt`` may come to."""
+    """Return the largest load of ``sequences`` samples of ``prompt``."""
     return Load(sequences, sequences * (len(prompt.token_ids) + sampling.max_new_tokens))

@@ -30,13 +30,12 @@ from grpo_dist.types import Prompt, Sampling
 
 
 class RolloutPool:
-    """Driver-side handle. A group goes whole to the engine with the fewest outstanding tokens, and waits
-    while all are full.
+    """Sends each group whole to the engine with the fewest outstanding tokens, or waits while all are full.
 
-    Not split over engines: each would prefill the prompt again and cost the driver a call of its own, and
-    where samples are many the engines are level at the tail without it. Outstanding is what was sent less
-    what an engine says it has finished, sample by sample: the last long sample of a group holds one place,
-    not those of its whole group.
+    A group is not split over engines: each would prefill the prompt again and cost the driver a call, and
+    with many samples the engines finish together anyway. Outstanding load is what was sent less what the
+    engine reports as finished, sample by sample: the last long sample of a group occupies one slot, not the
+    slots of its whole group.
     """
 
     def __init__(self, spec: EngineSpec, actors: ActorSpec, *, worker: type = RolloutWorker) -> None:
@@ -48,14 +47,16 @@ class RolloutPool:
             actors.makers(ray.remote(worker), count, spec),
             actors,
             start=lambda worker: worker.start.remote(),
-            health=lambda worker: worker.health.remote(),  # on its event loop, beside all that it does
-            room=QUEUE_DEPTH * spec.max_num_seqs,
+            health=lambda worker: worker.health.remote(),  # on its event loop, in parallel to its work
+            capacity=QUEUE_DEPTH * spec.max_num_seqs,
             on_wait=self._follow_all,
         )
         self.team.on_lost = self._forget
         self.workers, self._load_balancer = self.team.workers, self.team.load_balancer
         self._samplers = [self._two_returns(worker) for worker in self.workers]
-        self._news_every = max(1, spec.max_num_seqs // 8)  # sequences, of an engine that groups wait for
+        self._report_every = max(
+            1, spec.max_num_seqs // 8
+        )  # sequences between two reports of an engine while groups wait
         self._sent = [Load(0, 0)] * count
         self._finished = [Load(0, 0)] * count
         self._not_followed = set(range(count))
@@ -65,8 +66,8 @@ class RolloutPool:
         await self.team.ready()
 
     async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> Any:
-        """Reference to the ``tuple[Rollout, ...]`` of ``prompt``, once they are finished; they are not
-        fetched here.
+        """Sample ``prompt``; return a reference to its finished ``tuple[Rollout, ...]``, which is not
+        fetched.
         """
         load = outstanding(prompt, len(seeds), sampling)
         while True:
@@ -80,21 +81,21 @@ class RolloutPool:
                 self._note(index, worker, await finished)
             except LOST as error:
                 self.team.lost(index, worker, error)
-            except RayTaskError:  # refused, or the engine cannot go on
-                if not await self.team.weed_out([worker]):
+            except RayTaskError:  # the request was refused, or the engine has failed
+                if not await self.team.find_dead([worker]):
                     raise
             else:
                 return rollouts
 
     async def abandon(self) -> None:
-        """Nobody waits for what is in hand."""
+        """Abort all pending requests on all engines."""
         await gather(self._abandoned(worker) for worker in self.team.alive())
 
     async def _abandoned(self, worker: Any) -> None:
         try:
             await worker.abandon.remote()
         except RayError:
-            if not await self.team.weed_out([worker]):
+            if not await self.team.find_dead([worker]):
                 raise
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -110,15 +111,15 @@ class RolloutPool:
         await end(self.workers)
 
     def _follow_all(self) -> None:
-        """Engines are asked how far they are only while a group waits for room."""
+        """Ask engines for their progress; only needed while a group waits for capacity."""
         while self._not_followed:
             index = self._not_followed.pop()
-            task = asyncio.create_task(self._follow(index), name=f"news of rollout-{index}")
+            task = asyncio.create_task(self._follow(index), name=f"progress of rollout-{index}")
             self._following.add(task)
             task.add_done_callback(self._following.discard)
 
     async def _follow(self, index: int) -> None:
-        """Room is free as samples are finished, not only when their whole group is."""
+        """Release capacity as samples finish, before their whole group does."""
         worker = self.workers[index]
         try:
             while (
@@ -126,7 +127,7 @@ class RolloutPool:
                 and self.team.is_current(index, worker)
                 and self._sent[index] != self._finished[index]
             ):
-                more = self._finished[index].sequences + self._news_every
+                more = self._finished[index].sequences + self._report_every
                 at_least = min(more, self._sent[index].sequences)
                 self._note(index, worker, await worker.finished.remote(at_least))
         except LOST as error:
@@ -135,7 +136,7 @@ class RolloutPool:
             self._not_followed.add(index)
 
     def _sampler(self, index: int, worker: Any) -> Any:
-        """The method, made once for each engine: it is called for every group."""
+        """Return the engine's method, made once for each engine, since every group calls it."""
         if self._samplers[index][0] is not worker:
             self._samplers[index] = self._two_returns(worker)
         return self._samplers[index][1]
@@ -145,14 +146,14 @@ class RolloutPool:
         return worker, worker.sample.options(num_returns=2)
 
     def _forget(self, index: int) -> None:
-        """The engine in the place of a lost one begins to count anew."""
+        """Reset the counters of a lost engine; its replacement starts at 0."""
         self._sent[index] = self._finished[index] = Load(0, 0)
 
     def _note(self, index: int, worker: Any, finished: Load) -> None:
         if not self.team.is_current(index, worker):
             return
         known = self._finished[index]
-        if finished > known:  # replies may overtake each other
+        if finished > known:  # replies may arrive out of order
             self._finished[index] = finished
             news = finished.minus(known)
             self._load_balancer.release(index, news.sequences, news.tokens)

@@ -27,7 +27,7 @@ from grpo_dist.workers import Workers
 class Restartable(Protocol):
     """`actors.cluster.Cluster` in production."""
 
-    def losses_told(self) -> AbstractAsyncContextManager[None]: ...
+    def failures_as_state_lost(self) -> AbstractAsyncContextManager[None]: ...
     async def start_again(self, model_dir: Path) -> Workers: ...
     async def where_stuck(self) -> str: ...
 
@@ -73,7 +73,7 @@ class Recovery:
         """
         if self._failure is None:
             self._workers = await self._start()
-        async with self._cluster.losses_told():
+        async with self._cluster.failures_as_state_lost():
             point = self._first
             if self._failure is not None:  # another worker may be lost meanwhile
                 point, self._workers = await self._go_back(self._failure, self._workers)

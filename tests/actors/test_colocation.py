@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Turns
+from actors.colocation import ColocatedPolicy, ColocatedReferenceSync, ColocatedSync, Colocation
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -32,29 +32,29 @@ class EventRecorder:
 def world(timeout_s=1.0):
     events = []
     policy, rollouts = EventRecorder("policy", events), EventRecorder("engines", events)
-    turns = Turns(policy, rollouts, timeout_s=timeout_s)
+    colocation = Colocation(policy, rollouts, timeout_s=timeout_s)
     sync, reference = EventRecorder("sync", events), EventRecorder("reference", events)
     return (
         events,
-        turns,
-        ColocatedPolicy(policy, turns),
-        ColocatedSync(sync, turns),
-        ColocatedReferenceSync(reference, turns),
+        colocation,
+        ColocatedPolicy(policy, colocation),
+        ColocatedSync(sync, colocation),
+        ColocatedReferenceSync(reference, colocation),
     )
 
 
-async def started(turns, events):
-    await turns.start()
-    await turns.to_sampling()
+async def started(colocation, events):
+    await colocation.start()
+    await colocation.to_sampling()
     events.clear()
 
 
 def test_engines_load_before_the_policy_and_have_the_first_turn():
-    events, turns, *_ = world()
+    events, colocation, *_ = world()
 
     async def start():
-        await turns.start()
-        await turns.to_sampling()
+        await colocation.start()
+        await colocation.to_sampling()
 
     asyncio.run(start())
     assert events == [
@@ -67,10 +67,10 @@ def test_engines_load_before_the_policy_and_have_the_first_turn():
 
 
 def test_a_step_drops_the_engines_weights_and_brings_them_anew():
-    events, turns, policy, sync, _ = world()
+    events, colocation, policy, sync, _ = world()
 
     async def step():
-        await started(turns, events)
+        await started(colocation, events)
         await policy.update([])
         await sync.push(1)
 
@@ -87,10 +87,10 @@ def test_a_step_drops_the_engines_weights_and_brings_them_anew():
 
 
 def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
-    events, turns, policy, *_ = world()
+    events, colocation, policy, *_ = world()
 
     async def step():
-        await started(turns, events)
+        await started(colocation, events)
         await policy.logprobs("batch")
         await policy.update([])
 
@@ -104,10 +104,10 @@ def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
 
 
 def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights():
-    events, turns, policy, _, reference = world()
+    events, colocation, policy, _, reference = world()
 
     async def between():
-        await started(turns, events)
+        await started(colocation, events)
         await policy.save(Path("step"))
         await reference.refresh()
 
@@ -118,10 +118,10 @@ def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights
 
 
 def test_a_resumed_run_loads_and_pushes():
-    events, turns, policy, sync, _ = world()
+    events, colocation, policy, sync, _ = world()
 
     async def resume():
-        await started(turns, events)
+        await started(colocation, events)
         await policy.load(Path("step"))
         events.clear()
         await sync.push(5)
@@ -132,11 +132,11 @@ def test_a_resumed_run_loads_and_pushes():
 
 
 def test_a_change_of_turns_has_a_deadline():
-    events, turns, policy, *_ = world(timeout_s=0.05)
+    events, colocation, policy, *_ = world(timeout_s=0.05)
 
     async def stuck():
-        await started(turns, events)
-        turns._rollouts.sleep = lambda **_: asyncio.sleep(60)
+        await started(colocation, events)
+        colocation._rollouts.sleep = lambda **_: asyncio.sleep(60)
         await policy.update([])
 
     with pytest.raises(TimeoutError, match="the engines leave their GPUs to the policy: not finished within"):

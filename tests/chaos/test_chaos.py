@@ -205,7 +205,7 @@ def lost(kind, at, recovered=None, **values):
 
 
 def test_a_stage_that_hangs_without_a_fault_is_reported():
-    late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: all workers start anew")
+    late = Line(200.0, 0, "stage sample: batch 7 sampled: not finished within 120 s: restarting all workers")
     assert verdict.hung([Line(90.0, 0, "step 6"), late], [lost("SIGSTOP rollout", 70.0)]) is None
     assert verdict.hung([Line(90.0, 0, "step 6")], []) is None
     for far in ([], [lost("SIGSTOP rollout", 40.0)], [lost("SIGSTOP rollout", 201.0)]):

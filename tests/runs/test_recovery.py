@@ -69,7 +69,7 @@ class Job(fakes.World):
         return "nowhere"
 
     @asynccontextmanager
-    async def losses_told(self):
+    async def failures_as_state_lost(self):
         yield
 
     def back_to(self, step):
@@ -226,19 +226,19 @@ def test_weights_that_are_lost_are_rolled_back_too():
 @pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("stage sync: late\npolicy-0: stopped")])
 def test_whatever_is_lost_or_late_sends_the_run_back_to_its_checkpoint(error):
     async def lose():
-        async with Cluster(fakes.config()).losses_told():
+        async with Cluster(fakes.config()).failures_as_state_lost():
             raise error
 
     with pytest.raises(StateLost) as told:
         asyncio.run(lose())
     first, *rest = str(told.value).splitlines()
-    assert first.endswith(": all workers start anew")
+    assert first.endswith(": restarting all workers")
     assert rest == str(error).splitlines()[1:]  # the stacks, if there are any
 
 
 def test_what_the_program_itself_does_wrong_is_no_loss():
     async def err():
-        async with Cluster(fakes.config()).losses_told():
+        async with Cluster(fakes.config()).failures_as_state_lost():
             raise KeyError("x")
 
     with pytest.raises(KeyError):
@@ -322,7 +322,7 @@ def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(
 
     async def within():
         try:
-            async with Cluster(fakes.config()).losses_told():
+            async with Cluster(fakes.config()).failures_as_state_lost():
                 await run.newest()
         finally:
             ended.set()

@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 from actors.cluster import Cluster
-from actors.placement.reservation import Room, nodes
+from actors.placement.reservation import Reservation, nodes
 from actors.transfer.transport import free_port
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
@@ -83,11 +83,11 @@ async def session():
     wanted = growing(room_s=_UP_S)
     demands = await Cluster(wanted)._placed(training=True)
     assert demands["policy"].gpus == 1 and demands["rollout"].gpus == 2
-    room = await Room.take(wanted, demands)
-    engine = Actor.options(**room.of("rollout")[0]).remote()
+    reservation = await Reservation.acquire(wanted, demands)
+    engine = Actor.options(**reservation.options("rollout")[0]).remote()
     assert ray.get(engine.gpus.remote(), timeout=HANG_S) == 2
     print(f"grown to {sum(node.gpus == 2 for node in nodes())} nodes", flush=True)
-    room.give_back()
+    reservation.release()
 
 
 def main():

@@ -10,7 +10,7 @@ from ray.util.placement_group import placement_group_table
 
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, too_large
-from actors.placement.reservation import Room, nodes
+from actors.placement.reservation import Reservation, nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from tests.support.patience import HANG_S
@@ -45,20 +45,20 @@ async def session(cluster):
     tenant = Actor.options(num_gpus=1).remote()
     there = ray.get(tenant.where.remote())
     try:
-        await Room.take(wanted, demands(wanted))
+        await Reservation.acquire(wanted, demands(wanted))
     except UserError as error:
         print(error, flush=True)
     assert groups() == ["REMOVED"], groups()
 
     # Another job gives its GPU back while the run waits.
     waits = config(room_s=60)
-    taking = asyncio.create_task(Room.take(waits, demands(waits)))
+    taking = asyncio.create_task(Reservation.acquire(waits, demands(waits)))
     await asyncio.sleep(3.0)
     assert not taking.done() and ray.get(tenant.where.remote()) == there
     ray.kill(tenant)
-    room = await taking
-    ranks = [Actor.options(**place).remote() for place in room.of("policy")]
-    (engine,) = (Actor.options(**place).remote() for place in room.of("rollout"))
+    reservation = await taking
+    ranks = [Actor.options(**place).remote() for place in reservation.options("policy")]
+    (engine,) = (Actor.options(**place).remote() for place in reservation.options("rollout"))
     homes = ray.get([rank.where.remote() for rank in ranks])
     assert homes[0] == homes[1] != ray.get(engine.where.remote())
     assert ray.get([rank.gpus.remote() for rank in ranks] + [engine.gpus.remote()]) == [1, 1, 2]
@@ -69,14 +69,14 @@ async def session(cluster):
     (lost,) = (node for node in cluster.worker_nodes if node.node_id == homes[0])
     cluster.remove_node(lost)
     cluster.add_node(num_cpus=4, num_gpus=2)
-    anew = [Actor.options(**place).remote() for place in room.of("policy")]
+    anew = [Actor.options(**place).remote() for place in reservation.options("policy")]
     async with asyncio.timeout(HANG_S):
         news = [await rank.where.remote() for rank in anew]
     assert news[0] == news[1] != homes[0] and ray.get(engine.where.remote()) == at
     print("replaced", flush=True)
 
-    room.give_back()
-    room.give_back()
+    reservation.release()
+    reservation.release()
     async with asyncio.timeout(HANG_S):
         while sum(node.free_gpus for node in nodes()) < 4:
             await asyncio.sleep(0.1)

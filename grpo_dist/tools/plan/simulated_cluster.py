@@ -56,7 +56,7 @@ class SimulatedCluster:
         return self.workers
 
     @asynccontextmanager
-    async def losses_told(self) -> AsyncIterator[None]:
+    async def failures_as_state_lost(self) -> AsyncIterator[None]:
         yield
 
     async def start_again(self, model_dir: Path) -> Workers:

@@ -112,7 +112,7 @@ def test_what_an_actor_refuses_is_raised_as_it_is():
 )
 def test_a_loss_that_nobody_made_good_goes_back_to_the_checkpoint(error, told):
     async def met():
-        async with Cluster(fakes.config()).losses_told():
+        async with Cluster(fakes.config()).failures_as_state_lost():
             raise error
 
     with pytest.raises(told):

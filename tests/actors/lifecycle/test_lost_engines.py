@@ -33,7 +33,7 @@ class MortalWorker(RolloutWorker):
         return os.getpid()
 
     async def die_of_the_second_bucket(self):
-        seen, keep = [], actors.transfer.vllm_receiver.keep_what_waits
+        seen, keep = [], actors.transfer.vllm_receiver.copy_unloaded
 
         def count(model, bucket):
             keep(model, bucket)
@@ -41,7 +41,7 @@ class MortalWorker(RolloutWorker):
             if len(seen) == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        actors.transfer.vllm_receiver.keep_what_waits = count
+        actors.transfer.vllm_receiver.copy_unloaded = count
 
 
 class World(OnALoop):

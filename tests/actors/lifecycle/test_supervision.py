@@ -95,7 +95,12 @@ def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster
         asyncio.run(session())
     told = [record.getMessage() for record in caplog.records if record.name == "grpo_dist"]
     assert [line for line in told if line == "rollout-0 serves again"] == told[1::2]
-    reasons = ("died", "says how it is", "has not gone on", "the engine has failed: out of memory")
+    reasons = (
+        "died",
+        "answers its health check",
+        "has made no progress",
+        "the engine has failed: out of memory",
+    )
     for line, why in zip(told[::2], reasons, strict=True):
         assert line.startswith("rollout-0 is lost (") and why in line
     assert "restart 4 of 4 in 0.4 s" in told[6]

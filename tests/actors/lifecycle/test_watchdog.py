@@ -119,7 +119,7 @@ def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
     for name in ("_LOOK_S", "_CALLS_S"):
         monkeypatch.setattr(actors.lifecycle.watchdog, name, LIMITS_S[name])
     text = told_of(stuck, "python", "waits")
-    assert text.count("where, its node does not say within 6 s") == 1
+    assert text.count("its node does not answer within 6 s") == 1
     assert sum(LIMITS_S.values()) <= 10
 
 
@@ -304,7 +304,7 @@ def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
 
 
 def test_what_cannot_be_found_out_is_said_and_hides_nothing(ray_cluster):
-    assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: where, Ray does not say"
+    assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: Ray does not know where"
 
 
 def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(stuck):
@@ -355,5 +355,7 @@ def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_clus
                 asyncio.run(session())
             text = str(lost.value)
     first, second, *_ = text.splitlines()
-    assert first.startswith("reference-0 is lost (stage reference-0 says how it is: not finished within ")
+    assert first.startswith(
+        "reference-0 is lost (stage reference-0 answers its health check: not finished within "
+    )
     assert second.startswith("reference-0 (node ") and "in hold_the_interpreter" in text

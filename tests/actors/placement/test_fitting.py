@@ -10,7 +10,7 @@ import pytest
 from actors import cluster, connection
 from actors.placement.demands import Resources, placement
 from actors.placement.fitting import Bundle, Node, bundles, fits, grown, nearest, no_room, too_large
-from actors.placement.reservation import Room
+from actors.placement.reservation import Reservation
 from grpo_dist.config import AutoscalingConfig
 from grpo_dist.errors import UserError
 from tests.support.made_placements import config, shape
@@ -43,7 +43,7 @@ def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
     assert wanted == [Bundle("policy", 4, 4, workers=4)] * 2
     assert fits(wanted, [node("a", 6, 6), node("b", 6, 6)])
     assert not fits(wanted, [node("a", 6, 6), node("b", 2, 2)])
-    places = Room(wanted, "group").of("policy")
+    places = Reservation(wanted, "group").options("policy")
     assert [(p["num_gpus"], p["num_cpus"]) for p in places] == [(1, 1)] * 8
     assert too_large(wanted, [node("a", 2, 2)]).startswith(
         "4 workers of `policy`, on whose GPUs one engine samples, take 4 GPU(s) and 4 CPU(s) of one node"
@@ -198,7 +198,7 @@ def test_an_evaluation_has_engines_alone():
 def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
     a, b = node("a", 8, 8), node("b", 8, 8)
     there = iter([[a], [a], [a, b]])
-    monkeypatch.setattr(cluster, "_LOOK_S", 0.0)
+    monkeypatch.setattr(cluster, "_POLL_S", 0.0)
     monkeypatch.setattr(cluster, "expected", lambda config: next(there))
     ours = cluster.Cluster(shape(8, 8, where="separate"))
     with pytest.raises(UserError, match="16 GPUs are needed"):

@@ -169,23 +169,23 @@ class Held:
 
     is_held, given_back = True, False
 
-    async def whole(self, config):
+    async def wait_ready(self, config):
         self.waited_for = config
 
-    def give_back(self):
+    def release(self):
         self.given_back = True
 
 
 def test_all_workers_start_anew_in_the_room_that_they_have(monkeypatch):
     own = cluster.Cluster(config())
-    room = own._room = Held()
+    reservation = own._reservation = Held()
 
     async def start_training(model_dir):
-        await own._take_room(training=True)
-        return room.given_back
+        await own._reserve(training=True)
+        return reservation.given_back
 
     monkeypatch.setattr(own, "start_training", start_training)
     assert asyncio.run(own.start_again("model")) is False
-    assert room.waited_for is own._config
+    assert reservation.waited_for is own._config
     asyncio.run(own.stop_workers())
-    assert room.given_back
+    assert reservation.given_back

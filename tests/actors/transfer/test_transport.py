@@ -20,8 +20,8 @@ import torch
 
 from actors.transfer import shared_transport
 from actors.transfer.connections import Connections, Seat
-from actors.transfer.handshake import Stranger
-from actors.transfer.meeting import Meeting, met
+from actors.transfer.group_store import GroupStore, with_store
+from actors.transfer.handshake import Unauthenticated
 from actors.transfer.shared_transport import IpcTransport
 from actors.transfer.stream import receive, send
 from actors.transfer.transport import NcclTransport, _nccl_group, free_port, open_transport
@@ -235,8 +235,8 @@ def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypa
     """Its port is no secret: whoever looks for it can join in a rank's place."""
     listening = socket.create_server(("127.0.0.1", 0))
     port, refused = listening.getsockname()[1], []
-    found = Meeting(port, b"q" * 32, listening.detach())
-    monkeypatch.setattr("actors.transfer.transport.meet", lambda seat, timeout_s: found)
+    found = GroupStore(port, b"q" * 32, listening.detach())
+    monkeypatch.setattr("actors.transfer.transport.agree_on_store", lambda seat, timeout_s: found)
 
     def rank_0():
         try:
@@ -261,7 +261,7 @@ def test_ranks_of_the_policy_meet_where_members_alone_are_told(monkeypatch):
 
     def meet_as(rank, secret, timeout_s):
         try:
-            found[rank] = met(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
+            found[rank] = with_store(Rank(rank, 2, "127.0.0.1", port, timeout_s, secret))
         except Exception as error:
             found[rank] = error
 
@@ -284,7 +284,7 @@ def test_ranks_of_the_policy_meet_where_members_alone_are_told(monkeypatch):
 
 def rank_of_the_policy(port, rank, out):
     """Says what it adds up with the others, and the addresses at which it listens."""
-    join_ranks(met(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
+    join_ranks(with_store(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     out.put((float(total), {address.ip for address in listening()}))
@@ -323,7 +323,7 @@ def test_who_listens_in_the_place_of_rank_0_is_not_believed():
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=impostor, args=(server,), daemon=True).start()
-        with pytest.raises(Stranger, match="who listens there does not belong to the transfer group"):
+        with pytest.raises(Unauthenticated, match="the listening process does not belong"):
             join("shared_memory", server.getsockname()[1], 1, 2, timeout_s=3.0)
 
 
@@ -427,7 +427,7 @@ def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
         thread = threading.Thread(target=rank_0, args=(port, offer))
         thread.start()
         transport = join("shared_memory", port, 1, 2)
-        with pytest.raises(RuntimeError, match="what was said of the shared buffers is malformed"):
+        with pytest.raises(RuntimeError, match="the offer of shared buffers is malformed"):
             next(iter(transport.incoming([1])))
         ended.set()
         thread.join(60)

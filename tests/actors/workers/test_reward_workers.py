@@ -166,7 +166,7 @@ def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path
             return getattr(workers[0], method)(*arguments)
 
     pool = object.__new__(RewardPool)
-    pool.team, pool.models, pool._told = InTurn(), [], set()
+    pool.team, pool.models, pool._logged = InTurn(), [], set()
     with caplog.at_level("WARNING"):
         groups = [asyncio.run(pool.score(PROMPT, rollouts(TEXTS))) for _ in range(4)]
     for worker in workers:
