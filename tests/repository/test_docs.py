@@ -177,6 +177,14 @@ def test_every_link_between_documents_leads_somewhere(document, link):
     assert (ROOT / document).parent.joinpath(link).exists()
 
 
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_in_a_table_of_files_exists(path):
+    tables = re.findall(r"^\| file \|.*\n\|[-| ]+\n((?:\|.*\n?)+)", path.read_text(), re.MULTILINE)
+    first = [row.split("|")[1] for table in tables for row in table.splitlines()]
+    files = [name for cell in first for name in re.findall(r"`([\w./-]+\.py)`", cell)]
+    assert [name for name in files if not any((base / name).exists() for base in (ROOT, path.parent))] == []
+
+
 def run_block(block: Block, place: Path) -> str:
     """Run a block in ``place`` as a reader would and return its output."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
