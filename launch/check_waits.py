@@ -1,13 +1,13 @@
-"""Refuse waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
+"""Find waits without a bound: ``python launch/check_waits.py DIRECTORY ...``; part of `make lint`.
 
-A run must not wait for ever for what may have died. What blocks a thread needs a timeout of its own; what is
-awaited needs one, or a deadline around it in the same function (`grpo_dist.runtime.concurrency.deadline`,
-`asyncio.timeout`). What has neither says on its line what ends it: ``# bounded: WHY``.
-`queue.SimpleQueue` is refused as it is made: its ``get``, in C, takes a deadline that has passed before it
-waits (its thread was off the processor) for none, and waits for ever.
+A run must never wait forever for something that may have died. A call that blocks a thread needs a timeout.
+An await needs a timeout, or a deadline around it in the same function (`asyncio.timeout`, or `deadline` of
+`grpo_dist.runtime.concurrency`). A wait with neither must say on its line what ends it: ``# bounded: WHY``.
+`queue.SimpleQueue` is not allowed: if a deadline passes before its ``get`` starts to wait, because the thread
+was descheduled, the C code takes it for no deadline and waits forever.
 
-Seen by name, and so not all: tasks, futures, locks and calls of actors are awaited like any coroutine, under
-the deadline of whoever asks for the whole.
+Waits are found by name, so the check is incomplete: tasks, futures, locks and actor calls are awaited like
+any coroutine, under the deadline of the caller.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Methods that wait until something else happens, and how many positional arguments they have when one of
-# them is a timeout. `ray.get` and collectives are refused whatever they are given.
+# them is a timeout. `ray.get` and collectives are reported with any arguments.
 _BLOCKING = {
     "get": 2, "put": 3, "join": 1, "wait": 1, "wait_for": 2, "result": 1, "acquire": 2, "communicate": 2,
     "recv": 9, "accept": 9,
@@ -29,7 +29,7 @@ _NEVER = {"ray.get", "ray.wait", "queue.SimpleQueue"}
 _COLLECTIVE = re.compile(
     r"(torch\.distributed|dist)\.(barrier|monitored_barrier|(all_)?(reduce|gather|to_all)|broadcast|scatter|send|recv)"
 )
-# Functions that take a timeout by its name alone.
+# Functions that take a timeout only by keyword.
 _NAMED_TIMEOUT = {
     "subprocess.run", "subprocess.check_call", "subprocess.check_output", "asyncio.wait",
     "concurrent.futures.wait", "concurrent.futures.as_completed",
@@ -42,9 +42,9 @@ _REASON = "# bounded: "
 
 
 def main(directories: list[str]) -> int:
-    """Exit code: 1 with a line for each wait without a bound, else 0."""
+    """Print every wait without a bound. Return 1 if there is one, else 0."""
     found = [
-        f"{path}:{line}: {what} may wait for ever; give it a timeout, or say what ends it ({_REASON}WHY)"
+        f"{path}:{line}: {what} may wait forever; give it a timeout, or say what ends it ({_REASON}WHY)"
         for directory in directories
         for path in sorted(Path(directory).rglob("*.py"))
         for line, what in unbounded(path.read_text())
@@ -54,7 +54,7 @@ def main(directories: list[str]) -> int:
 
 
 def unbounded(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each wait of ``source`` without a timeout, a deadline or a reason."""
+    """Yield line and name of each wait in ``source`` without a timeout, a deadline or a reason."""
     lines, tree = source.splitlines(), ast.parse(source)
     endless = _endless_queues(tree)
     for node in ast.walk(tree):

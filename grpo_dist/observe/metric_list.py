@@ -1,6 +1,6 @@
-"""Every metric a run can log. A test finds those that are missing here, and those that nothing logs any more.
+"""Every metric that a run can log. A test finds missing entries, and entries that nothing logs.
 
-A name in < > stands for any: `reward/<name>` for `reward/math`.
+`<name>` is a placeholder: `reward/<name>` covers `reward/math`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``reducer``: how one number of a step comes from many. ``look_for``: its healthy range, or what
-    a change of it says; both as markdown.
+    """A metric. ``reducer``: how the values of a step become one number. ``look_for``: the healthy range, or
+    the meaning of a change. Both are markdown.
     """
 
     name: str
@@ -29,28 +29,28 @@ _STEP = "of the step"
 METRICS = (
     # What was sampled
     Metric("reward/mean", "reward", _SAMPLES, "total reward: the sum of weight times part, after gates",
-           "rises; a fall that lasts is a collapse (`health.reward_below_share`)"),
+           "rises; a lasting fall is a collapse (`health.reward_below_share`)"),
     Metric("reward/std", "reward", "population deviation over scored samples", "spread of the total reward",
-           "above 0: equal rewards teach nothing"),
+           "above 0: equal rewards give no gradient"),
     Metric("reward/unscored", "samples", "count", "samples without a total reward, which is not reward 0",
            "near 0; many: see the warnings, `outcome/timeout`, `outcome/error`"),
     Metric("reward/<name>", "reward", _SAMPLES, "one part of the reward, before its weight and gate",
            "all parts that count rise; one that rises while the others fall is being gamed"),
     Metric("reward/<name>_unscored", "samples", "count", "samples that this part could not score",
-           "near 0; all: its function or server fails"),
-    Metric("outcome/correct", "samples", "count", "answers the math grader calls right", "rises"),
-    Metric("outcome/wrong", "samples", "count", "answers the math grader calls wrong", "falls"),
-    Metric("outcome/no_answer", "samples", "count", "completions without anything that reads as an answer",
-           "falls within the first steps; if not: the prompt does not ask for the form, or completions are "
-           "cut"),
+           "near 0; all samples: its function or server fails"),
+    Metric("outcome/correct", "samples", "count", "answers that the math grader calls right", "rises"),
+    Metric("outcome/wrong", "samples", "count", "answers that the math grader calls wrong", "falls"),
+    Metric("outcome/no_answer", "samples", "count", "completions without an answer that the grader can read",
+           "falls within the first steps; if not: the prompt does not ask for the format, or completions are "
+           "truncated"),
     Metric("outcome/timeout", "samples", "count", "answers not judged within `rewards.timeout_s`",
            "near 0; such samples are not trained on"),
-    Metric("outcome/error", "samples", "count", "answers over which a grader process died", "near 0"),
+    Metric("outcome/error", "samples", "count", "answers on which a grader process died", "near 0"),
     Metric("group/no_signal_share", "share", "mean over groups", "groups whose rewards are all equal",
            "below 0.5; near 1: problems too easy or too hard (`data.order`, `dynamic_sampling`, other "
            "data)"),
     Metric("group/extra_prompts", "prompts", "count",
-           "further prompts that dynamic sampling drew and dropped",
+           "extra prompts that dynamic sampling drew and dropped",
            "below `dynamic_sampling.max_extra_prompts`"),
     Metric("rollout/length_tokens", "tokens", "mean over samples", "length of a completion",
            "slow change; growth up to the limit without more reward: add a length reward"),
@@ -63,11 +63,11 @@ METRICS = (
            "samples with a token whose log-prob the engine gave as NaN or infinite; they are not trained on",
            "0; else the engine computes NaN: another dtype or attention backend (`rollout.engine`)"),
     Metric("rollout/garbage_share", "share", "mean over samples",
-           "completions that end in a loop or that nobody can read",
+           "degenerate completions: they end in a loop or are unreadable",
            "0 for a model that was trained before (`health.garbage_above`)"),
     Metric("rollout/tokens", "tokens", "sum over samples", "all completion tokens of the step", ""),
     Metric("rollout/staleness_mean", "steps", "mean over tokens",
-           "updates the policy was ahead of the weights that produced a token",
+           "updates between the weights that produced a token and the trained policy",
            "at most `max_staleness`; 0 on-policy"),
     Metric("rollout/staleness_max", "steps", "maximum over tokens", "the same, of the stalest token",
            "at most `max_staleness`"),
@@ -78,7 +78,7 @@ METRICS = (
            "are left out", "above 0; the run ends after `health.idle_steps_above` steps without any"),
     # The update
     Metric("loss/total", "loss", "sum over the update's rows" + _UPDATES, "the objective that is minimised",
-           "finite; its value says little, for advantages are centred"),
+           "finite; its value says little, as advantages are centred"),
     Metric("loss/policy", "loss", "sum over the update's rows" + _UPDATES, "its policy term", "finite"),
     Metric("loss/kl", "loss", "sum over the update's rows" + _UPDATES, "its KL term, weighted",
            "small beside `loss/policy` and never the larger for long"),
@@ -98,7 +98,7 @@ METRICS = (
            "0 to 0.2; more: lower `lr` or the number of updates a step"),
     Metric("policy/dual_clip_share", "share", _TOKENS + _UPDATES, "tokens held by `algorithm.dual_clip`",
            "near 0"),
-    Metric("policy/approx_kl", "nats", _TOKENS + _UPDATES, "how far the policy moved within the step (k3)",
+    Metric("policy/approx_kl", "nats", _TOKENS + _UPDATES, "change of the policy within the step (k3)",
            "below 0.05"),
     Metric("policy/grad_norm", "norm", "of the whole gradient, before clipping; mean over updates",
            "size of the gradient",
@@ -140,28 +140,28 @@ METRICS = (
            "effective sample size of the weights before their bounds", "above 0.9"),
     # Health
     Metric("health/low_signal", "0 or 1", _STEP,
-           "too few groups carried a signal, and it was not trained on",
+           "the step was skipped, as too few groups had a signal",
            "0; often 1: other data (`health.min_signal_groups`)"),
-    Metric("health/skipped_updates", "updates", "count", "updates that were not made", "0"),
-    Metric("health/skipped_in_a_row", "steps", _STEP, "steps in a row with such an update",
+    Metric("health/skipped_updates", "updates", "count", "skipped updates", "0"),
+    Metric("health/skipped_in_a_row", "steps", _STEP, "consecutive steps with a skipped update",
            "0; the run ends above `health.skipped_steps_above`"),
-    Metric("health/idle_in_a_row", "steps", _STEP, "steps in a row that trained on no token",
+    Metric("health/idle_in_a_row", "steps", _STEP, "consecutive steps that trained on no token",
            "0; the run ends above `health.idle_steps_above`"),
-    Metric("health/refused_<key>", "updates", "count", "updates not made for the bound `health.<key>`",
+    Metric("health/refused_<key>", "updates", "count", "updates skipped because of the bound `health.<key>`",
            "absent"),
-    Metric("health/bad_weights", "0 or 1", _STEP, "weights that are not finite after the step",
+    Metric("health/bad_weights", "0 or 1", _STEP, "non-finite weights after the step",
            "0, else the run ends"),
-    Metric("health/alarms", "bounds", "count", "bounds of `health` that the step passed", "0"),
+    Metric("health/alarms", "bounds", "count", "bounds of `health` that the step exceeded", "0"),
     Metric("health/drifting", "metrics", "count",
            "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
            "whose mean over 20 steps is far from the run's best, first 5 steps, or least",
-           "0; when one begins to drift, a warning says what it is compared with"),
+           "0; a warning at the start of a drift names the baseline"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     # Evaluation
     Metric("eval/<set>/pass@<k>", "share", "mean over problems",
-           "unbiased chance that one of k samples is right",
-           "rises; pass@1 up and pass@k down: it sharpens what it could do already"),
-    Metric("eval/<set>/avg@<n>", "share", "mean over problems", "share of right samples, of n a problem",
+           "unbiased estimate that one of k samples is right",
+           "rises; pass@1 up and pass@k down: the policy only sharpens what it could already do"),
+    Metric("eval/<set>/avg@<n>", "share", "mean over problems", "share of right samples among n per problem",
            "rises"),
     Metric("eval/<set>/<measure>_stderr", "share", "standard error over problems",
            "uncertainty of that measure", "a difference below two of them is noise"),
@@ -170,45 +170,45 @@ METRICS = (
     Metric("eval/<set>/unscored", "samples", "count", "evaluated samples without a verdict, left out",
            "near 0"),
     # The machine
-    Metric("time/step_s", "s", _STEP, "wall clock of a step, evaluation and checkpoint aside", "steady"),
+    Metric("time/step_s", "s", _STEP, "wall clock of a step without evaluation and checkpoint", "steady"),
     Metric("time/sample_s", "s", "of the driver", "waiting for the step's samples, scored",
            "near 0 when sampling ahead hides it (`max_staleness`)"),
     Metric("time/stage_s", "s", "of the driver",
-           "making the batch ready, as far as it was not ready before", "near 0"),
+           "preparing the part of the batch that was not prepared ahead", "near 0"),
     Metric("time/probe_s", "s", "of the driver",
            "the sync probe, at steps that have one: waiting for its samples, log-probs of the policy",
-           "below 1 percent of the steps it is for"),
+           "below 1 percent of the steps that it covers"),
     Metric("time/update_s", "s", "of the driver", "the update of the policy", ""),
     Metric("time/drain_s", "s", "of the driver",
            "waiting for launched samples to finish before a weight sync",
            "0 with `max_staleness: 0` or `weight_sync.mode: keep`"),
     Metric("time/sync_s", "s", "of the driver", "the weight sync", "a few percent of the step"),
-    Metric("time/reference_s", "s", "of the driver", "renewing the reference, at steps that do", ""),
+    Metric("time/reference_s", "s", "of the driver", "refreshing the reference, at steps that do", ""),
     Metric("time/driver_cpu_s", "s", "of the driver", "processor time of the driver's process",
-           "well below `time/step_s`: else the driver is what holds the run up"),
+           "well below `time/step_s`: else the driver limits the run"),
     Metric("time/sync_stop_s", "s", "of the driver", "part of the sync: engines stop", "near 0"),
-    Metric("time/sync_travel_s", "s", "of the driver", "part of the sync: weights travel", ""),
-    Metric("time/sync_take_s", "s", "of the driver", "part of the sync: engines load and check what came",
+    Metric("time/sync_travel_s", "s", "of the driver", "part of the sync: weight transfer", ""),
+    Metric("time/sync_take_s", "s", "of the driver", "part of the sync: engines load and check the weights",
            ""),
-    Metric("time/sync_wait_s", "s", "of the sending rank", "waiting for engines to take a bucket",
+    Metric("time/sync_wait_s", "s", "of the sending rank", "waiting for engines to accept a bucket",
            "most of the travel: the engines are slower than the sender"),
     Metric("time/sync_gather_s", "s", "of the sending rank", "gathering parameters (ZeRO-3, adapters)", ""),
     Metric("time/sync_pack_s", "s", "of the sending rank", "packing buckets", "near 0"),
     Metric("time/sync_checksum_s", "s", "of the sending rank", "checksums of the buckets", "near 0"),
     Metric("sync/bytes", "bytes", "of the sending rank", "weights sent to the engines", "constant"),
     Metric("time/<role>_<stage>_busy_s", "s", "mean over workers of the role",
-           "seconds the workers were at it: rollout sample and sync, reward score, reward_model score, "
+           "seconds the workers were busy: rollout sample and sync, reward score, reward_model score, "
            "reference logprobs, policy update and sync",
-           "near `time/step_s` for the role that bounds the run; small: it waits for another"),
+           "near `time/step_s` for the role that limits the run; small: it waits for another role"),
     Metric("throughput/completion_tokens_per_s", "tokens/s", _STEP,
            "completion tokens of a step over its seconds", "steady; higher is faster"),
     Metric("throughput/tokens_per_s", "tokens/s", _STEP, "the same with prompts, once a sample", ""),
     Metric("throughput/samples_per_s", "samples/s", _STEP, "samples of a step over its seconds", ""),
     Metric("throughput/<role>_<count>", "of the count", "sum over workers",
-           "what workers counted since the last step: `rollout_tokens`, completion tokens as they were "
+           "counts of the workers since the last step: `rollout_tokens`, completion tokens as they are "
            "produced", "steady"),
-    Metric("memory/<role>_gib", "GiB", "largest worker", "most memory a worker has held, all its processes",
+    Metric("memory/<role>_gib", "GiB", "largest worker", "peak memory of a worker with all its processes",
            "constant after a few steps; growth is a leak"),
-    Metric("memory/<role>_gpu_gib", "GiB", "largest worker", "most GPU memory a worker has held",
-           "below what the GPU has, with room for longer batches"),
+    Metric("memory/<role>_gpu_gib", "GiB", "largest worker", "peak GPU memory of a worker",
+           "below the capacity of the GPU, with room for longer batches"),
 )  # fmt: skip

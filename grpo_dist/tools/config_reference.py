@@ -1,4 +1,4 @@
-"""The page of every configuration key, made from the tree itself: ``configs/README.md``.
+"""Generate ``configs/README.md``, the page of all configuration keys, from the configuration classes.
 
 ``python -m grpo_dist.tools.config_reference`` rewrites its generated parts. With ``--check`` its exit code
 says whether they are out of date.
@@ -31,7 +31,7 @@ _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One row. ``section``: what stands there where that has keys of its own, which begin with ``inside``."""
+    """One row. ``section``: the value's section, if it has keys of its own, which begin with ``inside``."""
 
     path: str
     value: str
@@ -42,12 +42,12 @@ class Key:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> list[Key]:
-    """Of one section, without those of the sections in it. ``N`` in a path is a position in a list."""
+    """List the keys of a section without its subsections. ``N`` in a path is a position in a list."""
     return [_key(prefix + name, field) for name, field in section.model_fields.items()]
 
 
 def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every section with what its keys begin with, outer ones first: ("data.train.N.", DataSource)."""
+    """Yield the prefix and class of every section, outer ones first: ("data.train.N.", DataSourceConfig)."""
     yield prefix, root
     for key in keys(root, prefix):
         if key.section is not None:
@@ -55,7 +55,7 @@ def sections(root: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, typ
 
 
 def page(root: type[BaseModel], title: str) -> str:
-    """Markdown: a table for each section of ``root``; one that stands in several places is shown once."""
+    """Return markdown with a table per section of ``root``; a section used several times has one table."""
     places: dict[type[BaseModel], list[str]] = {}
     for prefix, section in sections(root):
         places.setdefault(section, []).append(prefix)
@@ -69,7 +69,7 @@ def page(root: type[BaseModel], title: str) -> str:
 
 
 def meaning(key: Key) -> str:
-    """What it is for: its own description, or that of the section that stands there."""
+    """Return the description of a key, or else of its section."""
     return key.meaning or (_prose(key.section) if key.section else "")
 
 
@@ -92,7 +92,7 @@ def _heading(prefixes: Sequence[str], title: str) -> str:
 
 
 def anchor(heading: str) -> str:
-    """As renderers of markdown name it: "`data.train.N`, `data.eval.N`" -> datatrainn-dataevaln."""
+    """Return the anchor of a heading: "`data.train.N`, `data.eval.N`" -> datatrainn-dataevaln."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -111,7 +111,7 @@ def _has_list(annotation: Any) -> bool:
 
 
 def _value(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What may stand there, in words: (float, [Ge(0)]) -> "number ≥ 0"."""
+    """Describe the allowed values: (float, [Ge(0)]) -> "number ≥ 0"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _value(parts[0], [*parts[1:], *metadata])
@@ -161,7 +161,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Exit code 1: asked to check, and something is out of date."""
+    """Rewrite the page. With --check, return 1 if it is out of date."""
     configuration = refresh(PAGE, "configuration", page(Config, "The run"), arguments=arguments)
     pipelines = refresh(PAGE, "pipelines", page(PipelineFile, "The pipeline"), arguments=arguments)
     presets = refresh(PAGE, "presets", presets_table(), arguments=arguments)

@@ -42,7 +42,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
     ``before``: the evaluation of the initial model if an earlier stage has it; otherwise it is made here when
     `evaluation.before` is set.
     """
-    from grpo_dist.runs.cold_start import base_model, write_sft
+    from grpo_dist.runs.cold_start import base_model, write_sft  # imports transformers
 
     settings = stage.config.sft
     assert settings is not None  # an sft stage has the section
@@ -65,6 +65,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train, and return the run's evaluations before its first and after its last step, if it made them."""
+    # These import the actors, which other kinds of stages do not need.
     from grpo_dist.runs.run import finished_steps
     from grpo_dist.runs.session import train
 
