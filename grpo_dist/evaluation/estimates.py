@@ -1,12 +1,12 @@
-"""Estimates from an evaluation's samples, of one problem and of many, with standard errors and intervals.
+"""Estimates from the samples of an evaluation, for one problem and for many, with errors and intervals.
 
     avg@n     share of right samples
     pass@k    chance that one of k samples is right
     maj@k     chance that the most frequent answer of k samples is right; of one or two that is avg@n
-    cons@n    the same of all n samples that were drawn: maj@n by another name
+    cons@n    the same with all n samples that were drawn: maj@n by another name
 
-A problem is what is drawn at random, its samples are not independent of each other: so every error is that of
-a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
+Problems are drawn at random; the samples of one problem are not independent of each other. So every error is
+that of a mean over problems ("clustered"; Miller 2024, arXiv:2411.00640, section 2.2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of ``k`` samples is right.
+    """Estimate without bias the probability that at least one of ``k`` samples is right.
 
     1 - C(n - c, k) / C(n, k), as a product that neither overflows nor cancels (Chen et al. 2021,
     arXiv:2107.03374, equation 1). With n = 4, c = 1: k = 1 gives 0.25, k = 2 gives 0.5, k = 4 gives 1. Needs
@@ -51,11 +51,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def of_problem(
     correct: np.ndarray, ks: Sequence[int], answers: Sequence[int] | None = None
 ) -> dict[str, float]:
-    """What the samples of one problem say, by the name of the measure.
+    """Compute the measures of one problem, by name. A measure that needs more samples is left out.
 
-    ``correct``: float [n] of 1 (right), 0 (wrong) or NaN (could not be scored). ``answers``: [n], of each
-    sample the number of its answer, equal numbers for equal answers, -1 for a sample without one; None leaves
-    maj@k and cons@n out. What could not be scored is left out, and so is what too few samples remain for.
+    Args:
+        correct: float [n], 1 (right), 0 (wrong) or NaN (could not be scored: the sample is left out).
+        answers: int [n], equal numbers for equal answers, -1 for a sample without an answer; None leaves out
+            maj@k and cons@n.
     """
     scored = ~np.isnan(correct)
     right, n, drawn = correct[scored], int(scored.sum()), len(correct)
@@ -71,15 +72,15 @@ def of_problem(
 
 
 def estimate(values: Sequence[float], *, samples: int) -> Estimate:
-    """The mean of ``values`` in [0, 1], one of each problem; ``samples`` stand behind them all together.
+    """Estimate the mean of ``values`` in [0, 1], one per problem, made from ``samples`` samples in all.
 
-    The interval is Wilson's (1927), for an effective number of problems: as many independent yes-or-no
-    answers as would have the same mean with the same error, at least one a problem and at most ``samples``;
-    corrected for an error that was itself estimated from few problems (Korn and Graubard 1998, Surv.
-    Methodol. 24:193). Where every value is 0 or 1 the interval is Wilson's own. It stays within [0, 1] and
-    has a width at 0 % and 100 %, too.
+    The interval is Wilson's (1927) for an effective number of answers: as many independent yes-or-no answers
+    as would have the same mean with the same error, at least one a problem and at most ``samples``. It is
+    corrected for an error that is itself estimated from few problems (Korn and Graubard 1998, Surv. Methodol.
+    24:193). If every value is 0 or 1, it is Wilson's own. It stays within [0, 1], and has a width at 0 % and
+    100 %, too.
 
-    NaN, all of it, for no values.
+    Every number is NaN if there are no values.
     """
     if not values:
         return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
@@ -89,7 +90,7 @@ def estimate(values: Sequence[float], *, samples: int) -> Estimate:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """95 % score interval of ``share`` among ``count`` independent ones. 8 of 10: 0.490 to 0.943."""
+    """Return the 95 % interval of ``share`` of ``count`` independent answers. 8 of 10: 0.490 to 0.943."""
     width = Z95**2 / count
     centre = (share + width / 2) / (1 + width)
     half = math.sqrt(width * share * (1 - share) + width**2 / 4) / (1 + width)
@@ -97,10 +98,10 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The plain mean of estimates of different sets of problems, which count alike however large they are.
+    """Average the estimates of different sets of problems; each set counts alike, however large it is.
 
-    What the interval of each set leaves open on a side is added up there as variances are (Zou and Donner
-    2008, Stat. Med. 27:1693). The errors alone would not do: that of 0 of 30 is 0, and its interval is not.
+    The distances from value to bound are added as variances are, on each side (Zou and Donner 2008, Stat.
+    Med. 27:1693). The errors alone would not do: the error of 0 of 30 is 0, and its interval is not.
 
         0 of 30 (0 to 0.1135) and 90 of 100 (0.8256 to 0.9448): 0.45, 0.413 to 0.511
     """
@@ -113,11 +114,11 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, float]:
-    """``pass@k`` for each k, ``avg@n`` (n: samples per problem, when more than one), each with ``_stderr``.
+    """Compute ``pass@k`` for each k, and ``avg@n`` for n > 1 samples a problem, each with ``_stderr``.
 
-    ``correct``: of each problem as `of_problem` takes it. A problem with fewer than k scored samples is left
-    out of pass@k. The standard error is that of the mean over problems: sample deviation / sqrt(problems).
-    Nothing to estimate from gives NaN.
+    ``correct``: per problem, as `of_problem` takes it. A problem with fewer than k scored samples is left out
+    of pass@k. The standard error is that of the mean over problems: sample deviation / sqrt(problems).
+    Without any sample the values are NaN.
     """
     drawn = max((len(c) for c in correct), default=0)
     found = [of_problem(c, ks) for c in correct]
@@ -129,7 +130,7 @@ def summarise(correct: Sequence[np.ndarray], ks: Sequence[int]) -> dict[str, flo
 
 
 def _effective(values: Sequence[float], mean: float, samples: int) -> float:
-    """Independent yes-or-no answers of this mean whose mean varies as much as that of the problems."""
+    """Return how many independent yes-or-no answers have a mean that varies as much as the problems'."""
     n, variance = len(values), float(np.var(values, ddof=1)) if len(values) > 1 else 0.0
     most = max(samples, n)
     if mean in (0.0, 1.0):
@@ -140,8 +141,9 @@ def _effective(values: Sequence[float], mean: float, samples: int) -> float:
 
 
 def student(freedom: int) -> float:
-    """97.5 % quantile of Student's t, by its expansion around the normal's (Abramowitz and Stegun 26.7.5); to
-    0.01 from 4 degrees of freedom on, too small below.
+    """Return the 97.5 % quantile of Student's t, expanded around the normal's (Abramowitz and Stegun 26.7.5).
+
+    Accurate to 0.01 from 4 degrees of freedom on; too small below.
     """
     z, v = Z95, freedom
     return (

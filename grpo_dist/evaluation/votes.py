@@ -1,9 +1,9 @@
-"""Majority votes among the samples of one problem: what they are expected to come to, and who agrees.
+"""Majority votes among the samples of one problem: their expected outcome, and which answers are equal.
 
 maj@k is the chance that the most frequent answer of k samples is right (self-consistency; Wang et al. 2023,
-arXiv:2203.11171). From n samples it is averaged over all subsets of k, exactly, as pass@k is: not over some
-drawn at random. Answers that lead together have equal chances. A sample without an answer has no vote, and
-where nobody has one the vote is lost.
+arXiv:2203.11171). From n samples it is averaged exactly over all subsets of k, as pass@k is, not over random
+ones. Tied answers have equal chances. A sample without an answer has no vote; without any vote, the vote is
+lost.
 
 cons@n is the vote of all n samples that were drawn, as DeepSeek-R1 reports it ("consensus (majority vote)
 results [...] using 64 samples, denoted as cons@64"; arXiv:2501.12948, section 3): maj@n. The name says that
@@ -25,13 +25,13 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.text import boxes, normalise
 
 NO_ANSWER = -1
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # equal or not without any algebra
+_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")  # comparable without algebra
 
 
 def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int], k: int) -> float:
-    """The expected outcome of a majority vote of ``k`` of these samples, all subsets being as likely.
+    """Compute the expected outcome of a majority vote of ``k`` of n samples; all subsets are equally likely.
 
-    ``correct``: 1 or 0 of each sample; ``answers``: the number of its answer, -1 for none. Needs k <= n.
+    ``correct``: [n], 1 or 0; ``answers``: [n], the number of each sample's answer, -1 for none. Needs k <= n.
 
         correct [1, 1, 0, 0, 0], answers [0, 0, 1, 1, 2]
             k = 5: 0 and 1 lead with two votes each -> 1/2
@@ -50,11 +50,11 @@ def majority_at_k(correct: Sequence[float] | np.ndarray, answers: Sequence[int],
 
 @lru_cache(maxsize=65536)
 def _wins(own: int, others: tuple[int, ...], silent: int, k: int) -> float:
-    """Chance that an answer of ``own`` samples wins the vote of ``k`` of all samples, ties shared out.
+    """Return the chance that an answer of ``own`` samples wins a vote of ``k``; ties are shared.
 
-    Drawn without replacement, how often each answer comes is multivariate hypergeometric: independent
-    binomial counts of share k / n, given that they add up to k. So the sums are over products of binomial
-    probabilities, none of which overflows.
+    Counts of answers drawn without replacement are multivariate hypergeometric: independent binomial counts
+    of share k / n, given that they add up to k. So the sums are over products of binomial probabilities, none
+    of which overflows.
     """
     n = own + sum(others) + silent
     share = k / n
@@ -70,9 +70,7 @@ def _wins(own: int, others: tuple[int, ...], silent: int, k: int) -> float:
 
 
 def _with(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
-    """``table`` with one more answer, drawn so often with ``chances``: at most ``votes`` times, else it
-    would lead.
-    """
+    """Add one more answer to ``table``, its counts with ``chances``: at most ``votes``, or it would lead."""
     grown = np.zeros((len(table) + 1, table.shape[1]))
     for drawn in range(min(len(chances) - 1, votes, table.shape[1] - 1) + 1):
         row = slice(1, None) if drawn == votes else slice(0, -1)
@@ -82,7 +80,7 @@ def _with(table: np.ndarray, chances: np.ndarray, votes: int) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _binomial(count: int, share: float) -> np.ndarray:
-    """Chances of 0 ... ``count`` successes."""
+    """Return the chances of 0 ... ``count`` successes."""
     if share == 1.0:
         return np.eye(1, count + 1, count)[0]
     factorials = np.array([math.lgamma(i + 1) for i in range(count + 1)])
@@ -92,8 +90,9 @@ def _binomial(count: int, share: float) -> np.ndarray:
 
 
 def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) -> list[str]:
-    """The answer that the math grader sees in each completion, "" for none: the last box, else what reads as
-    an answer, found in a process of ``pool`` that can be killed.
+    """Return the answer that the math grader sees in each completion, "" for none.
+
+    That is the last box, else what reads as an answer, found in a process of ``pool`` that can be killed.
     """
     found = [boxes(text) for text in completions]
     unboxed = [text for text, inside in zip(completions, found, strict=True) if not inside]
@@ -102,10 +101,10 @@ def final_answers(completions: Sequence[str], pool: Callable[[], GraderPool]) ->
 
 
 def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[], GraderPool]) -> list[int]:
-    """Of each answer the number of the first that it equals as mathematics; -1 for "".
+    """Number the answers: each gets the index of the first that it equals as mathematics; -1 for "".
 
-    All that are right have one number: what equals the gold is equal. The others are compared as text, as
-    plain numbers, and then by the math grader, where one that it does not manage in time equals nothing.
+    All right answers have one number: they equal the gold answer. The others are compared as text, as plain
+    numbers, and then by the math grader; an answer on which it times out equals nothing.
 
         ["0.5", "\\frac12", "", "3", "x"], correct [1, 1, 0, 0, 0]  ->  [0, 0, -1, 3, 4]
     """
@@ -127,7 +126,7 @@ def numbered(answers: Sequence[str], correct: Sequence[float], pool: Callable[[]
 
 
 def _same(answer: str, known: dict[int, str], pool: Callable[[], GraderPool]) -> int | None:
-    """The number of an answer that equals this one."""
+    """Return the number of a known answer that equals this one, or None."""
     plain, value = normalise(answer), _number(answer)
     asked = []
     for number, other in known.items():

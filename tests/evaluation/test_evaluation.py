@@ -131,7 +131,7 @@ def test_a_vote_of_more_samples_than_there_are_is_refused():
         majority_at_k([1, 0], [0, 1], 3)
 
 
-def test_what_one_problem_says():
+def test_the_measures_of_one_problem():
     found = of_problem(flags("1100x"), [1, 3, 4, 5], [0, 0, 2, 3, 4])
     # The unscored sample has no vote: of 4, the right answer leads with 2. Of 3: {0,0,*} 2 of 4 subsets win,
     # the other two have three answers each.

@@ -1,4 +1,4 @@
-"""Completions that say nothing, told apart from those that only look like it."""
+"""Degenerate completions are counted; those that only look like it are not."""
 
 import json
 import random
@@ -45,7 +45,7 @@ def test_loops_and_what_nobody_can_read(text):
         "".join(random.Random(0).choices("0123456789+-*/=\n ", k=3000)),
     ],
 )
-def test_what_only_looks_like_it(text):
+def test_text_that_only_looks_degenerate_is_not_counted(text):
     assert not is_degenerate(text)
 
 

@@ -1,4 +1,4 @@
-"""A run that goes wrong slowly is warned of, whatever its configuration says; a healthy one is not."""
+"""A run that drifts causes a warning, whatever its configuration says; a healthy one does not."""
 
 import asyncio
 import dataclasses
@@ -134,7 +134,7 @@ def test_a_collapse_within_the_first_steps_is_seen(since):
     ("metric", "before", "after", "scatter"),
     [(REWARD, 0.6, 0.3, 0.08), (ENTROPY, 2.0, 0.2, 0.02), (CUT, 0.05, 0.5, 0.08), (GARBAGE, 0.3, 0.6, 0.08)],
 )
-def test_what_stays_at_its_threshold_is_warned_of_once_or_twice(metric, before, after, scatter):
+def test_a_metric_that_stays_at_its_threshold_warns_once_or_twice(metric, before, after, scatter):
     """For 1000 steps, each of which scatters about it: after each that is beyond it, many are not."""
     draw = random.Random(0)
     values = [draw.gauss(level, scatter) for level in flat(before, 50) + flat(after, 1000)]
@@ -153,7 +153,7 @@ def test_rewards_that_scatter_about_0_or_are_rare_are_silent_and_a_collapse_of_t
     assert len(warned_at(REWARD, third + flat(0.0))) == 1
 
 
-def test_a_model_that_never_said_anything_else_is_silent():
+def test_a_model_that_never_wrote_anything_else_causes_no_warning():
     """With random weights: nothing ends, all is garbage, and no reward is above 0."""
     garbage = flat(0.75) + flat(1.0, 40)
     _, said, counts = tracked({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
@@ -173,7 +173,7 @@ def test_a_healthy_run_is_silent():
     assert not said and counts == [0] * 200
 
 
-def test_nothing_is_said_of_fewer_than_20_steps():
+def test_fewer_than_20_steps_cause_no_warning():
     known, said, _ = tracked({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
     assert not said
     assert known[ENTROPY].reference == Period(1, 5, 1.0, 5) and known[CUT].reference == Period(1, 5, 0.0, 5)
@@ -198,7 +198,7 @@ def test_a_step_that_lacks_a_metric_is_left_out(lacking):
     assert known[ENTROPY].since == 58 and count_drifting(track(known, 60, {})) == 1
 
 
-def test_it_warns_when_it_begins_and_again_only_after_it_was_over():
+def test_a_drift_warns_when_it_begins_and_again_only_after_it_ended():
     """With k of the latest 20 steps all cut off the share is k / 20: at least 0.5 from step 30 on, at least
     0.4 to step 52.
     """
@@ -208,7 +208,7 @@ def test_it_warns_when_it_begins_and_again_only_after_it_was_over():
     assert [step for step, count in enumerate(counts, 1) if count] == [*range(30, 53), *range(70, 81)]
 
 
-def test_several_are_counted_and_each_is_said_with_the_bound_that_acts_on_it():
+def test_several_drifts_are_counted_and_each_warning_names_its_bound():
     values = {
         REWARD: flat(0.75) + flat(0.0), ENTROPY: flat(2.0) + flat(0.0),
         CUT: flat(0.25) + flat(1.0), GARBAGE: flat(0.0) + flat(1.0),
@@ -242,8 +242,8 @@ class Drifting(fakes.World):
 
     async def update(self, batches, *, kl_coef, bounds):
         step = self._first + len(self.updates) + 1
-        told = await super().update(batches, kl_coef=kl_coef, bounds=bounds)
-        return told | {ENTROPY: 0.01 if step >= self._since else 1.0 - step / 100}
+        metrics = await super().update(batches, kl_coef=kl_coef, bounds=bounds)
+        return metrics | {ENTROPY: 0.01 if step >= self._since else 1.0 - step / 100}
 
 
 def train(world, **kwargs):
@@ -256,7 +256,7 @@ def train(world, **kwargs):
     }
 
 
-def test_with_defaults_a_run_that_drifts_is_warned_of_and_goes_on():
+def test_with_defaults_a_run_that_drifts_warns_and_continues():
     """From step 25 on. The reward of step k was 0.5 - k / 200, at best 0.4475 over steps 1 to 20; at step 33
     it is 0.22275. Half of the latest 20 steps are garbage at step 34. Of the entropy, 1 - k / 100, the first
     5 steps have the mean 0.97, and the latest 20 0.0855 at step 42, 0.124 before.
@@ -280,7 +280,7 @@ def through_a_checkpoint(progress, tmp_path):
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 
-def test_a_run_that_goes_on_from_any_step_warns_and_counts_as_if_it_had_not_ended(tmp_path):
+def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(tmp_path):
     whole = Drifting(since=25)
     logged = train(whole)
     for step in range(1, 48):

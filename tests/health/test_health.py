@@ -1,4 +1,4 @@
-"""Steps that are not trained on, watches on metrics, and what becomes of a run that passes a bound."""
+"""Steps that are not trained on, bounds on metrics, and what happens to a run that passes one."""
 
 import asyncio
 import dataclasses
@@ -41,18 +41,18 @@ def updates_say(world, **by_step):
     """``world``'s updates return these metrics, a list with one value a step."""
     update, names = world.update, {name.replace("__", "/"): values for name, values in by_step.items()}
 
-    async def told(batches, *, kl_coef, bounds):
+    async def updated(batches, *, kl_coef, bounds):
         step = len(world.updates)
         return await update(batches, kl_coef=kl_coef, bounds=bounds) | {n: v[step] for n, v in names.items()}
 
-    world.update = told
+    world.update = updated
 
 
 # --- steps that are not trained on
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_step_without_signal_is_not_trained_on_and_the_versions_go_on(staleness):
+def test_a_step_without_signal_is_not_trained_on_and_versions_still_advance(staleness):
     """Of steps 1 to 4 the second has no group whose rewards differ, the third has one."""
     world = fakes.World(jitter=False)
     signals = [4, 0, 1, 4]
@@ -78,7 +78,7 @@ def test_the_least_number_of_groups_with_a_signal_can_be_set():
         assert len(world.updates) == trained, needed
 
 
-def test_where_equal_rewards_teach_every_step_is_trained_on():
+def test_every_step_is_trained_on_if_equal_rewards_give_advantages():
     world = fakes.World(jitter=False)
     scored_by(world, lambda step, index: [1.0, 1.0])
     algorithm = {"advantage": "reinforce_pp"}
@@ -99,7 +99,7 @@ def test_the_kl_weight_stays_where_nothing_was_trained():
     assert seen == pytest.approx([0.1, 0.12, 0.12, 0.12])
 
 
-def test_the_batch_of_an_update_that_was_not_made_is_kept_aside_and_the_run_goes_on():
+def test_the_batch_of_a_skipped_update_is_quarantined_and_the_run_continues():
     world = fakes.World(jitter=False)
     updates_say(world, health__skipped_updates=[0.0, 1.0, 0.0], loss__total=[0.5, math.nan, 0.5])
     train(world, fakes.config(steps=3))
@@ -110,7 +110,7 @@ def test_the_batch_of_an_update_that_was_not_made_is_kept_aside_and_the_run_goes
     assert [world.logged[s]["health/skipped_in_a_row"] for s in (1, 2, 3)] == [0, 1, 0]
 
 
-def test_weights_that_are_lost_end_the_run_before_an_engine_gets_them():
+def test_weights_that_are_not_finite_end_the_run_before_an_engine_gets_them():
     world = fakes.World(jitter=False)
     updates_say(world, health__bad_weights=[0.0, 1.0])
     with pytest.raises(Unhealthy, match=r"step 2: the weights are not finite.*aside/step_000002\.parquet"):
@@ -119,7 +119,7 @@ def test_weights_that_are_lost_end_the_run_before_an_engine_gets_them():
     assert list(world.quarantined) == [2] and world.logged[2]["health/bad_weights"] == 1.0
 
 
-def test_a_batch_kept_aside_is_a_table_of_its_samples(tmp_path):
+def test_a_quarantined_batch_is_a_table_of_its_samples(tmp_path):
     config = fakes.config(tracking={"samples": False, "console": False, "tensorboard": False})
     with Tracker(config, tmp_path) as tracker:
         path = tracker.quarantine(12, [group(0, np.random.default_rng(0), rewards=[0, 1, 1, 0])])
@@ -159,7 +159,7 @@ def test_a_metric_beyond_its_bound_is_named_with_value_bound_and_key(settings, m
         assert said.startswith(f"{metric} = ") and words in said
 
 
-def test_a_reward_is_held_against_the_greatest_so_far():
+def test_a_reward_is_compared_with_the_greatest_so_far():
     """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
@@ -170,7 +170,7 @@ def test_a_reward_is_held_against_the_greatest_so_far():
     assert [negative.examine(1, {"reward/mean": r})[0] for r in (-1.0, -3.0)] == [[], []]
 
 
-def test_a_gradient_is_held_against_the_median_of_those_before():
+def test_a_gradient_is_compared_with_the_median_of_earlier_ones():
     """Of 1, 5, 2, 4, 3 the median is 3: four times that is 12. Fewer than five are no median."""
     norms = [1.0, 5.0, 2.0, 4.0]
     assert alarms_of({"policy/grad_norm": 100.0}, HealthState(None, tuple(norms)), grad_norm_spike=4) == []
@@ -184,7 +184,7 @@ def test_a_gradient_is_held_against_the_median_of_those_before():
     assert health.state.grad_norms == tuple(map(float, range(1, 21)))
 
 
-def test_updates_that_are_never_made_pass_a_bound():
+def test_too_many_skipped_updates_in_a_row_pass_a_bound():
     health = watch(skipped_steps_above=2)
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
     found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
@@ -221,7 +221,7 @@ def looping(world, share):
     world.score = scored
 
 
-def test_a_batch_beyond_a_bound_is_told_of_and_kept_and_not_trained_on():
+def test_a_batch_beyond_a_bound_is_reported_and_kept_and_not_trained_on():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
     train(world, fakes.config(steps=3, health={"garbage_above": 0.9}, tracking={"samples": False}))
@@ -248,7 +248,7 @@ def test_a_reward_that_has_collapsed_is_not_trained_on():
     assert "reward/mean = 0.2 is below 0.5 x 0.5, its greatest" in world.warnings[0]
 
 
-def test_a_run_that_skips_on_and_on_is_stopped():
+def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
     world = fakes.World(jitter=False)
     looping(world, share=1.0)
     with pytest.raises(Unhealthy, match=r"step 4: health/skipped_in_a_row = 3 is above 2 \(`health\.skip"):
@@ -308,7 +308,7 @@ def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
     assert HealthConfig().idle_steps_above == 50
 
 
-def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipped():
+def test_updates_get_bounds_only_if_the_action_is_skip():
     """The median of 1 to 5 is 3."""
     keys = {}
     for action in ("skip", "warn", "stop", "rollback"):
@@ -324,7 +324,7 @@ def test_updates_are_told_what_they_may_not_pass_only_where_they_are_to_be_skipp
     assert not any(keys.values())
 
 
-def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
+def test_a_warning_of_skipped_updates_names_the_bound():
     world = fakes.World(jitter=False)
     updates_say(
         world,
@@ -339,14 +339,14 @@ def test_of_updates_that_a_bound_kept_from_being_made_it_is_said_which():
     assert list(world.quarantined) == [2] and "skipped" in world.ledger_entries[2]
 
 
-def test_the_norm_of_a_gradient_that_moved_nothing_is_no_measure_for_later_ones():
+def test_the_gradient_norm_of_a_skipped_update_is_not_remembered():
     health = watch()
     for norm, skipped in ((1.0, 0.0), (50.0, 1.0), (2.0, 0.0)):
         health.examine(1, {"policy/grad_norm": norm, "health/skipped_updates": skipped})
     assert health.state.grad_norms == (1.0, 2.0)
 
 
-def test_warn_goes_on():
+def test_with_action_warn_the_run_continues():
     world = fakes.World(jitter=False)
     updates_say(world, ref__kl=[0.1, 12.0, 0.1, 11.0])
     train(world, fakes.config(steps=4, health={"action": "warn"}))
@@ -355,7 +355,7 @@ def test_warn_goes_on():
     assert not world.quarantined
 
 
-def test_a_resumed_run_remembers_what_watches_compare_with():
+def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
     """Step 4 is a collapse only to whoever knows that step 1 had reward 1."""
     rewards = [1.0, 0.9, 0.9, 0.1]
     health = {"action": "warn", "reward_below_share": 0.5, "min_signal_groups": 0}
@@ -380,7 +380,7 @@ def test_a_bound_that_no_step_can_meet_is_refused():
     assert HealthConfig().min_signal_groups == 1 and HealthConfig().action == "skip"
 
 
-def test_samples_with_a_nan_log_prob_are_counted_and_told_of():
+def test_samples_with_a_nan_log_prob_are_counted_and_reported():
     world = fakes.World(jitter=False)
     score = world.score
 

@@ -53,7 +53,7 @@ def test_every_prompt_of_an_epoch_is_trained_once(staleness):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_the_books_have_every_prompt_of_every_step_once(staleness):
+def test_the_ledger_has_every_prompt_of_every_step_once(staleness):
     world, config = fakes.World(), fakes.config(steps=5, max_staleness=staleness)
     train(world, config, fakes.prompts(20))
     lists = [uids for step in range(1, 6) for uids in world.ledger_entries[step].values()]
@@ -96,7 +96,7 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_finished_groups_of_a_batch_that_was_only_begun_are_kept(dynamic):
+def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
     """Of the batch ahead one group is slow: the checkpoint has the other three, a resumed run samples one."""
     config = fakes.config(
         steps=2, max_staleness=1, checkpoint={"every": 1}, weight_sync={"mode": "keep"},
@@ -221,7 +221,7 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
     for step in (1, 2, 3):
         (batch,) = world.updates[step - 1]
         assert len(batch) == 8 and batch.advantages[batch.loss_mask].all()
-        # What was put aside is not hidden: it is in the metrics.
+        # Discarded groups are not hidden: the metrics count them.
         extra = world.logged[step]["group/extra_prompts"]
         assert world.logged[step]["group/no_signal_share"] == pytest.approx(extra / (4 + extra))
         assert world.logged[step]["rollout/tokens"] == 2 * 2 * (4 + extra)
@@ -229,7 +229,7 @@ def test_groups_without_a_signal_are_replaced_by_further_prompts():
     assert sampled == 12 + sum(world.logged[s]["group/extra_prompts"] for s in (1, 2, 3)) > 12
 
 
-def test_a_curriculum_also_learns_from_groups_that_were_put_aside():
+def test_a_curriculum_also_learns_from_discarded_groups():
     world = fakes.World()
     only_some_differ(world, {f"p{i}" for i in range(20)})
     config = fakes.config(
@@ -286,9 +286,9 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
         kept = worlds[-1].saved[start] if start else None
         train(world, config, fakes.prompts(26), start=start, progress=kept)
         worlds.append(world)
-    books = [worlds[min(step // 5, 2)].ledger_entries[step + 1] for step in range(15)]
-    assert books == [worlds[0].ledger_entries[step + 1] for step in range(15)]
-    counted = Counter(uid for own in books for uids in own.values() for uid in uids)
+    entries = [worlds[min(step // 5, 2)].ledger_entries[step + 1] for step in range(15)]
+    assert entries == [worlds[0].ledger_entries[step + 1] for step in range(15)]
+    counted = Counter(uid for own in entries for uids in own.values() for uid in uids)
     order = worlds[0].saved[15].order
     assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
     assert sum(counted.values()) > 15 * 4 and len(counted) == 26
@@ -357,7 +357,7 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_renewed_reference_is_the_one_that_batches_are_trained_with(staleness):
+def test_batches_are_trained_with_the_refreshed_reference(staleness):
     """Batches sampled ahead under the old reference get the log-probs of the new one."""
     world = fakes.World()
     renewals = []

@@ -1,4 +1,4 @@
-"""Every prompt is in the books once, with what became of it, also across a kill."""
+"""Every prompt is in the ledger once, with its outcome, also across a kill."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def groups(*rewards):
 SOME = groups([1.0, 0.0], [1.0, 1.0], [np.nan, np.nan], [0.0, np.nan])
 
 
-def test_each_group_has_one_fate():
+def test_each_group_has_one_outcome():
     other = groups([0.0, 0.0])
     other[0] = made_groups.group(9, np.random.default_rng(0), samples=2, rewards=[0.0, 0.0])
     found = ledger_entry(SOME, other, with_signal={0})
@@ -42,7 +42,7 @@ def test_totals_are_those_of_all_steps(tmp_path):
     assert audit(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4) is None
 
 
-def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
+def test_a_resumed_run_rewrites_its_lines_and_a_torn_line_is_ignored(tmp_path):
     path = tmp_path / "ledger.jsonl"
     ledger = StepLines(path, keep_through=0)
     for step in (1, 2, 3):
@@ -57,30 +57,30 @@ def test_a_resumed_run_repeats_its_lines_and_a_torn_one_is_no_line(tmp_path):
     assert StepLines(path, keep_through=0) and read(path) == []
 
 
-def test_a_prompt_that_is_trained_out_of_turn_is_seen(tmp_path):
+def test_a_prompt_that_is_trained_in_the_wrong_step_is_found(tmp_path):
     """Of an epoch of two steps the second has a prompt of the first again, in place of its own."""
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, {"trained": ["a", "b"]})
     ledger.add(2, {"trained": ["a"], "no_signal": ["c"]})
-    books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
-    assert audit(**books) is None
-    assert audit(**books, expected_per_step=lambda step: {1: "ab", 2: "ca"}[step]) is None
-    found = audit(**books, expected_per_step=lambda step: {1: "ab", 2: "cd"}[step])
+    ledger_of = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
+    assert audit(**ledger_of) is None
+    assert audit(**ledger_of, expected_per_step=lambda step: {1: "ab", 2: "ca"}[step]) is None
+    found = audit(**ledger_of, expected_per_step=lambda step: {1: "ab", 2: "cd"}[step])
     assert found.endswith("step 2 lacks prompt d, which it must have")
 
 
-def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
+def test_a_prompt_that_is_sampled_too_often_or_never_is_found(tmp_path):
     """Where dynamic sampling decides in which step."""
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
     ledger.add(2, {"no_signal": ["a"], "trained": ["d"]})
-    books = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
-    assert audit(**books, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1}) is None
-    found = audit(**books, expected_counts={"a": 1, "b": 1, "c": 1, "d": 1})
+    ledger_of = {"path": tmp_path / "ledger.jsonl", "steps": 2, "prompts_per_step": 2}
+    assert audit(**ledger_of, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1}) is None
+    found = audit(**ledger_of, expected_counts={"a": 1, "b": 1, "c": 1, "d": 1})
     assert found.endswith("prompt a was sampled 2 times, expected 1")
-    found = audit(**books, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+    found = audit(**ledger_of, expected_counts={"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
     assert found.endswith("prompt e was sampled 0 times, expected 1")
-    assert audit(**books, expected_counts={"a": 2, "b": 1, "c": 1}).endswith(
+    assert audit(**ledger_of, expected_counts={"a": 2, "b": 1, "c": 1}).endswith(
         "d was sampled 1 times, expected 0"
     )
 
@@ -93,14 +93,14 @@ def test_a_prompt_that_is_sampled_too_often_or_never_is_seen(tmp_path):
         ([1], "expected 1 to 2, once each"),
     ],
 )
-def test_a_step_that_is_missing_or_there_twice_is_seen(tmp_path, lines, wrong):
+def test_a_step_that_is_missing_or_duplicated_is_found(tmp_path, lines, wrong):
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     for step in lines:
         ledger.add(step, ledger_entry(SOME, [], with_signal={0}))
     assert wrong in audit(tmp_path / "ledger.jsonl", steps=2, prompts_per_step=4)
 
 
-def test_a_prompt_that_is_there_twice_or_missing_is_seen(tmp_path):
+def test_a_prompt_that_is_duplicated_or_missing_is_found(tmp_path):
     path = tmp_path / "ledger.jsonl"
     StepLines(path, keep_through=0).add(1, {"trained": ["a", "b"], "no_signal": ["a"]})
     assert "step 1 has a prompt twice" in audit(path, steps=1, prompts_per_step=3)

@@ -11,7 +11,7 @@ from tests.support.made_groups import group
 NAN = float("nan")
 
 
-def test_every_part_says_its_mean_and_what_it_could_not_score():
+def test_every_reward_part_logs_its_mean_and_its_unscored_samples():
     rng = np.random.default_rng(0)
     parts = [{"math": [1, 0, NAN, 1], "judge": [NAN] * 4}, {"math": [0, 0, 1, NAN], "judge": [NAN] * 4}]
     groups = [

@@ -56,12 +56,12 @@ def test_without_staleness_there_is_nothing_to_stage_ahead():
         ({"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 1}}, True),
     ],
 )
-def test_what_the_update_still_changes_is_staged_after_it(changes, refresh):
+def test_a_batch_that_the_update_still_changes_is_staged_after_it(changes, refresh):
     events = train(fakes.config(steps=2, max_staleness=1, **changes), Slow(), refresh=refresh)
     assert [e for e in events if e != "refresh"] == ["stage", "updated"] * 2
 
 
-def test_a_steered_weight_of_the_loss_does_not_hold_staging_up():
+def test_a_steered_kl_weight_in_the_loss_does_not_delay_staging():
     world = Slow()
     events = train(fakes.config(steps=3, max_staleness=1, algorithm=STEERED), world)
     assert events[:3] == ["stage", "stage", "updated"]
@@ -95,7 +95,7 @@ def test_staging_ahead_changes_no_number(monkeypatch, changes):
     assert ahead.kl_coefs == later.kl_coefs
 
 
-def test_the_weight_known_late_reaches_every_update_of_a_rank():
+def test_the_kl_weight_reaches_every_update_of_a_rank():
     from actors.workers.policy import PolicyWorker
 
     worker = PolicyWorker()
@@ -114,7 +114,7 @@ def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
         train(fakes.config(steps=3, max_staleness=1), Broken())
 
 
-def test_a_failure_of_sampling_is_told_once_and_as_it_was(caplog):
+def test_a_failure_of_sampling_is_raised_once_and_unchanged(caplog):
     world = Slow(fail_on="p3")
     with pytest.raises(RuntimeError, match="engine died on p3"):
         train(fakes.config(steps=10, max_staleness=1), world)

@@ -242,7 +242,7 @@ def test_a_probe_with_no_token_of_the_version_does_not_pass_and_ends_the_run_whe
     ]
 
 
-def test_a_probe_with_no_token_once_is_made_up_for_at_the_next_step():
+def test_a_probe_with_no_token_is_repeated_at_the_next_step():
     world = Probed()
     world.claimed = 99
     push = world.push
