@@ -19,7 +19,7 @@ from grpo_dist.data.readers import read
 from grpo_dist.errors import UserError
 from grpo_dist.runs.run import finished_steps
 from grpo_dist.runtime.json_files import kept_lines
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.recipe.record import read_record
 from grpo_dist.tools.submit.job import read_record as read_submission
 from tests.support.good_inputs import CONFIG, GOOD, write
@@ -282,7 +282,7 @@ def test_damaged_json_files_are_refused_by_name(tmp_path, content):
             reader(tmp_path)
     (tmp_path / "bench.json").write_bytes(content)
     with pytest.raises(UserError, match=r"bench\.json"):
-        Result.read(tmp_path / "bench.json")
+        BenchResult.read(tmp_path / "bench.json")
 
 
 def test_damaged_lines_of_a_run_are_left_out(tmp_path):
@@ -296,4 +296,4 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind, words):
     path = tmp_path / "bench.json"
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
     with pytest.raises(UserError, match=rf"bench\.json: cannot be read \({words}\)"):
-        Result.read(path)
+        BenchResult.read(path)

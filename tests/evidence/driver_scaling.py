@@ -30,9 +30,9 @@ import numpy as np
 from grpo_dist import driver
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import Config
-from grpo_dist.loop.progress import Progress
 from grpo_dist.observe import Tracker
 from grpo_dist.runtime.load_balancer import LoadBalancer
+from grpo_dist.tools.bench.record import NoCheckpoints
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
 from grpo_dist.workers import RolloutsRef, Workers
 from tests.support.made_records import LONGEST, made_group, made_prompts, made_rollouts
@@ -109,14 +109,6 @@ class Clocked(Tracker):
 
 
 _CAPACITY = 512  # sequences of a simulated worker
-
-
-class NoCheckpoints:
-    async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        """Save nothing."""
-
-    async def settle(self) -> None:
-        """Return at once: no save is in progress."""
 
 
 class Instant:

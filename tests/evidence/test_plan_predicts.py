@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_dist.config.files import load_config
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.run import bench
 from grpo_dist.tools.plan.checkpoints import rank_bytes
 from grpo_dist.tools.plan.command import make_plan
@@ -50,7 +50,7 @@ def calibration(tmp_path_factory):
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
     settings = load_config(MEASURED, [*SHORT, *OTHERS[case], "bench.limits=false", f"output_dir={tmp_path}"])
-    measured = Result.read(bench(settings) / "bench.json").figures
+    measured = BenchResult.read(bench(settings) / "bench.json").figures
     run = make_plan(settings, "1x0xCPU", bench=calibration, splits="none").simulated.simulated
     stages = {"sample": "generation/step_s", "update": "training/step_s", "sync": "sync/step_s"}
     for stage, figure in stages.items():

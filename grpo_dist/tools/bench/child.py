@@ -1,4 +1,4 @@
-"""The process that a limit is measured in: ``python -m grpo_dist.tools.bench.child DIRECTORY INDEX``."""
+"""A process that measures a limit: ``python -m grpo_dist.tools.bench.child DIRECTORY INDEX``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import time
 from pathlib import Path
 
 
-class Meeting:
-    """Where the processes of one limit wait for each other, so that they are measured at the same time."""
+class Barrier:
+    """Makes the processes of one limit wait for each other, so that they measure at the same time."""
 
     def __init__(self, directory: Path, index: int, count: int) -> None:
         self._directory, self._index, self._count, self._round = directory, index, count, 0
 
     def wait(self) -> None:
-        """Returns once all have come here as often as this one."""
+        """Return once all processes have called this as often."""
         if self._count == 1:
             return
         self._round += 1
@@ -32,7 +32,7 @@ class Meeting:
 def main() -> None:
     directory, own = Path(sys.argv[1]), sys.argv[2]
     module, index, count, job = pickle.loads((directory / f"{own}.job").read_bytes())
-    result = importlib.import_module(module).measure(Meeting(directory, index, count), **job)
+    result = importlib.import_module(module).measure(Barrier(directory, index, count), **job)
     (directory / f"{own}.result").write_bytes(pickle.dumps(result))
 
 

@@ -8,15 +8,15 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.runtime.tables import make_table
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.table import FIGURES, show, written
 
 _NOTABLE = 0.02  # a figure that changed by more than this share is coloured
 
 
 def compare(a: Path, b: Path, console: Console | None = None) -> None:
-    """Print every figure of both and the ratio B / A. Raises UserError for a file that is no result."""
-    first, second = Result.read(a), Result.read(b)
+    """Print every figure of both and the ratio B / A. Raises UserError for a file that is not a result."""
+    first, second = BenchResult.read(a), BenchResult.read(b)
     console = console or Console(highlight=False)
     console.print(ratio_table(first, second))
     for line in differences(first, second):
@@ -24,12 +24,12 @@ def compare(a: Path, b: Path, console: Console | None = None) -> None:
 
 
 def ratios(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
-    """b / a of every figure that both have; without those that are 0 in ``a``."""
+    """Return b / a of every figure that both have, except where ``a`` is 0."""
     return {key: b[key] / value for key, value in a.items() if value and key in b}
 
 
-def differences(a: Result, b: Result) -> list[str]:
-    """What else is not the same: work and machine. Such ratios do not speak of the code alone."""
+def differences(a: BenchResult, b: BenchResult) -> list[str]:
+    """Return differences of work and machine, which change the ratios as well as the code does."""
     found = []
     for what, x, y in (("workload", a.workload, b.workload), ("machine", a.machine, b.machine)):
         changed = [key for key in {**x, **y} if x.get(key) != y.get(key)]
@@ -37,7 +37,7 @@ def differences(a: Result, b: Result) -> list[str]:
     return found
 
 
-def ratio_table(a: Result, b: Result) -> Table:
+def ratio_table(a: BenchResult, b: BenchResult) -> Table:
     table = make_table(f"A: {a.name}   B: {b.name}", ("figure", "A", "B", "B / A"), bold=True)
     found = ratios(a.figures, b.figures)
     for key, figure in FIGURES.items():

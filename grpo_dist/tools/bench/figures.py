@@ -1,4 +1,4 @@
-"""From the timed steps and the limits to the figures of a benchmark. Arithmetic only.
+"""Computes the figures of a benchmark from its timed steps and limits.
 
 A stage's rate is what it did per second that it was busy; a share is of the loop's own time. Where several
 workers are busy at once, the seconds of a stage are the mean over them.
@@ -16,8 +16,8 @@ from grpo_dist.tools.bench.record import StepRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the machine did at best, with nothing of this project in the way; ``settings`` says how."""
+class StageLimits:
+    """What the machine reaches without this project; ``settings`` says how it was measured."""
 
     generation_tokens_per_s: float
     training_tokens_per_s: float
@@ -30,11 +30,11 @@ def figures(
     *,
     shape: Shape,
     peak_flops: float | None,
-    limits: Limits | None,
+    limits: StageLimits | None,
     overlapped: bool,
 ) -> dict[str, float]:
-    """Of the timed ``steps``, by name. ``peak_flops``: of all policy ranks together. ``overlapped``: whether
-    sampling runs ahead, so that the largest limit bounds a step and not their sum.
+    """Return the figures of the timed ``steps`` by name. ``peak_flops``: of all policy ranks together.
+    ``overlapped``: sampling runs ahead, so the largest limit bounds a step instead of their sum.
     """
     seconds = sum(step.seconds for step in steps)
     completion = sum(r.length for s in steps for r in s.requests)
@@ -63,7 +63,7 @@ def figures(
         "overhead/driver_cpu_s": _total(steps, "time/driver_cpu_s") / len(steps),
     }
     if peak_flops:
-        # Work that is skipped because it teaches nothing is no work done.
+        # Skipped updates do not count as work.
         found["training/mfu"] = work * (trained / tokens) / update / peak_flops
         found["training/peak_flops"] = peak_flops
     if limits:
@@ -128,7 +128,7 @@ def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
 
 def _of_limits(
     found: dict[str, float],
-    limits: Limits,
+    limits: StageLimits,
     *,
     tokens_per_step: tuple[float, float],
     steps: int,

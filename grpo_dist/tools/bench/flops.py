@@ -40,13 +40,13 @@ class Shape:
 
     @classmethod
     def of(cls, model_dir: Path) -> Shape:
-        """Of a Hugging Face model directory."""
+        """Read the shape of a Hugging Face model directory."""
         c = json.loads((model_dir / "config.json").read_text())
         return cls.from_config(c.get("text_config", c))
 
     @classmethod
     def from_config(cls, c: Mapping[str, Any]) -> Shape:
-        """Of what a config.json says of the decoder."""
+        """Read the shape of the decoder from a config.json."""
         heads = c["num_attention_heads"]
         experts = c.get("num_experts") or c.get("num_local_experts") or 0
         used = c["num_experts_per_tok"] if experts else 0
@@ -75,12 +75,12 @@ class Shape:
 
     @property
     def idle_weights(self) -> int:
-        """Weights of the experts of one layer that a token does not meet."""
+        """Weights of the experts in one layer that a token skips."""
         return 3 * self.hidden * self.expert_width * (self.experts - self.experts_per_token)
 
 
 def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:
-    """Of a forward and a backward pass over ``rows``: (tokens, tokens whose log-prob is trained) of each.
+    """Return the operations of a forward and a backward pass over ``rows`` of (tokens, trained tokens).
 
     A weight costs 2 operations a token forward and 4 backward. Causal attention of T tokens multiplies
     T (T + 1) / 2 pairs twice (scores, values) for each head.
@@ -95,8 +95,8 @@ def training_flops(shape: Shape, rows: Iterable[tuple[int, int]]) -> float:
 
 
 def card_peak(name: str) -> float | None:
-    """Data sheet's operations per second of the card called ``name``, e.g. "NVIDIA H100 80GB HBM3"; None: not
-    known.
+    """Return the operations per second in the data sheet of the card ``name``, e.g. "NVIDIA H100 80GB HBM3";
+    None where it is unknown.
     """
     known = [card for card in _CARDS if card.lower() in name.lower()]
     return _CARDS[max(known, key=len)] if known else None

@@ -1,4 +1,4 @@
-"""Completion lengths that do not depend on what a model says, so that random weights can show any skew."""
+"""Forced completion lengths, so that random weights can have any distribution of lengths."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ def length_of(seed: int, lengths: LengthsConfig, *, cap: int) -> int | None:
         return None
     if lengths.kind == "fixed":
         return lengths.tokens or cap
-    assert lengths.mean is not None  # the configuration was checked
+    assert lengths.mean is not None  # the configuration checks it
     sigma = lengths.sigma or 1.0
     drawn = random.Random(f"length {seed}").lognormvariate(math.log(lengths.mean) - sigma**2 / 2, sigma)
     return min(max(round(drawn), 1), cap)
 
 
 class ForcedLengths:
-    """``rollouts`` whose requests each have the length that follows from their seed, in whatever order they
-    are made.
-    """
+    """``rollouts`` whose requests get lengths by their seeds, so the order of requests does not matter."""
 
     def __init__(self, rollouts: RolloutHandle, lengths: LengthsConfig) -> None:
         self._rollouts, self._lengths = rollouts, lengths

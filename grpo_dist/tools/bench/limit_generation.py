@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from grpo_dist.tools.bench.child import Meeting
+from grpo_dist.tools.bench.child import Barrier
 from grpo_dist.tools.bench.record import Request
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _STEP_TOKENS = 48
 
 
 def measure(
-    meeting: Meeting,
+    barrier: Barrier,
     *,
     spec: EngineSpec,
     temperature: float,
@@ -34,9 +34,9 @@ def measure(
     for batch in batches:
         seconds.append([])
         for _ in range(repeats):
-            meeting.wait()  # bounded: it ends with its parent
+            barrier.wait()  # bounded: it ends with its parent
             seconds[-1].append(_generate(engine, batch, temperature))
-    meeting.wait()  # bounded: it ends with its parent
+    barrier.wait()  # bounded: it ends with its parent
     return {"seconds": seconds, "steps": _steps(engine, spec, batches[0], temperature)}
 
 

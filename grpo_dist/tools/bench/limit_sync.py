@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.tools.bench.child import Meeting
+from grpo_dist.tools.bench.child import Barrier
 
 
 def measure(
-    meeting: Meeting,
+    barrier: Barrier,
     *,
     num_bytes: int,
     rank: int,
@@ -27,21 +27,21 @@ def measure(
     buffer = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     if backend == "copy":
         into = torch.ones_like(buffer)
-        return _repeat(meeting, lambda: into.copy_(buffer), repeats)
+        return _repeat(barrier, lambda: into.copy_(buffer), repeats)
     from actors.transfer.connections import Seat
     from actors.transfer.transport import open_broadcasts
 
     seat = Seat("127.0.0.1", port, rank, world_size, secret)
     transport = open_broadcasts(backend, seat, timeout_s=300)
-    seconds = _repeat(meeting, lambda: transport.broadcast(buffer), repeats)
+    seconds = _repeat(barrier, lambda: transport.broadcast(buffer), repeats)
     transport.close()
     return seconds
 
 
-def _repeat(meeting: Meeting, send: Callable[[], object], repeats: int) -> list[float]:
+def _repeat(barrier: Barrier, send: Callable[[], object], repeats: int) -> list[float]:
     seconds = []
     for _ in range(repeats + 1):  # the first makes what is made lazily
-        meeting.wait()  # bounded: it ends with its parent
+        barrier.wait()  # bounded: it ends with its parent
         begin = time.perf_counter()
         send()
         if device_type() == "cuda":

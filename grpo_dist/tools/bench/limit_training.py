@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.tools.bench.child import Meeting
+from grpo_dist.tools.bench.child import Barrier
 
 _MATMUL = {"cpu": 2048, "cuda": 8192}  # side of the square matrices of the peak
 
 
 def measure(
-    meeting: Meeting,
+    barrier: Barrier,
     *,
     model_dir: str,
     dtype: torch.dtype,
@@ -31,9 +31,9 @@ def measure(
     micro = _best_micro_batch(loop, rows)
     seconds = []
     for _ in range(repeats):
-        meeting.wait()  # bounded: it ends with its parent
+        barrier.wait()  # bounded: it ends with its parent
         seconds.append(_timed(lambda: loop.step(rows, micro)))
-    meeting.wait()  # bounded: it ends with its parent
+    barrier.wait()  # bounded: it ends with its parent
     return {"seconds": seconds, "micro_batch": micro, "matmul": matmul_rate(dtype)}
 
 

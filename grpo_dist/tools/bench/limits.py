@@ -31,8 +31,8 @@ from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_enviro
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
 
-REPEATS = 3  # of every measurement; the fastest counts
-SYNC_REPEATS = 12  # it is short
+REPEATS = 3  # measurements, of which the fastest counts
+SYNC_REPEATS = 12  # each is short
 _STEPS = 2  # timed steps whose requests are generated again
 _DEADLINE_S = 1800.0
 
@@ -40,8 +40,8 @@ _DEADLINE_S = 1800.0
 def generation_limit(
     config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, list[DecodeStep]]:
-    """Completion tokens per second of as many engines as the loop has, each on its share of a step; and
-    single steps of the slowest engine.
+    """Measure as many engines as the loop has, each with its share of a step. Returns completion tokens per
+    second, and single steps of the slowest engine.
     """
     from actors.workers.engine_settings import EngineSpec
 
@@ -66,8 +66,8 @@ def generation_limit(
 def training_limit(
     config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
-    """Tokens per second of all ranks together, the operations per second of a large matrix product on them,
-    and the micro-batch that was best.
+    """Measure training on all ranks. Returns tokens per second, operations per second of a large matrix
+    product, and the best micro-batch.
     """
     ranks = config.policy.num_workers
     requests = [r for step in steps for r in step.requests]
@@ -89,8 +89,8 @@ def training_limit(
 
 
 def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
-    """Bytes per second from one process into as many others as the engines have; within a GPU where there
-    are too few for that.
+    """Measure bytes per second from one process to as many others as the engines have; within a GPU where
+    there are too few GPUs.
     """
     from actors.transfer.handshake import new_secret
 
@@ -111,16 +111,16 @@ def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
 
 
 def fastest(seconds: list[list[list[float]]]) -> float:
-    """Seconds for all batches, given those of [process][batch][repeat]: of a repeat the slowest process
-    counts, of a batch the fastest repeat.
+    """Return the seconds for all batches, given those of [process][batch][repeat]: the slowest process of
+    each repeat, the fastest repeat of each batch.
     """
     batches = zip(*seconds, strict=True)
     return sum(min(max(repeat) for repeat in zip(*batch, strict=True)) for batch in batches)
 
 
 def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
-    """``module.measure(meeting, **job)`` of every job, each in a process of its own, all at once; the results
-    in order. Raises RuntimeError with what a process said last when it fails.
+    """``module.measure(barrier, **job)`` of every job, each in its own process, all at once. Returns the
+    results in order. Raises RuntimeError with the last output of a process that fails.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:
         directory = Path(name)
@@ -134,7 +134,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
                     env=os.environ | thread_environment(threads) | devices_of(i, gpus),
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # so that an engine's own processes end with it
+                    start_new_session=True,  # an engine's own processes end with it
                 )
             )
         try:
@@ -148,9 +148,7 @@ def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus:
 
 
 def devices_of(process: int, each: int) -> dict[str, str]:
-    """Environment in which ``process`` sees its own ``each`` of the GPUs that this one sees; {} without
-    GPUs.
-    """
+    """Return an environment in which ``process`` sees ``each`` of this process's GPUs; {} without GPUs."""
     if device_type() == "cpu":
         return {}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))

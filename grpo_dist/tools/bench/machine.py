@@ -1,4 +1,4 @@
-"""The machine and the software that a result was measured with."""
+"""Describes the machine and the software of a result."""
 
 from __future__ import annotations
 

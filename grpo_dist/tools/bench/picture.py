@@ -1,11 +1,11 @@
-"""The picture of a result: a step's timeline, where the time goes, how near each stage is to its limit."""
+"""Draws a result: a step's timeline, where the time goes, how near each stage is to its limit."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.table import FIGURES, show, written
 
 _COLOURS = {
@@ -16,10 +16,10 @@ _STAGES = {
     "sample": "generation", "update": "training", "sync": "sync", "score": "scoring", "logprobs": "reference",
 }  # fmt: skip
 _NAMES = {"overhead": "driver and Ray"}
-_SHOWN_ACTORS = 12  # a picture of more would be of nothing
+_SHOWN_ACTORS = 12  # more would be unreadable
 
 
-def draw(result: Result, path: Path) -> None:
+def draw(result: BenchResult, path: Path) -> None:
     """Write a PNG to ``path``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,7 +42,7 @@ def draw(result: Result, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_timeline(axes: Any, result: Result) -> None:
+def _draw_timeline(axes: Any, result: BenchResult) -> None:
     actors = [actor.name for actor in result.actors][:_SHOWN_ACTORS]
     for bar in result.timeline:
         if bar.actor in actors:
@@ -57,7 +57,7 @@ def _draw_timeline(axes: Any, result: Result) -> None:
     _bare(axes)
 
 
-def _draw_shares(axes: Any, result: Result) -> None:
+def _draw_shares(axes: Any, result: BenchResult) -> None:
     shares = {key.split("/")[1]: v for key, v in result.figures.items() if key.startswith("share/") and v > 0}
     names = list(shares)
     axes.barh(
@@ -73,7 +73,7 @@ def _draw_shares(axes: Any, result: Result) -> None:
     _bare(axes)
 
 
-def _draw_limits(axes: Any, result: Result) -> None:
+def _draw_limits(axes: Any, result: BenchResult) -> None:
     keys = [key for key in FIGURES if key.startswith("of_limit/") and key in result.figures]
     axes.set_title("percent of limit", loc="left", fontsize=10)
     _bare(axes)

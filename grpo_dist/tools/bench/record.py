@@ -1,4 +1,4 @@
-"""What a benchmark keeps of every step that the loop logs."""
+"""Records every step of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_dist.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sample of a step: what was asked and how long the answer was."""
+    """One sample of a step: its request and the length of its completion."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step from the end of the one before, its log included, to its own; seconds of `time.time`."""
+    """A step from the end of the previous one, logging included, to its own; seconds of `time.time`."""
 
     step: int
     begin: float
@@ -48,7 +48,7 @@ class StepRecord:
 
 
 class BenchRecorder:
-    """A recorder of the driver's loop; begins to count when it is made."""
+    """The recorder of the driver's loop; its clock starts when it is made."""
 
     def __init__(self, config: Config, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
         self._seed, self._say, self.directory = config.seed, say, directory
@@ -57,23 +57,23 @@ class BenchRecorder:
         self.steps: list[StepRecord] = []
 
     def flush(self) -> None:
-        """Nothing is written on the way."""
+        """Write nothing during the run."""
 
     def phase(self, name: str) -> None:
-        """What it took is in the metrics."""
+        """Ignore phases: the metrics have their times."""
 
     def ledger(self, step: int, entry: LedgerEntry) -> None:
-        """A benchmark keeps no ledger."""
+        """Keep no ledger."""
 
     def quarantine(self, step: int, groups: list[Group]) -> str:
-        """Kept nowhere."""
+        """Keep nothing."""
         return "nowhere"
 
     def warn(self, message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
     def note(self, message: str) -> None:
-        """A benchmark keeps no events."""
+        """Keep no events."""
 
     def back_to(self, step: int) -> None:
         """A benchmark is never resumed."""
@@ -101,10 +101,10 @@ class BenchRecorder:
 
 
 class NoCheckpoints:
-    """A checkpointer that keeps nothing."""
+    """A checkpointer that saves nothing."""
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        """A benchmark leaves no model."""
+        """Save nothing."""
 
     async def settle(self) -> None:
-        """There is none to wait for."""
+        """Return at once: no save is in progress."""

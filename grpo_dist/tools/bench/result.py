@@ -17,7 +17,7 @@ SCHEMA = 1  # raise it when a figure changes its meaning
 
 @dataclass(frozen=True, slots=True)
 class ActorMemory:
-    """Most bytes one actor's processes have held, over the whole run."""
+    """Peak bytes of one actor's processes over the whole run."""
 
     name: str
     peak_bytes: int
@@ -26,7 +26,7 @@ class ActorMemory:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """``actor`` did ``stage``, seconds from the begin of the step drawn."""
+    """``actor`` ran ``stage``; seconds since the start of the drawn step."""
 
     actor: str
     stage: str
@@ -36,7 +36,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class DecodeStep:
-    """One step of an engine: with so many sequences, each of which holds ``context`` tokens."""
+    """One step of an engine with ``sequences`` of ``context`` tokens each."""
 
     sequences: int
     context: float
@@ -44,7 +44,7 @@ class DecodeStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class BenchResult:
     """``figures``: by name, rates per second, shares of 1, seconds of a step. ``steps``: a few of each timed
     step. ``timeline``: of the median step. ``lengths``: of the completions of the timed steps, step after
     step. ``decode_steps``: of an engine alone; none where no limits were measured.
@@ -67,8 +67,8 @@ class Result:
         write_text(path, json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> Result:
-        """Raises UserError for a file that is no benchmark's, or of another schema."""
+    def read(cls, path: Path) -> BenchResult:
+        """Read `bench.json`. Raises UserError for another kind of file, or another schema."""
         try:
             plain = read_json(path)
         except OSError as error:

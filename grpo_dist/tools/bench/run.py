@@ -1,4 +1,4 @@
-"""One benchmark from the configuration to its files: the real loop on the real actors, then the limits.
+"""Runs one benchmark: the real loop on the real actors, then the limits.
 
 start | warm-up steps | timed steps | end of the workers | limits: generation, training, sync | result
 """
@@ -21,20 +21,18 @@ from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, pre
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.secrets import masked
-from grpo_dist.tools.bench.figures import Limits, figures
+from grpo_dist.tools.bench.figures import StageLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
 from grpo_dist.tools.bench.limits import REPEATS, SYNC_REPEATS, generation_limit, sync_limit, training_limit
 from grpo_dist.tools.bench.machine import machine_facts
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, DecodeStep, Result
+from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.table import print_result
 
 
 def bench(config: Config) -> Path:
-    """Measure ``config`` and return the directory of the result. Raises UserError for input that cannot be
-    used.
-    """
+    """Measure ``config`` and return the directory of the result. Raises UserError for invalid input."""
     from actors.cluster import fit
 
     config = as_benchmark(config)
@@ -56,13 +54,13 @@ def bench(config: Config) -> Path:
 
 
 def as_benchmark(config: Config) -> Config:
-    """``config`` with as many steps as the benchmark takes, and nothing beside them: no evaluation, no
-    checkpoint. Where sampling runs ahead, the last steps have nothing more to sample and are not timed.
+    """Return ``config`` with the benchmark's steps, without evaluations and checkpoints. Where sampling runs
+    ahead, the last steps have nothing more to sample and are not timed.
     """
     steps = config.bench.warmup_steps + config.bench.steps + config.max_staleness
     evaluation = config.evaluation.model_copy(update={"before": False, "after": False, "every": 0})
     checkpoint = config.checkpoint.model_copy(update={"every": 0, "export": False, "resume": "never"})
-    health = config.health.model_copy(update={"min_signal_groups": 0})  # every step is the same work
+    health = config.health.model_copy(update={"min_signal_groups": 0})  # every step does the same work
     tracking = config.tracking.model_copy(update={"samples": False})
     parts = {"evaluation": evaluation, "checkpoint": checkpoint, "health": health, "tracking": tracking}
     return config.model_copy(update={"steps": steps} | parts)
@@ -85,8 +83,8 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
     return recorder.steps
 
 
-def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Result:
-    """The result of the timed ``steps``; measures the limits, if they are asked for."""
+def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> BenchResult:
+    """Return the result of the timed ``steps``, with measured limits where `bench.limits` is set."""
     limits, peak, decode_steps = (
         _limits(config, model_dir, steps) if config.bench.limits else (None, None, [])
     )
@@ -101,7 +99,7 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Re
         overlapped=config.max_staleness > 0,
     )
     middle = sorted(steps, key=lambda s: s.seconds)[len(steps) // 2]
-    return Result(
+    return BenchResult(
         name=config.name,
         config=masked(config.model_dump(mode="json")),
         machine=machine_facts(),
@@ -119,9 +117,9 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Re
 
 def _limits(
     config: Config, model_dir: Path, steps: Sequence[StepRecord]
-) -> tuple[Limits, float, list[DecodeStep]]:
-    """The limits, the operations per second of a matrix product on the policy's threads, and single steps of
-    an engine.
+) -> tuple[StageLimits, float, list[DecodeStep]]:
+    """Return the limits, operations per second of a matrix product on the policy's threads, and single steps
+    of an engine.
     """
     from actors.cluster import local_demands
     from actors.transfer.transport import free_port
@@ -142,7 +140,7 @@ def _limits(
         "peak": "a matrix product measured on the same threads",
         "step": "largest limit" if config.max_staleness else "sum of the limits",
     }
-    return Limits(generation, training, sync, settings), matmul, decode_steps
+    return StageLimits(generation, training, sync, settings), matmul, decode_steps
 
 
 def _card() -> float | None:

@@ -1,6 +1,4 @@
-"""Figures for people: what each is called, its unit, whether more is better; the table at the end, and the
-ratios of two results.
-"""
+"""Prints figures: the name and unit of each, whether more is better, and the table at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_dist.runtime.tables import make_table
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,8 @@ def written(value: float, unit: str) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def print_result(result: Result, console: Console | None = None) -> None:
-    """The whole result on the terminal: stages, where the time goes, memory, and the loop."""
+def print_result(result: BenchResult, console: Console | None = None) -> None:
+    """Print the whole result: stages, where the time goes, memory, and the loop."""
     console = console or Console(highlight=False)
     console.print(_stages(result))
     console.print(_time(result))
@@ -90,7 +88,7 @@ def print_result(result: Result, console: Console | None = None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def _stages(result: Result) -> Table:
+def _stages(result: BenchResult) -> Table:
     columns = ("stage", "rate", "in a step", "limit", "of limit")
     table = make_table(f"{result.name}: stages, while busy", columns, bold=True)
     found = result.figures
@@ -110,7 +108,7 @@ def _stages(result: Result) -> Table:
     return table
 
 
-def _time(result: Result) -> Table:
+def _time(result: BenchResult) -> Table:
     shown = [key for key in FIGURES if key.startswith("share/") and result.figures.get(key)]
     table = make_table("where a step's time goes, once each", ("", "share", "in a step"), bold=True)
     for key in shown:
@@ -121,7 +119,7 @@ def _time(result: Result) -> Table:
     return table
 
 
-def _memory(result: Result) -> Table:
+def _memory(result: BenchResult) -> Table:
     on_gpu = any(actor.peak_gpu_bytes for actor in result.actors)
     table = make_table("peak memory", ("actor", "resident", *(["GPU"] if on_gpu else [])), bold=True)
     for actor in result.actors:
@@ -130,7 +128,7 @@ def _memory(result: Result) -> Table:
     return table
 
 
-def _summary(result: Result) -> list[str]:
+def _summary(result: BenchResult) -> list[str]:
     found = result.figures
     lines = [
         f"loop: {show(found, 'loop/completion_tokens_per_s')} of completions, "

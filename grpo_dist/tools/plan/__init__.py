@@ -1,1 +1,1 @@
-"""What a configuration would do on a cluster that nobody has to have: memory, times, cost, the best split."""
+"""Predicts memory, times, cost and the best split of GPUs, without access to the cluster."""

@@ -1,4 +1,4 @@
-"""The cluster of a plan, and what its accelerators can do by their data sheets.
+"""The cluster of a plan, and the data sheets of its accelerators.
 
 8x8xH100      8 nodes of 8 H100
 1x1xA100-40GB one card
@@ -31,7 +31,7 @@ class Accelerator:
 
     @property
     def kind(self) -> str:
-        """Without memory and bus, which drivers write in other ways: a100"""
+        """The name without memory and bus, which drivers write in other ways: a100"""
         return self.name.lower().partition("-")[0]
 
 
@@ -67,8 +67,9 @@ _EXAMPLE = "NODESxGPUSxKIND, e.g. 8x8xH100, 1x4xA100-40GB or 1x0xCPU"
 
 
 def card_called(name: str) -> Accelerator | None:
-    """The card that a driver calls so, by the words of ``name``; of those that differ in memory or bus, the
-    first. `NVIDIA A100-SXM4-40GB` -> A100-80GB; `NVIDIA L40` is none.
+    """Return the card whose kind is a word of the driver's ``name``; the first of several variants; or None.
+
+    `NVIDIA A100-SXM4-40GB` -> A100-80GB; `NVIDIA L40` -> None.
     """
     words = re.split(r"[^a-z0-9]+", re.sub(r"(rtx) (\d)", r"\1\2", name.lower()))
     return next((card for card in _KNOWN if card.kind in words), None)

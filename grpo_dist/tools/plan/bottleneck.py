@@ -18,13 +18,13 @@ _HELPERS = {
     "reward_model": "rewards.models.N.num_workers",
 }
 _NAMES = {"logprobs": "the reference", "score": "scoring", "reward_model": "scoring by models"}
-_HELPS = 0.25  # of a step: who is busy for less is not looked at
-_TAIL = 0.7  # of a step: a longest completion that takes more bounds it
-_FULL = 0.05  # idle share below which who is idle is said to bound the step
+_HELPS = 0.25  # share of a step; stages that take less are not tried
+_TAIL = 0.7  # share of a step; a longest completion that takes more bounds it
+_FULL = 0.05  # idle share; workers that are idle for less bound the step
 
 
 def reason(planned: Planned) -> str:
-    """What bounds the step."""
+    """Return what bounds the step, in words."""
     run, scenario = planned.simulated, planned.option.scenario
     idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(stages, key=stages.__getitem__)
@@ -53,8 +53,8 @@ def reason(planned: Planned) -> str:
 
 
 def _held_by_helper(planned: Planned) -> str:
-    """The reference, reward models or graders, where twice as many would make a step shorter: they are then
-    behind what samples and before what trains, even if neither is busy all the time.
+    """Return which of reference, reward models and graders bounds the step: twice as many would shorten it.
+    They work between sampling and training, so they can bound a step without being busy all the time.
     """
     run, scenario = planned.simulated, planned.option.scenario
     gains: dict[str, float] = {}
@@ -76,7 +76,7 @@ def _held_by_helper(planned: Planned) -> str:
 
 
 def _doubled(config: Config, stage: str, key: str) -> Config:
-    """``config`` with twice the workers of ``stage``, whatever GPUs there are."""
+    """Return ``config`` with twice the workers of ``stage``, even where there are too few GPUs."""
     if stage == "reward_model":
         models = tuple(m.model_copy(update={"num_workers": 2 * m.num_workers}) for m in config.rewards.models)
         return config.model_copy(update={"rewards": config.rewards.model_copy(update={"models": models})})
@@ -87,7 +87,7 @@ def _doubled(config: Config, stage: str, key: str) -> Config:
 
 
 def _waits_for_slow(planned: Planned) -> str:
-    """Nothing where engines are alike, or the slow ones are idle about as long as the others."""
+    """Return "" where engines are alike, or the slow ones are idle about as long as the others."""
     scenario, each = planned.option.scenario, planned.simulated.engines_idle
     count = scenario.stragglers.engines
     if not 0 < count < len(each):

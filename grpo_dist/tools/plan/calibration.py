@@ -1,9 +1,8 @@
-"""What a benchmark of this project says about the stages: `grpo-dist bench` writes it, `--bench FILE` reads
-it.
+"""Calibrates the times of the stages with a result of `grpo-dist bench`.
 
 Each stage is set so that the model of it gives the benchmark's own time for the benchmark's own work; what is
 planned is then another amount of work. Decoding is measured by the engine's single steps with few and many
-sequences (`Result.decode_steps`); what the loop's engine takes beyond these is the same for every step.
+sequences (`BenchResult.decode_steps`); what the loop's engine takes beyond these is the same for every step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.memory import Sizes
@@ -27,8 +26,8 @@ from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.virtual_clock import run_virtually
 
 _THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fast as one with one
-# Of a thread, float32, and bytes a second for a process: what is reached of them is calibrated, and only how
-# much of a decode step grows with its sequences follows from them, where single steps were not measured.
+# Of a thread, float32, and bytes a second for a process. The reached share of them is calibrated. They decide
+# how a decode step grows with its sequences only where single steps were not measured.
 _CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
 
 
@@ -46,7 +45,7 @@ class Calibration:
     cpus: int | None
 
     def peaks_of(self, roles: Roles) -> Peaks:
-        """Those of other numbers of CPU threads, on which a GPU does not depend."""
+        """Scale the peaks to other numbers of CPU threads; those of GPUs stay the same."""
         if self.cpus is None:
             return self.peaks
         own = self.roles
@@ -65,8 +64,8 @@ class Calibration:
         )
 
 
-def calibrate(result: Result, cluster: ClusterShape) -> Calibration:
-    """Raises UserError for a benchmark of other hardware, or of too little of it."""
+def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
+    """Calibrate with ``result``. Raises UserError for other hardware, or too few measurements."""
     _check_hardware(result, cluster)
     config = Config.model_validate(result.config)
     model, gpu = model_of(config), cluster.card is not None
@@ -95,8 +94,8 @@ def calibrate(result: Result, cluster: ClusterShape) -> Calibration:
 def generation_s(
     rates: Rates, groups: Sequence[tuple[int, Sequence[int]]], *, engines: int, capacity: int
 ) -> tuple[float, float]:
-    """Seconds in which engines are busy with these groups of (prompt, completions), asked all at once, mean
-    over engines; and steps they make.
+    """Return the mean busy seconds of the engines for groups of (prompt, completions) requested at once, and
+    their decode steps.
     """
 
     async def session() -> tuple[float, float]:
@@ -110,7 +109,7 @@ def generation_s(
     return run_virtually(session)
 
 
-def _check_hardware(result: Result, cluster: ClusterShape) -> None:
+def _check_hardware(result: BenchResult, cluster: ClusterShape) -> None:
     measured, wanted = str(result.machine.get("gpu", "")), cluster.card
     card = card_called(measured)
     if (card and card.kind) != (wanted and wanted.kind) or bool(measured) != bool(wanted):
@@ -125,28 +124,28 @@ def _check_hardware(result: Result, cluster: ClusterShape) -> None:
         )
 
 
-def _own_cluster(result: Result, cluster: ClusterShape) -> ClusterShape:
-    """What the benchmark ran on: one node."""
+def _own_cluster(result: BenchResult, cluster: ClusterShape) -> ClusterShape:
+    """Return the cluster of the benchmark: one node."""
     return replace(cluster, nodes=1, gpus_per_node=int(result.machine.get("gpus", 0)))
 
 
-def _cpu_peaks(result: Result, config: Config, roles: Roles) -> Peaks:
+def _cpu_peaks(result: BenchResult, config: Config, roles: Roles) -> Peaks:
     measured = result.figures.get("training/peak_flops", 0.0) / config.policy.num_workers
     rank = measured or roles.policy_threads * _CPU_FLOPS
     engine = rank * roles.engine_threads / roles.policy_threads
     return Peaks(rank, engine, _CPU_MEMORY, _CPU_MEMORY, _CPU_MEMORY, node=10**6)
 
 
-def _steps(result: Result) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """The groups of each timed step: (prompt tokens, lengths of the completions)."""
+def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:
+    """Return the groups of each timed step: (prompt tokens, lengths of the completions)."""
     prompt, each = round(result.workload["prompt_tokens_mean"]), int(result.workload["samples_per_prompt"])
     lengths, count = result.lengths, int(result.workload["prompts_per_step"])
     groups = [(prompt, tuple(lengths[i : i + each])) for i in range(0, len(lengths), each)]
     return [groups[i : i + count] for i in range(0, len(groups), count)]
 
 
-def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
-    """By the engine's own steps, and what the loop's engine takes beyond them."""
+def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
+    """Calibrate decoding with the engine's single steps and with the overhead of the loop's engine."""
     from actors.workers.engine_settings import EngineSpec
 
     curve = _curve(rates, result)
@@ -165,7 +164,7 @@ def _generation(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], re
     return replace(reached, decode_curve=tuple((n, f * factor) for n, f in curve or ((1.0, 1.0),)))
 
 
-def _curve(rates: Rates, result: Result) -> tuple[tuple[float, float], ...]:
+def _curve(rates: Rates, result: BenchResult) -> tuple[tuple[float, float], ...]:
     by_count: dict[int, list[float]] = {}
     for step in result.decode_steps:
         at = step.seconds / rates.decode_roofline_s(step.sequences, step.sequences * step.context)
@@ -173,8 +172,8 @@ def _curve(rates: Rates, result: Result) -> tuple[tuple[float, float], ...]:
     return tuple((float(n), float(np.mean(found))) for n, found in sorted(by_count.items()))
 
 
-def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: Result) -> Reached:
-    """Share of the peak at which the update's computation takes what it took."""
+def _training(rates: Rates, steps: list[list[tuple[int, tuple[int, ...]]]], result: BenchResult) -> Reached:
+    """Calibrate the share of the peak that training reaches."""
     trained = sum(s["train/tokens"] for s in result.steps) / sum(
         p * len(n) + sum(n) for s in steps for p, n in s
     )

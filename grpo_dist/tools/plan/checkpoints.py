@@ -16,16 +16,16 @@ from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.options import Planned
 from grpo_dist.tools.plan.rates import Rates
 
-# A disk that all ranks write to at once, the pass for checksums included, and a rank's copy to memory that is
-# not pinned: assumed, and said so.
+# Assumed: a disk that all ranks write to at once, checksums included, and a rank's copy to pageable memory.
+# The plan prints both.
 DISK = 1e9  # bytes a second
 COPY = 5e9
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoints:
-    """``size``: bytes of one. The loop waits ``held_s`` at each, ``late_s`` more where the one before is
-    still written, and ``last_s`` at its end.
+    """``size``: bytes of one. The loop waits ``held_s`` at each, ``late_s`` more where the previous one
+    is still being written, and ``last_s`` at its end.
     """
 
     count: int
@@ -41,13 +41,13 @@ class PlannedCheckpoints:
 
 
 def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
-    """Without the groups that are sampled ahead, whose tokens are few bytes beside the weights."""
+    """Plan the checkpoints, without groups sampled ahead: their tokens are few bytes next to the weights."""
     config, scenario = planned.option.config, planned.option.scenario
     settings, rates, count = config.checkpoint, scenario.rates, checkpoints(config)
     ranks, reference = rank_bytes(config, rates.model, rates.sizes), reference_bytes(config, rates)
     write_s = sum(ranks) / DISK
-    held_s = reference / DISK  # which its worker writes while the loop waits
-    if scenario.colocated:  # the policy has to come back to its GPUs, and leave them again
+    held_s = reference / DISK  # its worker writes them while the loop waits
+    if scenario.colocated:  # the policy returns to its GPUs, and leaves them again
         held_s += 2 * rates.turn_s()
     late_s = last_s = 0.0
     if settings.background:
@@ -61,14 +61,14 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
 
 
 def checkpoints(config: Config) -> int:
-    """How many a run writes: those that are due, and one at its end."""
+    """Return how many a run writes: those that are due, and one at its end."""
     every, steps = config.checkpoint.every, config.steps
     return math.ceil(steps / every) if every else 1
 
 
 def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
-    """What each policy rank writes, as DeepSpeed 0.19 shares it out: of what is trained weights of their own
-    type and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
+    """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their own type
+    and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
 
     weights of T parameters and b bytes, W ranks    rank 0                other ranks
     ZeRO 0                                          b T + 8 T
@@ -84,6 +84,6 @@ def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
 
 
 def reference_bytes(config: Config, rates: Rates) -> int:
-    """Of a reference that is renewed during the run."""
+    """Return the bytes of a reference that is renewed during the run."""
     renewed = config.needs_reference and config.reference.refresh_every
     return rates.model.parameters * rates.sizes.itemsize if renewed else 0

@@ -23,7 +23,7 @@ def is_trained_first(config: Config) -> bool:
 
 
 def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | None = None) -> Footprint:
-    """Of supervised training, which computes each batch at once and keeps all activations.
+    """Return the memory of supervised training, which computes each batch at once and keeps all activations.
 
     ``longest``: tokens of the longest demonstration; None: `sft.max_length`, the most that it may be.
     """
@@ -46,7 +46,7 @@ def cold_start(config: Config, model: ModelShape, *, gpu: bool, longest: int | N
 
 
 def cold_start_problem(config: Config, need: Footprint, cluster: ClusterShape) -> str | None:
-    """Why it does not fit on a GPU of ``cluster``, and what to do."""
+    """Return why it does not fit on a GPU of ``cluster``, and the remedy."""
     if cluster.card is None or need.total <= (limit := int(cluster.card.memory * USABLE)):
         return None
     return (

@@ -10,7 +10,7 @@ from typing import Literal
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
-from grpo_dist.tools.bench.result import Result
+from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
@@ -120,7 +120,7 @@ def _setting(
             f"--cluster {cluster}: what processors can do is in no data sheet; measure with `grpo-dist bench "
             "configs/bench/cpu_13m_lognormal.yaml` and pass its bench.json as --bench"
         )
-    calibration = calibrate(Result.read(bench), cluster) if bench else None
+    calibration = calibrate(BenchResult.read(bench), cluster) if bench else None
     lengths: Sequence[int] = calibration.lengths if calibration else ()
     if prompt_tokens is None and calibration:
         prompt_tokens = calibration.prompt_tokens

@@ -22,14 +22,14 @@ _ALMOST = 1e-6  # of a token
 
 class EngineTimes(Protocol):
     def decode_step_s(self, sequences: float, context: float) -> float:
-        """Of one step with so many sequences, which hold ``context`` tokens together."""
+        """Return the seconds of one step with ``sequences`` that hold ``context`` tokens together."""
         ...
 
     def prefill_s(self, tokens: float) -> float: ...
 
 
 class EngineLost(Exception):
-    """It failed with the request in hand."""
+    """The engine failed while it had the request."""
 
 
 class Engine:
@@ -43,12 +43,12 @@ class Engine:
         meter: Callable[[], AbstractContextManager[None]] = nullcontext,
         spans: list[Span] | None = None,
     ) -> None:
-        """``meter``: within it the engine's own code runs; ``spans``: gets the times when it has requests."""
+        """``meter``: measures the engine's own code. ``spans``: receives the times when it has requests."""
         self._times, self._capacity, self._meter = times, max(1, capacity), meter
         self.spans = [] if spans is None else spans
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
-        # (step at which it ends, number, tokens, prompt's share, group) of those that run.
+        # (last step, number, tokens, share of the prompt, group) of each running sequence
         self._running: list[tuple[float, int, int, float, _Group]] = []
         self._waiting: deque[tuple[int, float, _Group]] = deque()  # (tokens, prompt's share, group)
         self._context = 0.0  # tokens in the cache
@@ -57,18 +57,18 @@ class Engine:
         self._since = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._dirty = self._paused = False
-        self._begun: float | None = None  # since when it has had requests
+        self._busy_since: float | None = None  # since when it has had requests
 
     async def generate(
         self, prompt_tokens: int, lengths: Sequence[int], *, on_sample: Callable[[], None]
     ) -> None:
-        """Returns when all samples of a group are finished. ``on_sample``: called at the end of each. The
-        prompt is prefilled once. Raises EngineLost.
+        """Return when all samples of a group are finished. Calls ``on_sample`` at the end of each. The prompt
+        is prefilled once. Raises EngineLost.
         """
         with self._meter():
             self._advance()
-            if self._begun is None:
-                self._begun = self._loop.time()
+            if self._busy_since is None:
+                self._busy_since = self._loop.time()
             group = _Group(len(lengths), on_sample, self._loop.create_future())
             self._debt += self._times.prefill_s(prompt_tokens)
             share = prompt_tokens / len(lengths)
@@ -77,13 +77,13 @@ class Engine:
         await group.finished
 
     def pause(self) -> None:
-        """Stop where it is, as for new weights."""
+        """Stop decoding, as for new weights."""
         self._advance()
         self._paused = True
         self._change()
 
     def resume(self) -> None:
-        """Go on; the cache was dropped and is computed again."""
+        """Resume decoding after computing the dropped cache again."""
         self._advance()
         self._paused = False
         if self._context:
@@ -91,7 +91,7 @@ class Engine:
         self._change()
 
     def fail(self) -> None:
-        """All that is in hand is lost."""
+        """Fail all requests."""
         self._advance()
         groups = {id(g): g for *_, g in self._running} | {id(g): g for *_, g in self._waiting}
         self._running.clear()
@@ -104,7 +104,7 @@ class Engine:
         self._change()
 
     def _advance(self) -> None:
-        """To the present: what was made since the last event."""
+        """Add the tokens decoded since the last event."""
         now = self._loop.time()
         elapsed, self._since = now - self._since, now
         if self._paused or not (self._running or self._waiting):
@@ -119,12 +119,12 @@ class Engine:
             self._context += made * len(self._running)
 
     def _step_s(self, steps: float) -> float:
-        """Mean over so many steps from here."""
+        """Return the mean time of the next ``steps`` decode steps."""
         n = len(self._running)
         return self._times.decode_step_s(n, self._context + n * steps / 2)
 
     def _change(self) -> None:
-        """What comes next is another: found out once, after all that happens at this moment."""
+        """Plan the next event again, once, after all events of this moment."""
         if not self._dirty:
             self._dirty = True
             self._loop.call_soon(self._plan)
@@ -146,12 +146,12 @@ class Engine:
                 self._timer = self._loop.call_later(max(seconds, 0.0), self._reached)
 
     def _reached(self) -> None:
-        """The end of the sequence that ends first, and of those that end with it."""
+        """Finish the sequences that end now."""
         ended = []
         with self._meter():
             self._timer = None
             self._advance()
-            self.steps = max(self.steps, self._running[0][0])  # what rounding left
+            self.steps = max(self.steps, self._running[0][0])  # rounding may leave a remainder
             while self._running and self._running[0][0] <= self.steps + _ALMOST:
                 _, _, length, share, group = heapq.heappop(self._running)
                 self._context -= share + length
@@ -164,9 +164,9 @@ class Engine:
             group.sample_done()
 
     def _end_span(self) -> None:
-        if self._begun is not None:
-            self.spans.append(Span("sample", self._begun, self._loop.time()))
-            self._begun = None
+        if self._busy_since is not None:
+            self.spans.append(Span("sample", self._busy_since, self._loop.time()))
+            self._busy_since = None
 
 
 class _Group:

@@ -40,8 +40,9 @@ class PlannedEvaluation:
 
 
 def planned_evaluation(option: Option) -> PlannedEvaluation | None:
-    """None where the run has none. Sizes of sets are those of local files and of `demo:`, before prompts that
-    are too long are dropped; nothing is fetched.
+    """Plan the evaluations of a run; None where it has none.
+
+    Set sizes come from local files and `demo:` sets, before too long prompts are dropped. Nothing is fetched.
     """
     config = option.config
     count = evaluations(config)
@@ -62,7 +63,7 @@ def planned_evaluation(option: Option) -> PlannedEvaluation | None:
 
 
 def evaluations(config: Config) -> int:
-    """How often a run evaluates, by `driver.run` and the session around it."""
+    """Return how often a run evaluates, in `driver.run` and around it."""
     settings, steps = config.evaluation, config.steps
     if not config.data.eval:
         return 0
@@ -73,8 +74,9 @@ def evaluations(config: Config) -> int:
 
 
 def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
-    """Of sets with so many prompts, one after the other: the real evaluation on simulated workers that have
-    nothing else to do.
+    """Return the seconds of the real evaluation on otherwise idle simulated workers.
+
+    ``sizes``: prompts of each set; sets are evaluated one after the other.
     """
     config, tokens = as_planned(scenario), scenario.workload.prompt_tokens
     sets = [EvalSet(str(i), fake_records.prompts(size, tokens)) for i, size in enumerate(sizes)]
@@ -88,9 +90,7 @@ def evaluation_s(scenario: Scenario, sizes: Sequence[int]) -> float:
 
 
 def _scenario(option: Option) -> Scenario:
-    """With completions as in training, but for the longest that is allowed; an engine's cache holds so many
-    of them.
-    """
+    """Return the training scenario with the evaluation's length limit and capacity, without failures."""
     config, scenario = option.config, option.scenario
     settings, workload = config.evaluation, scenario.workload
     workload = replace(workload, cap=settings.max_new_tokens or workload.cap)
@@ -101,12 +101,12 @@ def _scenario(option: Option) -> Scenario:
 
 
 def _prompts(source: DataSourceConfig, most: int | None) -> tuple[bool, int | None]:
-    """Whether the number of rows is known, and how many are evaluated; None: nothing bounds them."""
+    """Return whether the number of rows is known, and how many are evaluated; None: unbounded."""
     bounds = [bound for bound in (source.max_rows, most) if bound is not None]
     bound = min(bounds, default=None)
     if source.path.startswith("demo:") or Path(source.path).expanduser().exists():
         try:
             return True, len(read(source.model_copy(update={"max_rows": bound})))
-        except (OSError, ValueError):  # which the run itself refuses, and says why
+        except (OSError, ValueError):  # the run itself reports it
             pass
     return False, bound

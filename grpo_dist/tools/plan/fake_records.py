@@ -1,5 +1,5 @@
-"""Records that stand for others of any length, so that a thousand GPUs' samples fit a small machine: one
-token whose value is the number of tokens it stands for.
+"""Fake records: one token whose value is the number of tokens it represents. The samples of a thousand GPUs
+fit a small machine this way.
 
     prompt of 200 tokens, completion of 3,812  ->  token_ids [200], completion_ids [3812]
 """
@@ -30,7 +30,7 @@ def rollouts(uid: str, lengths: Sequence[int], version: int) -> tuple[Rollout, .
 
 
 def group(prompt: Prompt, samples: tuple[Rollout, ...], *, signal: bool) -> Group:
-    """Every other sample is right, or all of them."""
+    """Make a group in which every other sample is right; without ``signal``, all of them."""
     rewards = ((np.arange(len(samples)) % 2) | (not signal)).astype(np.float32)
     return Group(prompt, samples, rewards, {"planned": rewards}, ("correct",) * len(samples))
 
@@ -40,7 +40,7 @@ def tokens_of(samples: Sequence[Rollout]) -> tuple[int, ...]:
 
 
 def work_of(batch: TrainBatch) -> UpdateWork:
-    """What the rows of ``batch`` stand for."""
+    """Return the lengths that the rows of ``batch`` represent."""
     assert batch.group_ids is not None
     by_group: dict[int, list[list[int]]] = {}
     for number, row in zip(batch.group_ids.tolist(), batch.tokens.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Bytes that a worker takes of its GPU, and of the memory of its machine, by what they are for.
+"""The GPU and host memory of a worker in bytes, by purpose.
 
     policy rank     weights | gradients | optimiser | activations | logits | buckets | runtime
     rollout engine  weights | activations | logits | runtime | what is left: key-value cache
@@ -17,25 +17,24 @@ from typing import Any
 from grpo_dist.batch.sharding import ATTENDED
 from grpo_dist.config import Config
 from grpo_dist.policy.offload import optimizer_device
-from grpo_dist.runtime.hardware import GIB
+from grpo_dist.runtime.hardware import GIB, logprob_chunk_mib, micro_batch_tokens
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.workload import Workload
 
-# A CUDA context with the kernels of torch, NCCL's channels, and what the allocator cannot use.
+# A CUDA context with torch's kernels, NCCL's channels, and fragments that the allocator cannot use.
 GPU_RUNTIME = 2 * GIB
-# What is left on a GPU of a worker that has given its memory to the other one: its context, NCCL's channels,
-# an engine's CUDA graphs.
+# What a sleeping worker keeps on a shared GPU: its context, NCCL's channels, an engine's CUDA graphs.
 _ASLEEP = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
 _BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
-_SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one on the way
+_SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 USABLE = 0.95  # of a GPU's memory: what a plan may fill
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one worker: ``parts`` on its GPU (of the machine where there is none), ``host``: beside it."""
+    """Bytes of one worker. ``parts``: on its GPU, or of the machine without one; ``host``: in host memory."""
 
     parts: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
@@ -59,13 +58,13 @@ class EngineFootprint(Footprint):
     most: int = 1
 
     def sequences_of(self, tokens: float) -> int:
-        """How many that hold so many tokens each are decoded at once."""
+        """Return how many sequences of ``tokens`` each are decoded at once."""
         return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What memory and times both depend on. ``gpu``: whether there are any; ``micro_batch``, ``chunk``:
+    """What memory and times both depend on. ``gpu``: True where there are GPUs; ``micro_batch``, ``chunk``:
     tokens of a micro-batch, bytes of a block of logits.
     """
 
@@ -77,9 +76,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Config, *, gpu: bool) -> Sizes:
-        """As `hardware` decides them on a machine with or without GPUs."""
-        from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
-
+        """Choose them as `hardware` does on a machine with or without GPUs."""
         device: Any = "cuda" if gpu else "cpu"
         return cls(
             gpu,
@@ -91,19 +88,19 @@ class Sizes:
 
 
 def itemsize_of(dtype: str, *, gpu: bool) -> int:
-    """Bytes of a weight, as `hardware.resolve_dtype` decides it, which asks the GPU of this machine."""
+    """Return the bytes of a weight as `hardware.resolve_dtype` does, without asking this machine's GPU."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and gpu) else 4
 
 
 def lora_parameters(config: Config, model: ModelShape) -> int:
-    """Of the adapters; of all weights where there are none. An adapter of a matrix [out, in] has
-    rank (in + out).
+    """Return the parameters of the adapters; all weights where there are none. An adapter of a matrix
+    [out, in] has rank * (in + out).
     """
     lora, s = config.policy.lora, model.shape
     if lora is None:
         return model.parameters
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    width = s.shared_width if s.experts else s.intermediate  # experts are no linear layers
+    width = s.shared_width if s.experts else s.intermediate  # experts are not linear layers
     sides = {
         "q_proj": s.hidden + q, "k_proj": s.hidden + kv, "v_proj": s.hidden + kv, "o_proj": q + s.hidden,
     }  # fmt: skip
@@ -118,8 +115,8 @@ def lora_parameters(config: Config, model: ModelShape) -> int:
 def policy_rank(
     config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, colocated: bool = False
 ) -> Footprint:
-    """At its fullest: in the backward pass of a full micro-batch. ``colocated``: with an engine that sleeps
-    on its GPU, and in whose turns its own states wait in host memory.
+    """Return the peak memory of a policy rank, in the backward pass of a full micro-batch. ``colocated``: an
+    engine sleeps on its GPU, and its own states move to host memory while that engine runs.
     """
     policy, b = config.policy, sizes.itemsize
     trained = lora_parameters(config, model)
@@ -145,7 +142,7 @@ def policy_rank(
 
 
 def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
-    """Whole weights, and forward passes without anything kept of them."""
+    """Return the memory of a reference worker: whole weights, and forward passes that keep nothing."""
     tokens = max(sizes.reference_micro_batch, config.max_length)
     s = model.shape
     widest = max(3 * s.intermediate, (2 * s.heads + 2 * s.kv_heads) * s.head_dim) + 3 * s.hidden
@@ -163,7 +160,7 @@ def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: 
 def rollout_engine(
     config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, colocated: bool
 ) -> EngineFootprint:
-    """``memory``: bytes of each of its GPUs, or 0: an engine without one, whose cache is set by sequences."""
+    """Return the memory of an engine. ``memory``: bytes of each GPU; 0: none, the cache is configured."""
     from actors.workers.engine_settings import EngineSpec
 
     rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
@@ -204,8 +201,8 @@ def rollout_engine(
 def activation_bytes(
     model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, checkpointing: bool
 ) -> int:
-    """What the forward pass of a micro-batch of ``tokens`` keeps for the backward pass, of whose rows
-    ``attended`` tokens go through attention.
+    """Return the bytes that the forward pass of ``tokens`` keeps for the backward pass. ``attended``: tokens
+    that go through attention.
 
     A layer keeps of each token the input and the result of two norms, in float32 and in the weights' type;
     the attention's output; gate, its activation, up, and their product; and of each attended token queries,
@@ -214,7 +211,7 @@ def activation_bytes(
     """
     s, b = model.shape, sizes.itemsize
     query = s.heads * s.head_dim
-    key = s.kv_heads * s.head_dim if sizes.gpu else query  # off GPUs heads of keys are repeated first
+    key = s.kv_heads * s.head_dim if sizes.gpu else query  # without GPUs the heads of keys are repeated first
     norm = (4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
     experts = 3 * b * s.experts_per_token * s.hidden
     layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query + experts)
@@ -226,7 +223,7 @@ def activation_bytes(
 
 
 def attended(config: Config, workload: Workload, tokens: float) -> float:
-    """Tokens of the rows behind ``tokens`` of a packed stream: each row has its own copy of the prompt."""
+    """Return the tokens of the rows in a packed stream of ``tokens``; each row repeats the prompt."""
     if not config.model.packing:
         return tokens
     each = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
@@ -234,21 +231,21 @@ def attended(config: Config, workload: Workload, tokens: float) -> float:
 
 
 def states(config: Config, model: ModelShape, sizes: Sizes) -> dict[str, int]:
-    """Weights, gradients and optimiser states that a rank has on its GPU."""
+    """Return the weights, gradients and optimiser states that a rank has on its GPU."""
     trained = lora_parameters(config, model)
     held = model.parameters + (trained if config.policy.lora else 0)
     return _states(config, trained=trained, held=held, itemsize=sizes.itemsize)[0]
 
 
 def _stream(config: Config, budget: int) -> float:
-    """Tokens of the fullest micro-batch on a rank: a row above the budget goes alone."""
+    """Return the tokens of a rank's largest micro-batch: a row above the budget is one on its own."""
     return max(budget, config.max_length) / config.policy.sequence_parallel
 
 
 def _states(
     config: Config, *, trained: int, held: int, itemsize: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Weights, gradients and optimiser states of a rank, and those of them in host memory.
+    """Return the weights, gradients and optimiser states of a rank, and their part in host memory.
 
     From stage 1 on, master weights and two moments, all float32, are shared out. Stage 1 keeps whole
     gradients until the last micro-batch, and adds them up in float32: in bfloat16 in a second, whole copy
@@ -276,8 +273,8 @@ def _states(
 
 
 def _buckets(config: Config, held: int, sizes: Sizes) -> int:
-    """DeepSpeed's buffers for reducing gradients, and under ZeRO-3 weights that are gathered at once; those
-    of the weight sync come when these are gone.
+    """Return the bytes of DeepSpeed's reduction buffers and, under ZeRO-3, of weights gathered at once. They
+    are free again before the weight sync takes its own.
     """
     settings = config.policy.deepspeed.get("zero_optimization", {})
     stage, b = config.policy.zero_stage, sizes.itemsize
@@ -286,7 +283,7 @@ def _buckets(config: Config, held: int, sizes: Sizes) -> int:
         return min(bucket, held) * b if config.policy.num_workers > 1 else 0
     if stage == 1 and b == 2:
         return 0
-    # Off GPUs its pages are taken as they are written.
+    # Without GPUs the system allocates pages as they are written.
     buckets = (bucket if sizes.gpu else min(bucket, held)) * b
     if stage == 3:
         live = int(float(settings.get("stage3_max_live_parameters", 1e9)))

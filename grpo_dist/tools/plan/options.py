@@ -1,4 +1,4 @@
-"""One configuration on one cluster: whether it fits, how long its steps take, and why."""
+"""One configuration on one cluster: memory, problems and simulated times."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SIGNAL_SHARE = 0.6  # of groups under dynamic sampling: about half of the promp
 @dataclass(frozen=True)
 class Setting:
     """What all options of a plan share. ``failure_every_s``: mean time between failures of one GPU; 0: none
-    fails. ``reward_models``: whose sizes are known; ``unplanned``: why those of the others, by name, are not.
+    fails. ``reward_models``: those with known sizes; ``unplanned``: why the others, by name, have none.
     """
 
     cluster: ClusterShape
@@ -54,7 +54,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Option:
-    """``problems``: why it does not fit in memory; empty where it does."""
+    """``problems``: why it cannot run or does not fit; empty where it does."""
 
     config: Config
     roles: Roles
@@ -76,7 +76,7 @@ class Planned:
 
 
 def option_of(config: Config, setting: Setting) -> Option:
-    """Raises UserError where the cluster has too few devices for ``config``."""
+    """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
     sizes = Sizes.of(config, gpu=cluster.card is not None)
@@ -101,7 +101,7 @@ def option_of(config: Config, setting: Setting) -> Option:
         capacity=max(1, engine.mean),
         colocated=shares,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
-        # Whoever shares its GPUs with policy ranks is lost with them: `rank_failures` counts those.
+        # Engines that share GPUs with policy ranks fail with them: `rank_failures` counts those.
         failures=FailureRates(
             0.0 if shares else setting.failure_every_s / config.rollout.tensor_parallel_size
         ),
@@ -113,7 +113,7 @@ def option_of(config: Config, setting: Setting) -> Option:
 
 
 def _refusals(config: Config, cluster: ClusterShape) -> list[str]:
-    """What every policy rank would refuse when it starts."""
+    """Return what every policy rank would refuse when it starts."""
     dtype = resolve_dtype(config.model.dtype, "cuda" if cluster.card else "cpu")
     try:
         deepspeed_config(config.policy, dtype=dtype)
@@ -136,7 +136,7 @@ def footprints(
     colocated: bool,
     reward_models: Sequence[KnownRewardModel] = (),
 ) -> dict[str, Footprint]:
-    """Of one worker of every role. ``memory``: bytes of a GPU; 0: there are none."""
+    """Return the memory of one worker of each role. ``memory``: bytes of a GPU; 0: no GPUs."""
     found: dict[str, Footprint] = {
         "policy": policy_rank(config, model, sizes, workload, colocated=colocated),
         "rollout": rollout_engine(config, model, sizes, workload, memory=memory, colocated=colocated),
@@ -149,8 +149,8 @@ def footprints(
 
 
 def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape) -> list[str]:
-    """What does not fit in a GPU of ``cluster``, each with what to do. Of a machine without GPUs nothing is
-    said: its memory is everybody's.
+    """Return what does not fit in a GPU of ``cluster``, with remedies. Machines without GPUs are not checked:
+    all workers share their memory.
     """
     if cluster.card is None:
         return []
@@ -195,7 +195,7 @@ def _card_memory(cluster: ClusterShape) -> int:
 
 
 def option_or_reason(config: Config, changes: Mapping[str, Any], setting: Setting) -> Option | str:
-    """Of ``config`` with dotted keys set; why not where that is refused or does not fit."""
+    """Return the option with ``changes`` of dotted keys, or why it is refused or does not fit."""
     try:
         option = option_of(changed(config, changes), setting)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A plan for people: memory, times, cost, what bounds them, the best split, the timeline."""
+"""Prints a plan: memory, times, cost, what bounds them, the best split, the timeline."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _STAGES = {
     "sync": "weight sync",
     "turn": "changes of turns",
 }
-_NOWHERE = 0.9  # of the time of a run: where losses take more, hours say nothing
-_LIKELY = 0.01  # a chance that is worth a warning
+_NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
+_LIKELY = 0.01  # the least chance that is worth a warning
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
@@ -49,9 +49,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     title = "as configured" if plan.simulated else "best split"
     print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
-    losses = rank_failures_of(shown, plan.setting) is not None
+    failures = rank_failures_of(shown, plan.setting) is not None
     print_lines(console, [*_slow(shown), *_summary(shown, plan.setting)])
-    print_lines(console, plan.whole.lines(price=cluster.price, failures=losses))
+    print_lines(console, plan.whole.lines(price=cluster.price, failures=failures))
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
         console.print(_found(plan))
@@ -60,37 +60,36 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
-    """Dollars for a million tokens of prompts and completions, all GPUs of the cluster paid for."""
+    """Return dollars per million tokens of prompts and completions; all GPUs of the cluster are paid for."""
     return cluster.price / 3600 / run.tokens_per_s * 1e6
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:
-    """What a real run would stumble over."""
+    """Return what a real run would fail at, and what the plan leaves out."""
     config, run, lines = planned.option.config, planned.simulated, []
-    # A batch is sampled and scored within the first; which of its groups waited for a model is not known.
+    # `sample_s` covers sampling and scoring; which groups waited for a reward model is unknown.
     sampled_s = max(run.longest_batch_s, run.stage_s.get("reward_model", 0.0))
     for key, seconds in (("sample_s", sampled_s), ("update_s", run.longest_update_s)):
         allowed = getattr(config.cluster.timeouts, key)
         if seconds > allowed:
             lines.append(
-                f"warning: {seconds:,.0f} s is beyond `cluster.timeouts.{key}` = {allowed:g}; raise it"
+                f"warning: {seconds:,.0f} s exceeds `cluster.timeouts.{key}` = {allowed:g}; raise it"
             )
     return lines + _about_reward_models(config, setting)
 
 
 def _about_reward_models(config: Config, setting: Setting) -> list[str]:
-    """Which of them, or what of them, is not planned."""
     lines = []
     for model in config.rewards.models:
         if why := setting.unplanned.get(model.name):
             lines.append(
-                f"warning: reward model {model.name}: {why}; it is given {model.num_workers} worker(s), but "
-                "neither their memory nor their time is planned"
+                f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) have "
+                "GPUs, but neither their memory nor their time is planned"
             )
         elif model.dtype == "float32" and setting.cluster.card:
             lines.append(
-                f"warning: reward model {model.name}: float32 takes longer than planned, at the peak of half "
-                "precision"
+                f"warning: reward model {model.name}: float32 takes longer than planned: the plan "
+                "assumes the peak of half precision"
             )
     return lines
 
@@ -108,8 +107,8 @@ def _head(plan: Plan) -> list[str]:
         lines.append(f"assumed: {workload.assumed}")
     if setting.reward_models:
         lines.append(
-            "assumed: reward models read as many tokens as the policy writes; what their templates and step "
-            "marks add is left out"
+            "assumed: reward models read as many tokens as the policy writes; their templates and step "
+            "marks are left out"
         )
     return lines
 
@@ -124,7 +123,7 @@ def _slow(planned: Planned) -> list[str]:
         )
     if slow.rank_factor > 1:
         lines.append(
-            f"slow: a policy rank: updates take {slow.rank_factor:g} times as long, as all wait for it"
+            f"slow: a policy rank: updates take {slow.rank_factor:g} times as long: all ranks wait for it"
         )
     return lines
 
@@ -157,7 +156,7 @@ def _count(option: Option, role: str) -> str:
 
 def _times(planned: Planned) -> Table:
     run = planned.simulated
-    table = _table("times; stages may run beside each other", "stage", "in a step", "of the step")
+    table = _table("times; stages may overlap", "stage", "in a step", "of the step")
     for stage, seconds in run.stage_s.items():
         table.add_row(_STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
     table.add_row("[bold]step", written(run.step_s, "s"), "")
@@ -167,34 +166,34 @@ def _times(planned: Planned) -> Table:
 def _summary(planned: Planned, setting: Setting) -> list[str]:
     run, steps, cluster = planned.simulated, planned.option.config.steps, setting.cluster
     hours, engines, policy = run.step_s / 3600, *(written(run.idle[r], "%") for r in ("rollout", "policy"))
-    losses = rank_failures_of(planned, setting)
+    failures = rank_failures_of(planned, setting)
     lines = [
         f"{run.tokens_per_s:,.0f} tokens/s ({run.completion_tokens_per_s:,.0f} of completions), "
         f"{run.samples / run.step_s:,.1f} samples/s; {steps} steps take {steps * hours:,.1f} h",
         f"idle: engines {engines}, policy {policy}: {reason(planned)}",
-        f"engines decode {run.sequences:,.0f} sequences at once on average, each could decode "
+        f"an engine decodes {run.sequences:,.0f} sequences at once on average, and could decode "
         f"{planned.option.scenario.capacity:,}",
-        f"driver: {written(run.driver_cpu_s, 's')} of a processor a step for its own code; at most "
+        f"driver: {written(run.driver_cpu_s, 's')} of CPU time a step for its own code; at most "
         f"{run.queue:,} groups waited for an engine; mean staleness {run.staleness:.2f}"
-        + (f"; {run.failed_engines} engines lost and replaced" if run.failed_engines else ""),
+        + (f"; {run.failed_engines} engines failed and were replaced" if run.failed_engines else ""),
     ]
-    if losses:
-        lines += _losses(planned.option.config, losses)
+    if failures:
+        lines += _failures(planned.option.config, failures)
     if cluster.card and cluster.price:
         price, unused = cluster.price, cluster.gpus - planned.option.roles.gpus
         lines.append(
             f"cost: ${cost_per_million(run, cluster):.3g} a million tokens, ${price * hours:,.2f} a step, "
             f"${price * hours * steps:,.0f} the run"
-            + (f" without losses{_with_losses(losses, price)}" if losses else "")
+            + (f" without failures{_cost_with(failures, price)}" if failures else "")
             + f" (steps alone), at ${cluster.card.price:g} an hour for each GPU"
-            + (f" ({unused} of {cluster.gpus} are not used, and paid for)" if unused else "")
+            + (f" ({unused} of {cluster.gpus} are paid for but not used)" if unused else "")
         )
     return lines
 
 
 def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
-    """Of policy ranks, where a GPU is said to fail now and then. While an engine on the same GPU samples,
-    that is met at once.
+    """Estimate what failing policy ranks cost; None without `--failure-hours`. An engine on the same GPU
+    notices a failure at once.
     """
     run, scenario = planned.simulated, planned.option.scenario
     return rank_failures(
@@ -206,17 +205,17 @@ def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
     )
 
 
-def _losses(config: Config, found: RankFailures) -> list[str]:
+def _failures(config: Config, found: RankFailures) -> list[str]:
     every = config.checkpoint.every
     since = f"since the last checkpoint (`checkpoint.every` = {every})" if every else "since the first step"
     line = (
-        f"losses of policy ranks: one every {found.every_s / 3600:,.1f} h; to start anew (assumed: "
-        f"{found.restart_s / 60:,.1f} min each) and to repeat what came {since} takes "
+        f"failures of policy ranks: one every {found.every_s / 3600:,.1f} h; restarts (assumed: "
+        f"{found.restart_s / 60:,.1f} min each) and the steps repeated {since} take "
         f"{written(found.share, '%')} of the time"
     )
-    if found.share > _NOWHERE:
+    if found.share > _NO_PROGRESS:
         remedy = "set `checkpoint.every`" if not every else "lower `checkpoint.every`" if every > 1 else ""
-        return [f"{line}: the run gets nowhere{remedy and f'; {remedy}'}"]
+        return [f"{line}: the run hardly advances{remedy and f'; {remedy}'}"]
     hours = found.expected_s / 3600
     lines = [
         f"{line}: {config.steps} steps take {hours:,.1f} h with them (without the back-off of "
@@ -227,13 +226,13 @@ def _losses(config: Config, found: RankFailures) -> list[str]:
         lines.append(
             f"warning: with a chance of about {written(found.ends, '%')} more than "
             f"`cluster.restarts.max_per_worker` = {most} of them come within `window_s` = {window:g} s, "
-            "which ends the run; raise it, or the same command goes on from the last checkpoint"
+            "which ends the run; raise it, or rerun the command to resume from the last checkpoint"
         )
     return lines
 
 
-def _with_losses(found: RankFailures, price: float) -> str:
-    return "" if found.share > _NOWHERE else f" and ${price * found.expected_s / 3600:,.0f} with them"
+def _cost_with(found: RankFailures, price: float) -> str:
+    return "" if found.share > _NO_PROGRESS else f" and ${price * found.expected_s / 3600:,.0f} with them"
 
 
 def _found(plan: Plan) -> Table:
@@ -281,7 +280,7 @@ def _why(plan: Plan) -> str:
 
 
 def _cold_start(setting: Setting, config: Config) -> list[str]:
-    """Of a run that begins with supervised training, its memory; before all workers, so apart from theirs."""
+    """Describe the memory of supervised training, which ends before the workers start."""
     if not is_trained_first(config):
         return []
     need = cold_start(config, setting.model, gpu=setting.cluster.card is not None)
@@ -292,12 +291,12 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
         f"{config.sft.batch_size} rows of `sft.max_length` = {config.sft.max_length} tokens ({parts})"
     ]
     problem = cold_start_problem(config, need, setting.cluster)
-    more = "; `check` counts the rows as they are"
+    more = "; `check` uses the real lengths of the rows"
     return lines + ([f"warning: {problem}{more}"] if problem else [])
 
 
 def _tried(plan: Plan) -> list[str]:
-    """Of each placement and ZeRO stage how many splits, which was the fastest, and what holds it."""
+    """Describe the splits of each placement and ZeRO stage: how many, the fastest, and what bounds it."""
     lines = ["tried at this batch and staleness, with TP 1, 2, 4 and 8:"]
     for tried in plan.tried:
         head = f"  {tried.placement}, ZeRO-{tried.zero_stage}: "

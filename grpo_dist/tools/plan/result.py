@@ -1,4 +1,4 @@
-"""What a plan found."""
+"""The result of planning."""
 
 from __future__ import annotations
 

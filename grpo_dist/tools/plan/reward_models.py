@@ -1,7 +1,7 @@
-"""Reward models of a plan: whose sizes are known here, what a worker takes of its GPU, what it computes.
+"""Reward models of a plan: their sizes, and the memory and operations of a worker.
 
-padded rows: problem | completion | padding     as many at once as `micro_batch_tokens` holds
-weights | activations | attention mask | runtime     of a worker
+padded rows: problem | completion | padding     as many at once as fit `micro_batch_tokens`
+weights | activations | attention mask | runtime     memory of a worker
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class KnownRewardModel:
     shape: ModelShape
 
     def flops(self, prompt: int, lengths: Sequence[int]) -> float:
-        """Of one call: one prompt with completions of ``lengths`` tokens, as `Classifier` batches them.
-        Padding is computed, too; the head, one or two rows, is left out.
+        """Return the operations of one prompt with completions of ``lengths`` tokens, batched as `Classifier`
+        does. Padding counts; the head, one or two rows, does not.
         """
         s, rows = self.shape.shape, [prompt + length for length in lengths]
         total = 0.0
@@ -41,7 +41,7 @@ class KnownRewardModel:
 
 
 def reward_models_of(config: Config) -> tuple[tuple[KnownRewardModel, ...], dict[str, str]]:
-    """Those of ``config`` whose sizes are known here, and by name why the others' are not."""
+    """Return the reward models with known sizes, and by name why the others' are unknown."""
     known, unknown = [], {}
     for settings in config.rewards.models:
         try:
@@ -52,12 +52,12 @@ def reward_models_of(config: Config) -> tuple[tuple[KnownRewardModel, ...], dict
 
 
 def role_of(settings: RewardModelConfig) -> str:
-    """Its row in a table of memory."""
+    """Return its row in a table of memory."""
     return f"reward model {settings.name}"
 
 
 def reward_model_workers(config: Config) -> dict[str, int]:
-    """How many there are of each, by `role_of`."""
+    """Return the number of workers of each reward model, by `role_of`."""
     return {role_of(settings): settings.num_workers for settings in config.rewards.models}
 
 

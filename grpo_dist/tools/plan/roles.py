@@ -1,4 +1,4 @@
-"""Who takes which devices of a planned cluster, by the placement that a real run would have."""
+"""Assigns the devices of a planned cluster to roles, with the placement of a real run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.models import ModelShape
 
-_CPUS_PER_GPU = 12  # of nodes that are built for GPUs
+_CPUS_PER_GPU = 12  # assumed for nodes with GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``gpus``: in use. Threads, of an engine and of a policy rank, count where there are no GPUs."""
+    """``gpus``: in use. The threads of an engine and of a policy rank matter where there are no GPUs."""
 
     colocated: bool
     gpus: int
@@ -24,7 +24,7 @@ class Roles:
 
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
-    """``cpus``: of a machine without GPUs. Raises UserError for what the cluster cannot hold."""
+    """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
     from actors.placement.demands import Resources, describe, is_colocated, placement
     from actors.placement.fitting import Node, bundles, too_large
 

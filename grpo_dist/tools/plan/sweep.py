@@ -1,9 +1,9 @@
-"""The best of many: how GPUs are split between engines and policy, placement, ZeRO stage, tensor parallelism,
-staleness, batch.
+"""Searches for the best split of GPUs between engines and policy, placement, ZeRO stage, tensor parallelism,
+staleness and batch.
 
-Every option has a bound that its throughput cannot pass, from the same stage times: each stage at full load
-all the time. Options are simulated best bound first, until the best that was simulated is above all bounds
-that are left; so the result is that of simulating all of them.
+Every option has an upper bound on its throughput: each stage at full load all the time. Options are simulated
+in the order of their bounds until the best result exceeds all remaining bounds. The result is the same as if
+all were simulated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_rea
 from grpo_dist.tools.plan.rates import UpdateWork
 from grpo_dist.tools.plan.scenario import Scenario
 
-_SPLITS = 16  # numbers of policy ranks that are tried, at most
+_SPLITS = 16  # most numbers of policy ranks to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 _SLACK = 1.05  # the lengths that are drawn may be shorter than the mean
-_STEPS = 2  # simulated of an option that is only compared
+_STEPS = 2  # simulated steps of an option that is only compared
 _BATCHES = (0.5, 1, 2)
 _STALENESS = {"drain": (0, 1), "keep": (0, 1, 2, 4)}
 
@@ -31,7 +31,7 @@ Changes = dict[str, int | str]  # of dotted keys
 
 @dataclass(frozen=True)
 class Cell:
-    """Options among which the best is sought: they train alike."""
+    """Options that train alike, among which the search finds the best."""
 
     prompts_per_step: int
     staleness: int
@@ -42,7 +42,7 @@ def own_cell(config: Config) -> Cell:
 
 
 def cells(config: Config, *, wide: bool) -> list[Cell]:
-    """The configuration's own; with ``wide`` other batches and staleness, too."""
+    """Return the configuration's own cell; with ``wide`` also those of other batches and staleness."""
     own = own_cell(config)
     if not wide:
         return [own]
@@ -53,9 +53,8 @@ def cells(config: Config, *, wide: bool) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Tried:
-    """Options of one placement and ZeRO stage. ``splits``: of GPUs between engines and policy; ``fitting``:
-    of these, how many can run; ``why``: what most of the others are refused for. ``best``: the fastest that
-    was simulated.
+    """Options of one placement and ZeRO stage. ``splits``: number of splits of the GPUs. ``fitting``: how
+    many of them can run. ``why``: the most frequent reason against the others. ``best``: the fastest one.
     """
 
     placement: str
@@ -67,7 +66,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """``best``: the option with the most tokens a second; None where none fits."""
 
     best: Planned | None
@@ -75,13 +74,13 @@ class Found:
 
 
 def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
-    """The option of ``cell`` with the most tokens a second; None where none fits."""
+    """Return the option of ``cell`` with the most tokens a second; None where none fits."""
     return search(config, setting, cell).best
 
 
-def search(config: Config, setting: Setting, cell: Cell) -> Found:
-    """All options of ``cell``, and the best. Of each placement and ZeRO stage the option of the highest bound
-    is simulated in any case, so that the plan can say what holds it.
+def search(config: Config, setting: Setting, cell: Cell) -> SearchResult:
+    """Try all options of ``cell``. The option with the highest bound of each placement and ZeRO stage is
+    always simulated, so that the plan can say what bounds it.
     """
     made = [(c, option_or_reason(config, c, setting)) for c in _changes(config, setting, cell)]
     limits = {i: bound(option) for i, (_, option) in enumerate(made) if isinstance(option, Option)}
@@ -99,7 +98,7 @@ def search(config: Config, setting: Setting, cell: Cell) -> Found:
             fastest[kind] = tried
         if found is None or _is_faster(tried, found):
             found = tried
-    return Found(found and planned(found.option), list(_tried(made, fastest)))
+    return SearchResult(found and planned(found.option), list(_tried(made, fastest)))
 
 
 def _is_faster(one: Planned, other: Planned) -> bool:
@@ -123,7 +122,7 @@ def _kind(changes: Changes) -> tuple[str, int]:
 
 
 def _options(config: Config, setting: Setting, cell: Cell) -> Iterator[Option]:
-    """Those that fit."""
+    """Yield the options that fit."""
     for changes in _changes(config, setting, cell):
         option = option_or_reason(config, changes, setting)
         if isinstance(option, Option):
@@ -138,8 +137,8 @@ def _changes(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
 
 
 def stages(config: Config) -> list[int]:
-    """ZeRO stages that are tried: the configuration's, and 2, with which policy ranks can share GPUs with
-    engines. A step's gradient is the same in all.
+    """Return the ZeRO stages to try: the configuration's, and 2, in which ranks can share GPUs with engines.
+    All stages compute the same gradient.
     """
     return list(dict.fromkeys((config.policy.zero_stage, 2)))
 
@@ -168,15 +167,15 @@ def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
 
 
 def _shared(most: int) -> list[int]:
-    """Numbers of colocated engines: all that there is room for, and the power of two below that, which more
-    batches divide by.
+    """Return numbers of colocated engines: the most that fit, and the largest power of two up to that, which
+    divides more batches.
     """
     return sorted({most, 1 << most.bit_length() - 1}) if most else []
 
 
 def _ranks(free: int, node: int) -> list[int]:
-    """Numbers of policy ranks that leave an engine some GPU: all of few, powers of two and whole nodes of
-    many.
+    """Return numbers of policy ranks that leave GPUs for an engine: all where they are few; powers of two and
+    whole nodes otherwise.
     """
     if free <= _SPLITS:
         return list(range(1, free))
@@ -187,13 +186,13 @@ def _ranks(free: int, node: int) -> list[int]:
 
 
 def waits_for_longest(config: Config) -> bool:
-    """Whether every step ends with all that is sampled."""
+    """Return True where every step waits for all running samples."""
     return config.max_staleness == 0 or config.weight_sync.mode == "drain"
 
 
 def longest_s(scenario: Scenario) -> float:
-    """Seconds of the longest completion of a step, were it alone: no engine takes less. Where only some are
-    slow it may be with another.
+    """Return the seconds of a step's longest completion alone on an engine, a lower bound. It counts as slow
+    only where all engines are.
     """
     batch, workload, slow = scenario.config.batch, scenario.workload, scenario.stragglers
     tokens = workload.longest_of(batch.prompts_per_step * batch.samples_per_prompt)
@@ -202,7 +201,7 @@ def longest_s(scenario: Scenario) -> float:
 
 
 def bound(option: Option) -> float:
-    """Tokens a second that the option cannot pass."""
+    """Return an upper bound on the tokens a second of ``option``."""
     scenario, config = option.scenario, option.config
     rates, workload, batch = scenario.rates, scenario.workload, config.batch
     mean, prompt, samples = (
@@ -210,16 +209,16 @@ def bound(option: Option) -> float:
         workload.prompt_tokens,
         batch.prompts_per_step * batch.samples_per_prompt,
     )
-    in_hand = samples * (1 + config.max_staleness) / config.rollout.num_workers
-    held = prompt / batch.samples_per_prompt + mean / 2  # by a sequence, half way
-    counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_hand)), 16))
+    in_flight = samples * (1 + config.max_staleness) / config.rollout.num_workers
+    held = prompt / batch.samples_per_prompt + mean / 2  # tokens in the cache of a sequence, half way
+    counts = np.unique(np.geomspace(1, max(1.0, min(scenario.capacity, in_flight)), 16))
     rate = max(n / rates.decode_step_s(n, n * held) for n in counts.tolist())
     sampling = samples * mean / config.rollout.num_workers / rate
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
     work = [UpdateWork(((prompt, each),) * size)] * batch.updates_per_step
     training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.colocated else 0.0)
-    # Means of lengths: rows that are longer only add to attention.
+    # Mean lengths give a bound: longer rows only add to attention.
     stages = [sampling, training]
     if waits_for_longest(config):
         sampling = max(sampling, longest_s(scenario))

@@ -1,4 +1,4 @@
-"""A simulated run as a picture: lines of text, or a trace for chrome://tracing and https://ui.perfetto.dev."""
+"""Draws a simulated run: as lines of text, or a trace for chrome://tracing and https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MARKS = {
     "restart": "x",
 }
 _SHOWN = {"rollout": 6, "policy": 1, "reference": 2, "reward": 2}  # workers of each role
-_REWARD_MODEL = "reward-model-"  # and its name: a role of its own, with as many shown as graders
+_REWARD_MODEL = "reward-model-"  # followed by its name; each is a role, with as many workers shown as graders
 LEGEND = (
     "s sample  U update  = weight sync  < change of turns  g grade  m reward model  r reference  x restart"
 )
 
 
 def as_text(run: Simulated, *, width: int = 96) -> list[str]:
-    """One line for each of the first workers of a role: the timed steps, with a letter for the stage that
-    filled most of each moment; below them where steps end.
+    """Draw the timed steps: a line for each of the first workers of a role, a letter for the stage that fills
+    most of each interval, and the ends of the steps below.
     """
     begin, end = _window(run)
     cell, tracks, lines = (end - begin) / width, _tracks(run), []
@@ -44,7 +44,7 @@ def as_text(run: Simulated, *, width: int = 96) -> list[str]:
 
 
 def write(run: Simulated, path: Path) -> None:
-    """As a trace. Raises UserError."""
+    """Write a trace to a file. Raises UserError where that fails."""
     try:
         ends = {f"end of step {step}": end for step, end in enumerate(run.ends, start=1)}
         write_trace(path, run.bars, ends)

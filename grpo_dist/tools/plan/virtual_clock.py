@@ -2,7 +2,7 @@
 
     run_virtually(lambda: asyncio.sleep(3600))     returns at once, an hour later by the loop's own clock
 
-Threads are waited for in earnest, and the clock stands meanwhile: what they compute is real.
+The loop waits for threads in real time while its clock stands still: their results are real.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
     async def shutdown_default_executor(self, *arguments: Any) -> None:
-        self.threads += 1  # which it makes to wait for the others
+        self.threads += 1  # the executor starts a thread to wait for the others
         try:
             await super().shutdown_default_executor(*arguments)
         finally:
@@ -46,7 +46,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Jumping(selectors.DefaultSelector):
-    """Jumps instead of waiting, unless a thread is at work."""
+    """Jumps instead of waiting, unless a thread is running."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class _Jumping(selectors.DefaultSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if self._loop.threads and timeout != 0:
-            return super().select(None)  # bounded: a thread that ends wakes the loop
+            return super().select(None)  # bounded: the end of a thread wakes the loop
         if timeout is None:
-            raise RuntimeError("the simulation stands still: everything in it waits for something else")
+            raise RuntimeError("the simulation is deadlocked: all its tasks wait for each other")
         self._loop.jump(max(timeout, 0.0))
-        return []  # nobody but a thread has anything to tell
+        return []  # only threads cause events
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What ``main()`` returns, run from time 0 on a loop of its own."""
+    """Run ``main()`` from time 0 on its own loop and return its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main())

@@ -1,4 +1,4 @@
-"""A whole run: its steps, and what it does besides them."""
+"""A whole run: its steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_dist.tools.plan.options import Planned
 
 @dataclass(frozen=True)
 class WholeRun:
-    """``steps_s``: of all steps; ``evaluation`` None: there is none."""
+    """``steps_s``: seconds of all steps. ``evaluation``: None where there is none."""
 
     config: Config
     steps_s: float
@@ -21,17 +21,17 @@ class WholeRun:
     checkpoints: PlannedCheckpoints
 
     @property
-    def beside_s(self) -> float:
-        """What is known of the time that is not that of steps."""
+    def overhead_s(self) -> float:
+        """Seconds of evaluations and checkpoints."""
         return self.checkpoints.total_s + (self.evaluation.total_s if self.evaluation else 0.0)
 
     @property
     def seconds(self) -> float:
-        return self.steps_s + self.beside_s
+        return self.steps_s + self.overhead_s
 
     def lines(self, *, price: float, failures: bool) -> list[str]:
-        """Of evaluations, of checkpoints, and of all together. ``price``: dollars an hour, 0: nobody knows;
-        ``failures``: the run meets some, which are left out.
+        """Describe evaluations, checkpoints and the total. ``price``: dollars an hour, 0: unknown.
+        ``failures``: the total leaves some out.
         """
         return [*self._evaluations(), self._checkpoints(), self._all(price, failures)]
 
@@ -50,15 +50,15 @@ class WholeRun:
         if found.left_out:
             lines.append(
                 f"warning: evaluation of {', '.join(found.left_out)}, {found.count} time(s), is left out: "
-                "how many prompts that is cannot be seen here; plan with evaluation.max_prompts"
+                "their number of prompts is unknown; plan with evaluation.max_prompts"
             )
         return lines
 
     def _checkpoints(self) -> str:
         found, disk = self.checkpoints, f"{DISK / 1e9:g} GB/s from all ranks to disk"
-        holds = f"hold the loop up for {written(found.held_s, 's')} each"
+        holds = f"block the loop for {written(found.held_s, 's')} each"
         if found.background:
-            late = f", {written(found.late_s, 's')} more for the one before" if found.late_s else ""
+            late = f", {written(found.late_s, 's')} more for the previous one" if found.late_s else ""
             holds += f"{late}, and its end for {written(found.last_s, 's')}"
             disk = f"{COPY / 1e9:g} GB/s from a rank to memory, {disk}"
         return (
@@ -67,10 +67,10 @@ class WholeRun:
         )
 
     def _all(self, price: float, failures: bool) -> str:
-        """What it does not count is little for long runs, or was warned of."""
+        """Describe the total. What it leaves out is short in long runs, or has a warning."""
         left_out, found = ["its start"], self.evaluation
         if failures:
-            left_out.append("losses")
+            left_out.append("failures")
         if found and found.left_out:
             left_out.append("evaluations (see the warning)")
         if self.config.checkpoint.export:

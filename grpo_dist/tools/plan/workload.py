@@ -1,4 +1,4 @@
-"""What is sampled in a plan: lengths of prompts and completions."""
+"""The lengths of prompts and completions in a plan."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.tools.bench.lengths import length_of
 
-# Where nobody says how long completions get: the shape of what instructed models write on mathematics.
+# Assumed without `bench.lengths` or a benchmark: what instructed models write on mathematics.
 _SHARE_OF_CAP = 1 / 3  # mean before the cap
 _SIGMA = 0.7
 _PROMPT_SHARE = 1 / 4  # of `data.max_prompt_tokens`
-_DRAWN = 4096  # for the means
+_DRAWN = 4096  # lengths, for the means
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """``prompt_tokens``: of every prompt. Completions are drawn from ``measured`` lengths, or else from
-    ``lengths``; none is above ``cap``. ``assumed``: what of it is a guess, in words.
+    ``lengths``; none is above ``cap``. ``assumed``: describes what is a guess.
     """
 
     prompt_tokens: int
@@ -31,20 +31,20 @@ class Workload:
     assumed: str = ""
 
     def length(self, seed: int) -> int:
-        """Of the completion with this seed; the same for the same seed."""
+        """Return the tokens of the completion with ``seed``."""
         if self.measured:
             return min(self.measured[seed % len(self.measured)], self.cap)
         drawn = length_of(seed, self.lengths, cap=self.cap)
         assert drawn is not None  # natural lengths are measured or assumed
-        return min(drawn, self.cap)  # which may be below fixed lengths, as of an evaluation
+        return min(drawn, self.cap)  # an evaluation may have a lower cap
 
     @property
     def mean(self) -> float:
-        """Tokens of a completion."""
+        """Mean tokens of a completion."""
         return float(np.mean(_drawn(self)))
 
     def longest_of(self, count: int) -> float:
-        """Tokens of the longest of so many completions, nearly always at least."""
+        """Return a length that the longest of ``count`` completions nearly always reaches."""
         return float(np.quantile(_drawn(self), max(0.0, 1 - 2 / count)))
 
 
@@ -56,7 +56,7 @@ def _drawn(workload: Workload) -> list[int]:
 
 
 def workload_of(config: Config, *, prompt_tokens: int | None, measured: Sequence[int] = ()) -> Workload:
-    """By `bench.lengths`; where these are natural by ``measured`` lengths, else by an assumption."""
+    """Take lengths from `bench.lengths`; where they are natural, from ``measured`` or an assumption."""
     cap, lengths = config.sampling.max_new_tokens, config.bench.lengths
     assumed = []
     if prompt_tokens is None:

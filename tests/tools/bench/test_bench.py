@@ -18,12 +18,12 @@ from grpo_dist.cli import main
 from grpo_dist.config import Config, LengthsConfig
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.tools.bench.compare import compare, ratios
-from grpo_dist.tools.bench.figures import Limits, covered_s, figures, shares
+from grpo_dist.tools.bench.figures import StageLimits, covered_s, figures, shares
 from grpo_dist.tools.bench.flops import Shape, card_peak, training_flops
 from grpo_dist.tools.bench.lengths import ForcedLengths, length_of
 from grpo_dist.tools.bench.limits import devices_of, fastest, run_jobs
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, Request, StepRecord
-from grpo_dist.tools.bench.result import ActorMemory, Bar, DecodeStep, Result
+from grpo_dist.tools.bench.result import ActorMemory, Bar, BenchResult, DecodeStep
 from grpo_dist.tools.bench.run import as_benchmark, timed
 from grpo_dist.tools.bench.table import FIGURES, print_result, written
 from tests.support.fakes import World, config, prompts
@@ -131,7 +131,7 @@ def test_shares_count_every_moment_once_and_add_up():
 
 
 def test_figures_by_hand():
-    limits = Limits(16.0, 24.0, 400.0, {})
+    limits = StageLimits(16.0, 24.0, 400.0, {})
     steps = [step(0, SPANS), step(10, SPANS)]
     found = figures(steps, shape=SHAPE, peak_flops=1000.0, limits=limits, overlapped=False)
     assert found["loop/step_s"] == 10 and found["loop/samples_per_s"] == 0.2
@@ -188,9 +188,13 @@ def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
 
 def result(**changes):
     found = figures(
-        [step(0, SPANS)], shape=SHAPE, peak_flops=1e6, limits=Limits(16.0, 24.0, 400.0, {}), overlapped=False
+        [step(0, SPANS)],
+        shape=SHAPE,
+        peak_flops=1e6,
+        limits=StageLimits(16.0, 24.0, 400.0, {}),
+        overlapped=False,
     )
-    made = Result(
+    made = BenchResult(
         name="made", config={"seed": 0}, machine={"cpu": "a", "cores": 2}, workload={
             "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "completion_tokens_mean": 20.0,
         },
@@ -211,7 +215,7 @@ def printed(function, *arguments):
 def test_a_result_is_read_as_it_was_written(tmp_path):
     made = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
     made.write(tmp_path / "bench.json")
-    assert Result.read(tmp_path / "bench.json") == made
+    assert BenchResult.read(tmp_path / "bench.json") == made
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
 
 
@@ -220,7 +224,7 @@ def test_a_result_of_a_benchmark_without_single_steps_is_read(tmp_path):
     plain = json.loads((tmp_path / "bench.json").read_text())
     del plain["lengths"], plain["decode_steps"]
     (tmp_path / "bench.json").write_text(json.dumps(plain))
-    assert Result.read(tmp_path / "bench.json") == result()
+    assert BenchResult.read(tmp_path / "bench.json") == result()
 
 
 def test_comparison_gives_ratios_of_b_to_a(tmp_path):
@@ -407,7 +411,7 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     path.write_text(REAL.format(directory=tmp_path))
     assert main(["bench", str(path)]) == 0
     assert "of limit" in capsys.readouterr().out
-    found = Result.read(tmp_path / "short/bench.json")
+    found = BenchResult.read(tmp_path / "short/bench.json")
     settings = Config.model_validate(found.config)
     f = found.figures
     # The work is known before anything runs: the lengths follow from the seeds.

@@ -47,4 +47,4 @@ def test_a_plan_counts_it():
     print_plan(made, console)
     said = console.export_text()
     assert "cold start, before all workers: " in said and "48 rows of `sft.max_length` = 1024 tokens" in said
-    assert "warning: cold start: " in said and "`check` counts the rows as they are" in said
+    assert "warning: cold start: " in said and "`check` uses the real lengths of the rows" in said

@@ -12,7 +12,7 @@ from rich.console import Console
 from grpo_dist.cli import main
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
-from grpo_dist.tools.bench.result import DecodeStep, Result
+from grpo_dist.tools.bench.result import BenchResult, DecodeStep
 from grpo_dist.tools.plan.accelerators import ACCELERATORS, card_called, parse_cluster
 from grpo_dist.tools.plan.bottleneck import reason
 from grpo_dist.tools.plan.calibration import calibrate
@@ -312,7 +312,7 @@ def result(c, **changes):
         "generation/step_s": 3.0, "training/step_s": 5.0, "training/peak_flops": 2e11, "scoring/step_s": 0.4,
         "sync/bytes_per_s": 5e8, "sync/step_s": 0.1, "overhead/step_s": 0.05, "overhead/driver_cpu_s": 0.08,
     }  # fmt: skip
-    base = Result(
+    base = BenchResult(
         name="made", config=c.model_dump(mode="json"), machine={"cpu": "made", "cores": 2},
         workload={"prompt_tokens_mean": 16.0, "prompts_per_step": 4, "samples_per_prompt": 2},
         figures=figures, limit_settings={}, actors=[], steps=[{"train/tokens": 4 * (2 * 16 + 40)}] * 2,
@@ -506,12 +506,12 @@ def test_what_goes_wrong_is_planned_too():
     text = printed(made)
     assert "slow: 1 of 1 engine(s): sampling takes 2 times as long there" in text
     assert "slow: a policy rank: updates take 1.5 times as long" in text
-    assert "losses of policy ranks: one every 10.0 h; to start anew (assumed: 2.0 min each)" in text
+    assert "failures of policy ranks: one every 10.0 h; restarts (assumed: 2.0 min each)" in text
     assert "without the back-off" in text and "warning" not in text
-    assert "slow" not in printed(calm) and "losses" not in printed(calm)
+    assert "slow" not in printed(calm) and "failures" not in printed(calm)
 
 
-def test_losses_are_in_the_hours_and_in_the_price():
+def test_failures_add_to_the_hours_and_to_the_price():
     c = wide(checkpoint={"every": 1000}, policy={"num_workers": 2}, steps=3000)
     made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5)
     found = rank_failures_of(made.simulated, made.setting)
@@ -521,7 +521,7 @@ def test_losses_are_in_the_hours_and_in_the_price():
     assert expected_s > 1.3 * planned_s and f"3000 steps take {expected_s:,.1f} h with them" in text
     price = made.setting.cluster.price
     assert (
-        f"${price * planned_s:,.0f} the run without losses and ${price * expected_s:,.0f} with them" in text
+        f"${price * planned_s:,.0f} the run without failures and ${price * expected_s:,.0f} with them" in text
     )
     assert "more than `cluster.restarts.max_per_worker` = 3 of them come within `window_s` = 3600 s" in text
 
@@ -530,17 +530,17 @@ def test_losses_are_in_the_hours_and_in_the_price():
     "every, remedy",
     [(0, "; set `checkpoint.every`"), (3000, "; lower `checkpoint.every`"), (1, "")],
 )
-def test_a_run_that_gets_nowhere_is_said_to(every, remedy):
+def test_a_run_that_failures_keep_from_advancing_is_reported(every, remedy):
     c = wide(checkpoint={"every": every}, policy={"num_workers": 2}, steps=3000)
     made = make_plan(
         c, "1x4xH100", prompt_tokens=100, splits="none", failure_hours=0.5 if every != 1 else 0.01
     )
-    line = next(x for x in printed(made).splitlines() if x.startswith("losses of policy ranks"))
-    assert line.endswith(f"the run gets nowhere{remedy}") and "with them" not in printed(made)
+    line = next(x for x in printed(made).splitlines() if x.startswith("failures of policy ranks"))
+    assert line.endswith(f"the run hardly advances{remedy}") and "with them" not in printed(made)
 
 
 @pytest.mark.parametrize("placement, engines_s", [("colocated", 0.0), ("separate", 100 * 3600 / 2)])
-def test_engines_that_share_gpus_with_ranks_are_lost_with_them(placement, engines_s):
+def test_engines_that_share_gpus_with_ranks_fail_with_them(placement, engines_s):
     """Not replaced alone, and not counted twice."""
     rollout = {"num_workers": 1, "tensor_parallel_size": 2}
     c = wide(policy={"num_workers": 2, "zero_stage": 2}, rollout=rollout, cluster={"placement": placement})

@@ -178,7 +178,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
     models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
     text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
-    assert "it is given 1 worker(s), but neither their memory nor their time is planned" in text
+    assert "its 1 worker(s) have GPUs, but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
     assert "warning: reward model exact: float32 takes longer than planned" in text
 
@@ -189,7 +189,7 @@ def test_a_deadline_that_scoring_passes_is_warned_of():
     assert not warnings(made.simulated, made.setting)
     slow = replace(run, stage_s=run.stage_s | {"reward_model": 1900.0})
     (line,) = warnings(replace(made.simulated, simulated=slow), made.setting)
-    assert line == "warning: 1,900 s is beyond `cluster.timeouts.sample_s` = 1800; raise it"
+    assert line == "warning: 1,900 s exceeds `cluster.timeouts.sample_s` = 1800; raise it"
 
 
 def test_without_reward_models_nothing_is_said_of_them():

@@ -82,7 +82,7 @@ def test_a_simulation_in_which_all_wait_for_each_other_is_an_error():
     async def main():
         await asyncio.get_running_loop().create_future()
 
-    with pytest.raises(RuntimeError, match="stands still"):
+    with pytest.raises(RuntimeError, match="deadlocked"):
         run_virtually(main)
 
 

@@ -203,7 +203,7 @@ def test_the_whole_run_is_in_hours_and_price():
     assert f"100 steps take {100 * run.step_s / 3600:,.1f} h" in text
     assert f"${made.setting.cluster.price * 100 * run.step_s / 3600:,.0f} the run (steps alone)" in text
     assert "evaluation: 64 prompt(s) with 1 sample(s) each take " in text and ", 3 time(s): " in text
-    assert "checkpoints: 2 of 21.6 GB hold the loop up for " in text and "assumed: 5 GB/s" in text
+    assert "checkpoints: 2 of 21.6 GB block the loop for " in text and "assumed: 5 GB/s" in text
     hours = whole.seconds / 3600
     assert f"the whole run, with these: {hours:,.2f} h, ${made.setting.cluster.price * hours:,.2f}; " in text
     assert "left out: its start, the export at its end" in text
