@@ -1,10 +1,10 @@
-"""grpo-dist: GRPO training of language models on verifiable problems. This package is what happens; `actors`
-is where.
+"""grpo-dist: GRPO training of language models on verifiable problems. This package has the algorithm and its
+tools; `actors` runs it on Ray.
 
     from grpo_dist import train
     run = train("my.yaml", ["steps=50"])
 
-Names are fetched when they are first asked for, so that the import itself costs nothing.
+Names are imported on first use, so that importing the package costs nothing.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Python's way in: what `grpo-dist train` and `grpo-dist eval` do, as functions.
+"""The Python interface: `grpo-dist train` and `grpo-dist eval` as functions.
 
 from grpo_dist import train
 run = train("my.yaml", ["steps=50"])    # the run's directory: metrics.jsonl, samples/, model/, ...
@@ -24,17 +24,16 @@ Source = Config | str | Path | Mapping[str, Any]
 
 
 def train(config: Source, overrides: Sequence[str] = ()) -> Path:
-    """Train to the end, or go on from the newest checkpoint, and return the run's directory.
+    """Train to the end, resuming from the newest checkpoint if there is one. Returns the run's directory.
 
     Args:
-        config: a file, the same as a mapping, or a configuration that `load_config` has read.
+        config: a file, a mapping with its contents, or the result of `load_config`.
         overrides: as on the command line, e.g. ``["steps=50", "+algorithm=dapo"]``; not with a Config.
 
     Raises:
-        UserError: what was given cannot be used, or this is no place for it: it must be called by the main
-            thread of a program, outside of an event loop.
-        RunEnded: it ended before its last step, on purpose: SIGTERM, Ctrl-C or `health`; called again it
-            goes on. Or its ledger does not balance at the end.
+        UserError: the input cannot be used, or the call is not in the main thread, outside of an event loop.
+        RunEnded: the run ended early, by SIGTERM, Ctrl-C or `health`, and resumes when called again. Or its
+            ledger does not balance at the end.
     """
     settings = resolved(config, overrides)
     _check_place("train")
@@ -44,10 +43,10 @@ def train(config: Source, overrides: Sequence[str] = ()) -> Path:
 
 
 def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Sample `model.path` on `data.eval`, as far as that was not done before; return `eval/SET/pass@k` and
-    the like, with standard errors.
+    """Sample `model.path` on `data.eval`, where that was not done before. Returns `eval/SET/pass@k` and other
+    estimates, with standard errors.
 
-    Args and UserError as of `train`.
+    Args and UserError as for `train`.
     """
     settings = resolved(config, overrides)
     _check_place("evaluate_model")
@@ -57,7 +56,7 @@ def evaluate_model(config: Source, overrides: Sequence[str] = ()) -> dict[str, f
 
 
 def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
-    """The frozen configuration. Raises ConfigError as `load_config`."""
+    """Return the frozen configuration. Raises ConfigError as `load_config`."""
     if isinstance(config, str | Path):
         return load_config(config, overrides)
     if isinstance(config, Config):
@@ -78,7 +77,7 @@ def resolved(config: Source, overrides: Sequence[str] = ()) -> Config:
 
 
 def _check_place(name: str) -> None:
-    """Signals reach the main thread alone, and one event loop excludes another."""
+    """Raise UserError outside the main thread, which alone receives signals, or inside an event loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -86,5 +85,5 @@ def _check_place(name: str) -> None:
             return
     raise UserError(
         f"{name}() must be called by the main thread of a program, outside of an event loop; in a notebook "
-        "run `!grpo-dist ...`, elsewhere a process of its own"
+        "run `!grpo-dist ...`, elsewhere start a process"
     )

@@ -1,6 +1,6 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports live inside the commands.
+status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are inside the commands.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
 
 
 def _accept_interrupts() -> None:
-    """A shell without job control starts a background command with SIGINT ignored, and Python then leaves it
-    ignored: `kill -INT` would have no effect.
+    """Handle SIGINT where the shell has it ignored. A shell without job control does so for background
+    commands, and `kill -INT` would have no effect.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -76,7 +76,7 @@ def _accept_interrupts() -> None:
 def _train(path: str, overrides: list[str]) -> None:
     from grpo_dist.runs.preemption import ended_by_sigterm
 
-    with ended_by_sigterm():  # the imports, too, take their time
+    with ended_by_sigterm():  # the imports take seconds
         from grpo_dist.config.files import load_config
 
         config = load_config(path, overrides)
@@ -180,12 +180,12 @@ def _say(message: str) -> None:
 
 
 def _peer_settings(flags: Sequence[str]) -> str:
-    """What to set instead of flags that TRL or OpenRLHF have."""
+    """Name the settings that correspond to flags of TRL or OpenRLHF."""
     from grpo_dist.config.peers import hint
 
     names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
-    said = [f"{name}: {found}" for name in names if (found := hint(name))]
-    return f"; settings are given as key=value: {'; '.join(said)}" if said else ""
+    hints = [f"{name}: {found}" for name in names if (found := hint(name))]
+    return f"; settings are given as key=value: {'; '.join(hints)}" if hints else ""
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -196,11 +196,11 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"grpo-dist {__version__}")
     commands = parser.add_subparsers(title="commands")
     for name, command, text in (
-        ("train", _train, "train a model; goes on from the newest checkpoint of the run, if there is one"),
+        ("train", _train, "train a model; resumes from the newest checkpoint of the run, if there is one"),
         (
             "sft",
             _sft,
-            "the supervised cold start of the configuration's `sft` section; prints the model's directory",
+            "run the supervised cold start of the `sft` section and print the model's directory",
         ),
     ):
         sub = commands.add_parser(name, help=text, description=text)
@@ -222,24 +222,24 @@ def command_parser() -> argparse.ArgumentParser:
 
 
 def _add_check(commands: Any) -> None:
-    text = "read everything, say what a run would take and need and all that is to be fixed; start nothing"
+    text = "check all input and report what a run needs and every problem; start nothing"
     sub = commands.add_parser("check", help=text, description=text)
     sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50")
     sub.add_argument(
-        "--cluster", help="NODESxGPUSxKIND that the run is for, e.g. 8x8xH100; without it this machine"
+        "--cluster", help="the run's cluster as NODESxGPUSxKIND, e.g. 8x8xH100; default: this machine"
     )
     sub.add_argument(
         "--config",
         dest="show_config",
         action="store_true",
-        help="print the resolved configuration first, every default written out",
+        help="first print the resolved configuration with every default",
     )
     sub.set_defaults(command=_check)
 
 
 def _add_bench(commands: Any) -> None:
-    text = "measure the throughput of the whole loop and how near each stage is to what the machine can do"
+    text = "measure the throughput of the whole loop and how close each stage is to the machine's limit"
     sub = commands.add_parser("bench", help=text, description=text)
     sub.add_argument("config", nargs="?", help="YAML file, e.g. configs/bench/cpu_13m.yaml")
     sub.add_argument(
@@ -257,45 +257,45 @@ def _add_plan(commands: Any) -> None:
     sub.add_argument("config", help="YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. bench.lengths.kind=fixed")
     sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
-    sub.add_argument("--bench", metavar="FILE", help="bench.json of the same hardware, for its times")
-    sub.add_argument("--price", type=float, help="dollars an hour of one GPU")
-    sub.add_argument("--prompt-tokens", type=int, help="tokens of a prompt, on average")
+    sub.add_argument("--bench", metavar="FILE", help="take times from this bench.json of the same hardware")
+    sub.add_argument("--price", type=float, help="dollars per GPU-hour")
+    sub.add_argument("--prompt-tokens", type=int, help="mean tokens of a prompt")
     sub.add_argument(
         "--failure-hours", type=float, default=0.0, help="mean hours between failures of a GPU; 0: none fails"
     )
     sub.add_argument(
         "--slow-engines",
         metavar="COUNTxFACTOR",
-        help="so many engines take so many times as long, e.g. 1x1.5",
+        help="slow down COUNT engines by FACTOR, e.g. 1x1.5",
     )
     sub.add_argument(
         "--slow-rank",
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="the slowest policy rank takes so many times as long for an update, e.g. 1.5",
+        help="slow down the slowest policy rank by FACTOR, e.g. 1.5",
     )
-    sub.add_argument("--sweep", action="store_true", help="look at other batches and staleness, too")
+    sub.add_argument("--sweep", action="store_true", help="also simulate other batch sizes and staleness")
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
     sub.set_defaults(command=_plan)
 
 
 def _add_recipes(commands: Any) -> None:
-    """The commands made of stages, each in a directory of its own."""
+    """Add the commands that run stages, each stage in its own directory."""
     for name, command, text, file, override in (
         (
             "sample",
             _sample,
-            "rejection sampling: sample `model.path` on `data.train` and write the good completions as "
-            "demonstrations for `sft.data`; the `rejection` section says how",
+            "rejection sampling: sample `model.path` on `data.train` and write the correct completions as "
+            "demonstrations for `sft.data`, as set in the `rejection` section",
             "YAML file, e.g. configs/demo.yaml",
             "e.g. model.path=runs/demo/model rejection.samples_per_prompt=16",
         ),
         (
             "pipeline",
             _pipeline,
-            "a recipe of several stages (sft, grpo, sample), each on the results of earlier ones; skips what "
-            "is done and goes on with what was interrupted",
+            "run a recipe of several stages (sft, grpo, sample), each on the results of earlier ones; skips "
+            "finished stages and resumes an interrupted one",
             "YAML file, e.g. configs/pipelines/r1_demo.yaml",
             "seed=..., name=..., output_dir=... of the pipeline, or STAGE.key=value, e.g. reasoning.steps=50",
         ),
@@ -307,10 +307,10 @@ def _add_recipes(commands: Any) -> None:
             "--from",
             dest="again_from",
             metavar="STAGE",
-            help="do this stage and all later ones again; what is there is moved aside, not deleted",
+            help="repeat this stage and all later ones; their old results are renamed, not deleted",
         )
         sub.add_argument(
-            "--check", dest="check_only", action="store_true", help="refuse what is wrong; start nothing"
+            "--check", dest="check_only", action="store_true", help="report problems; start nothing"
         )
         sub.set_defaults(command=command)
 

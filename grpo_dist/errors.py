@@ -1,4 +1,4 @@
-"""Errors that end a run with one message, not a traceback: what the user has to mend (exit code 2), and runs
+"""Errors that end a run with one message instead of a traceback: input to be fixed (exit code 2), and runs
 that end themselves before their last step.
 """
 
@@ -9,31 +9,33 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Input that cannot be used: the message names key or file and row, the value, what was expected, what to
-    do.
+    """Input that cannot be used. The message names the key, or file and row, the value, what was expected,
+    and what to do.
     """
 
 
 class RunEnded(Exception):
-    """A run that ended before its last step, on purpose, or at it with wrong books. Its checkpoints stand."""
+    """A run that ended early on purpose, or finished with an inconsistent ledger. Its checkpoints are
+    kept.
+    """
 
     exit_code = 1
 
 
 class Unhealthy(RunEnded):
-    """What was watched is out of bounds. The same command would come to the same end."""
+    """A health check is out of bounds. The same command would end the same way."""
 
     exit_code = 3
 
 
 class Preempted(RunEnded):
-    """Asked to end, and ended in order."""
+    """The run was asked to end, and ended in order."""
 
-    exit_code = 75  # EX_TEMPFAIL: run me again
+    exit_code = 75  # EX_TEMPFAIL: run it again
 
 
 class Rollback(Exception):
-    """What was watched is out of bounds after ``step``: the run goes on from before it, without its batch."""
+    """A health check is out of bounds after ``step``: the run resumes from before it, without its batch."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -41,30 +43,30 @@ class Rollback(Exception):
 
 
 class WorkerLost(RuntimeError):
-    """An actor is gone and is not replaced; says which, and why."""
+    """An actor is lost and is not replaced. The message names it and the reason."""
 
 
 class StateLost(WorkerLost):
-    """What is gone held what only a checkpoint has now: the run goes on from there."""
+    """State is lost that only a checkpoint still holds: the run resumes from there."""
 
 
 class SamplesLost(RuntimeError):
-    """Samples are gone with the node that held them, before everybody had read them."""
+    """Samples are lost with the node that held them, before all readers had them."""
 
 
 class TransferLost(RuntimeError):
-    """A process of a transfer group is gone, or the connection to it is; the others find out which."""
+    """A process of a transfer group, or the connection to it, is lost. The driver finds out which."""
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What an actor raised, without the remote traceback that it arrives with as its message."""
+    """Return what an actor raised, without the remote traceback that Ray puts into its message."""
     return getattr(error, "cause", None) or error
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Within, a ValueError or OSError (a file that cannot be read or written) is a refusal of the input.
-    Outside, it is a failure of the program and keeps its traceback.
+    """Turn ValueError and OSError (a file that cannot be read or written) inside the block into UserError.
+    Outside such a block they are failures of the program and keep their traceback.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""The typed configuration tree. Every section is frozen, refuses unknown keys, and is handed whole to the
-part it names.
+"""The typed configuration tree. Every section is frozen, refuses unknown keys, and is passed to the part it
+is named after.
 
-Reading files, defaults, interpolation and command-line overrides is `config_files.load_config`; this package
-is only the shape, the ranges and the cross-checks. It imports neither torch nor ray, so that ``grpo-dist
---help`` stays instant.
+`config.files.load_config` reads files, defaults, interpolations and command-line overrides. The other modules
+are the shape, the ranges and the checks across sections. It imports neither torch nor ray, so that
+``grpo-dist --help`` stays instant.
 """
 
 from grpo_dist.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig

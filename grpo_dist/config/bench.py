@@ -13,7 +13,7 @@ class LengthsConfig(Section):
     """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
 
     kind: Literal["natural", "fixed", "lognormal"] = Field(
-        "natural", description="natural: where the model ends; else so long, whatever it says"
+        "natural", description="natural: the model ends its completions; else they have set lengths"
     )
     tokens: PositiveInt | None = Field(None, description="of fixed; null: sampling.max_new_tokens")
     mean: PositiveFloat | None = Field(None, description="of lognormal, before it is cut off")

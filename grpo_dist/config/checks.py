@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from grpo_dist.config.sections import Sections
 
-# What each choice of `algorithm` listens to; setting anything else with it would be ignored without a word.
+# What each choice of `algorithm` reads; any other setting would be ignored silently.
 _USE_STD = ("grpo", "gdpo", "process")
 _OWN_SETTINGS = {
     "policy_gradient": (),
@@ -19,9 +19,9 @@ _OWN_SETTINGS = {
 }
 
 
-# Estimators under which a group of equal rewards can teach, so that dynamic sampling would drop what counts.
+# Estimators that can learn from a group of equal rewards, which dynamic sampling would drop.
 _EQUAL_REWARDS_TEACH = ("remax", "gdpo", "process", "reinforce_pp")
-# Estimators that look at something else than the sample's own reward as it is.
+# Estimators that read something other than the sample's own reward as it is.
 _OTHER_REWARDS = {
     "gdpo": "each reward on its own",
     "process": "those of steps",
@@ -30,7 +30,7 @@ _OTHER_REWARDS = {
 
 
 def equal_rewards_teach(config: Sections) -> bool:
-    """Whether a group of equal rewards can have advantages other than 0."""
+    """Return whether a group of equal rewards can have advantages other than 0."""
     return config.algorithm.advantage in _EQUAL_REWARDS_TEACH or config.rewards.shuffle
 
 
@@ -58,7 +58,7 @@ def contradictions(config: Sections) -> Iterator[str]:
             "on; lower the one or raise the other"
         )
     if config.model.path == "sft" and config.sft is None:
-        yield "`model.path` = sft needs an `sft` section that says how that model is made"
+        yield "`model.path` = sft needs an `sft` section that configures that model's training"
 
 
 def _of_the_ranks(config: Sections) -> Iterator[str]:
@@ -114,8 +114,8 @@ def _of_the_samples(config: Sections) -> Iterator[str]:
     a, dynamic = config.algorithm, config.dynamic_sampling.enabled
     if dynamic and a.advantage in _EQUAL_REWARDS_TEACH:
         yield (
-            f"`dynamic_sampling.enabled` drops groups of equal rewards, and under `algorithm.advantage` = "
-            f"{a.advantage} these can teach too; set it to false"
+            f"`dynamic_sampling.enabled` drops groups of equal rewards, and `algorithm.advantage` = "
+            f"{a.advantage} can learn from them; set it to false"
         )
     if a.advantage in ("gdpo", "process") and a.reward_clip is not None:
         yield (
@@ -163,7 +163,7 @@ def _of_the_offload(config: Sections) -> Iterator[str]:
 
 
 def _without_effect(config: Sections) -> Iterator[str]:
-    """A value that differs from its default where nothing reads it."""
+    """Yield a message for every value that differs from its default where nothing reads it."""
     a, dynamic = config.algorithm, config.dynamic_sampling
     idle = [
         (

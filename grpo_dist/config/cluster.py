@@ -10,7 +10,7 @@ from grpo_dist.config.base import Count, Section
 
 
 class TimeoutsConfig(Section):
-    """Deadlines in seconds; who is waited for when one passes is named in the message."""
+    """Deadlines in seconds. When one passes, the message names what was waited for."""
 
     room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
     start_s: PositiveFloat = Field(600.0, description="all actors up, models loaded")
@@ -35,7 +35,7 @@ class RestartsConfig(Section):
     )
     health_s: PositiveFloat = Field(3.0, description="between two questions whether an actor is well")
     hang_s: PositiveFloat = Field(
-        13.0, description="an actor that neither answers nor goes on within it is replaced"
+        13.0, description="an actor that neither answers nor makes progress within it is replaced"
     )
 
     @model_validator(mode="after")
@@ -57,7 +57,7 @@ class AutoscalingConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Ray, and who has which devices."""
+    """Ray, and the placement of workers on devices."""
 
     address: str | None = Field(
         None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
@@ -70,7 +70,7 @@ class ClusterConfig(Section):
     )
     grows_to: AutoscalingConfig | None = Field(
         None,
-        description="the cluster adds nodes up to this when somebody asks for room (an autoscaler): they are "
+        description="an autoscaler adds nodes up to this when actors request resources: they are "
         "counted as if they were there, and waited for, `timeouts.room_s` at most; null: it is as it is",
     )
     timeouts: TimeoutsConfig = TimeoutsConfig()

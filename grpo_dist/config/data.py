@@ -80,7 +80,7 @@ class DataConfig(Section):
         (), description="evaluation sets, each with metrics of its own"
     )
     system_prompt: str | None = Field(
-        None, description="said before every problem: the chat template's system message, or a first line"
+        None, description="put before every problem: the chat template's system message, or a first line"
     )
     instruction: str | None = Field(None, description="appended to every problem")
     chat_template: Literal["model", "none"] = Field("model", description="none: the problem text as it is")

@@ -66,16 +66,16 @@ def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> It
     ``device``: of the engines; None: not known here.
     """
     for name, value in config.rollout.engine.items():
-        said = f"`rollout.engine.{name}` = {value}"
+        setting = f"`rollout.engine.{name}` = {value}"
         if name in _SET_BY:
-            yield f"{said} is set by {_SET_BY[name]}; remove it"
+            yield f"{setting} is set by {_SET_BY[name]}; remove it"
         elif name in _CHANGES:
-            yield f"{said}: {_CHANGES[name]}; remove it"
+            yield f"{setting}: {_CHANGES[name]}; remove it"
         elif name == "enable_chunked_prefill" and value and device == "cpu":
-            yield f"{said}: {_WHOLE_PROMPTS}; remove it"
+            yield f"{setting}: {_WHOLE_PROMPTS}; remove it"
         elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not _corrects(config):
             yield (
-                f"{said} makes the engine's log-probs differ from the trainer's, and nothing corrects that; "
+                f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction.kind (tis is the default), or remove it"
             )
 

@@ -37,7 +37,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be used; the message names key, value, requirement and remedy, with *** for
+    """A configuration that cannot be used. The message names key, value, requirement and remedy, with *** for
     secrets.
     """
 
@@ -95,7 +95,7 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """``config`` with dotted keys set, validated anew. Raises ValueError where such a one is refused."""
+    """Return ``config`` with dotted keys set, validated again. Raises ValueError where that is refused."""
     plain: dict[str, Any] = config.model_dump()
     for key, value in changes.items():
         *path, last = key.split(".")
@@ -167,7 +167,7 @@ def _bases(loaded: DictConfig, path: Path) -> list[str]:
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
-    """``+algorithm=NAME``: the preset beside the configuration file, else the one of this project."""
+    """Apply ``+algorithm=NAME``: the preset next to the configuration file, or that of this project."""
     key, _, name = override.partition("=")
     directories = [path.parent / "algorithms", _PRESETS]
     known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
@@ -214,7 +214,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
 
 
 def parser_reason(error: BaseException) -> str:
-    """What a parser says, in one line, without the text that it could not read: that may be a secret."""
+    """Return a parser's message in one line, without the text it could not read: that may be a secret."""
     return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
 
 
@@ -239,7 +239,7 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
 def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
     section = _section(location[:-1], root)
     own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
-    # Of a name that is also one of ours, in another section, only the whole path says whose it is.
+    # Where another section of ours has the same key, only the whole path tells which project it is from.
     elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
     if root is Config and elsewhere_named:
         return f"; {elsewhere_named}"

@@ -25,7 +25,7 @@ _EXPECTED = {
 
 def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
     """``errors`` of a pydantic ValidationError of ``root``, one for each key: `loc` holds keys and positions
-    alone, `msg` says what is expected.
+    alone, `msg` tells what is expected.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     own = [(_keys(tuple(error["loc"]), root), error) for error in errors]

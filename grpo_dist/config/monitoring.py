@@ -45,13 +45,13 @@ class HealthConfig(Section):
         "skip",
         description="when a bound is passed; the batch is kept in any case. skip: it is not trained on, and "
         "the run stops after too many in a row; warn: it is; stop: the run ends with exit code 3; rollback: "
-        "it goes on from its last checkpoint, and does not train on that batch",
+        "the run resumes from its last checkpoint without that batch",
     )
     max_rollbacks: PositiveInt = Field(3, description="of a run; after so many, as stop")
     min_signal_groups: Count = Field(
         1,
         description="a step with fewer groups whose rewards differ is not trained on; 0: all are. Not where "
-        "equal rewards teach, too (remax, gdpo, process, reinforce_pp)",
+        "equal rewards have a signal too (remax, gdpo, process, reinforce_pp)",
     )
     skipped_steps_above: PositiveInt | None = Field(
         10,
@@ -71,7 +71,7 @@ class HealthConfig(Section):
     truncated_above: Fraction | None = Field(None, description="share of completions that were cut off")
     garbage_above: Fraction | None = Field(
         None,
-        description="share of completions that end in a loop, or that nobody can read, e.g. 0.5. Not for "
+        description="share of completions that end in a loop or are unreadable, e.g. 0.5. Not for "
         "models with random weights, which say nothing else",
     )
     mismatch_above: PositiveFloat | None = Field(
@@ -84,15 +84,15 @@ class HealthConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved, and how a run goes on."""
+    """What is saved, and how a run resumes."""
 
     every: Count = Field(20, description="steps between checkpoints; 0: only the last")
     keep: PositiveInt = Field(2, description="newest checkpoints kept")
     resume: Literal["auto", "never"] = Field(
-        "auto", description="auto: go on from the newest checkpoint that is whole, if any"
+        "auto", description="auto: resume from the newest undamaged checkpoint, if any"
     )
     background: bool = Field(
-        True, description="written while training goes on, from a copy in the host memory of each rank"
+        True, description="written while training continues, from a copy in the host memory of each rank"
     )
     grace_s: PositiveFloat = Field(
         60.0, description="what a run that is asked to end (SIGTERM) has for its step and a checkpoint"
@@ -107,7 +107,7 @@ class WandbConfig(Section):
     project: str = Field("grpo-dist", description="project of the run")
     entity: str | None = Field(None, description="user or team; null: the key's own")
     mode: Literal["auto", "online", "offline"] = Field(
-        "auto", description="auto: offline where no key is set, or as WANDB_MODE says"
+        "auto", description="auto: offline where no key is set, or as set by WANDB_MODE"
     )
 
 

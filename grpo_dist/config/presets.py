@@ -1,4 +1,4 @@
-"""Algorithm presets: what each sets beside the defaults, and which one a configuration comes from."""
+"""Algorithm presets: what each changes from the defaults, and which one a configuration comes from."""
 
 from __future__ import annotations
 

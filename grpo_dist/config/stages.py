@@ -41,7 +41,7 @@ class RejectionConfig(Section):
 
 
 class DemonstrationsConfig(Section):
-    """One source of (prompt, completion) pairs; null takes what the `sft` section says."""
+    """One source of (prompt, completion) pairs; null takes the value of the `sft` section."""
 
     path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
     examples: PositiveInt | None = Field(None, description="use the first so many")

@@ -14,7 +14,7 @@ _DEEPEST = 32  # levels of mappings and lists; this project's own tree has 6
 
 def check_nesting(text: str) -> None:
     """Raises ValueError for YAML whose mappings and lists are nested too deep. The reader of the events needs
-    no recursion; malformed YAML is left to the loader, which says what is wrong.
+    no recursion; malformed YAML is left to the loader, which reports it.
     """
     depth = 0
     try:

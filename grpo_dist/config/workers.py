@@ -148,7 +148,7 @@ class WeightSyncConfig(Section):
     mode: Literal["drain", "keep"] = Field(
         "drain",
         description="drain: all launched samples finish first, more than 1 step of staleness gains nothing; "
-        "keep: they pause, and go on under the new weights",
+        "keep: they pause, and continue with the new weights",
     )
     probe_every: Count = Field(
         20,

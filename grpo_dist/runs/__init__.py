@@ -1,1 +1,1 @@
-"""One run from start to end: preparation, checkpoints, recovery, preemption, resuming."""
+"""One run from start to end: preparation, training, checkpoints, recovery, preemption, resuming."""

@@ -1,8 +1,8 @@
 """Supervised training: next-token loss on the response of (prompt, completion) pairs, in one process.
 
-It is the cold start of the R1 recipe (before reinforcement, a model must be able to answer in the format at
-all, and be right often enough that some samples of a group are), its second round on what the trained policy
-gets right, and distillation into a smaller model.
+It serves three purposes: the cold start of the R1 recipe, its second round on completions that the trained
+policy got right, and distillation into a smaller model. Before reinforcement a model must answer in the right
+format, and often enough correctly that some samples of a group are correct.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from grpo_dist.policy.model import load_causal_lm
 from grpo_dist.runtime.cache import cached, fingerprint
 from grpo_dist.runtime.hardware import available_cpus, device_type, resolve_dtype
 
-_VERSION = 4  # of what this file makes; raise it when the result changes
-LOGIT_TOKENS = 4096  # whose logits exist at once
+_VERSION = 4  # of the result; raise it when a change here alters the result
+LOGIT_TOKENS = 4096  # tokens whose logits exist at once
 _POOL = 16  # batches that are sorted by length together
 
 
 def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
-    """Directory of the model after supervised training on ``settings.data``, made once and then cached.
+    """Return the directory of the model after supervised training on ``settings.data``. It is cached.
 
     Raises ValueError for a model or data that cannot be used, naming file and row.
     """
@@ -46,8 +46,7 @@ def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
 def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
     """Train the model in ``model_dir`` and write the result into the directory ``out``.
 
-    The caller's number of threads, and the accelerator's memory, are its own again afterwards. Raises as
-    `run_sft`.
+    The number of threads is restored and the accelerator's cache is emptied afterwards. Raises as `run_sft`.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(settings.threads or available_cpus())
@@ -56,7 +55,7 @@ def write_sft(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[st
     finally:
         torch.set_num_threads(before)
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # an engine that is started next wants it
+            torch.cuda.empty_cache()  # for an engine that is started next
 
 
 def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str], None]) -> None:
@@ -91,14 +90,17 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
         optimizer.zero_grad(set_to_none=True)
         if step % 50 == 0 or step == settings.steps - 1:
             say(f"supervised: step {step + 1}/{settings.steps}  loss {loss.item():.4f} nats a token")
-    model.config.use_cache = True  # what is written serves generation
+    model.config.use_cache = True  # the written model is used for generation
     model.save_pretrained(out, safe_serialization=True)
     tokenizer.save_pretrained(out)
 
 
 def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Mean negative log-prob, nats a token, of the tokens in ``mask`` bool [B, T] of ``tokens`` int64 [B,
-    T].
+    """Return the mean negative log-prob, in nats per token, of the masked tokens.
+
+    Args:
+        tokens: int64 [B, T].
+        mask: bool [B, T], true where a token counts.
     """
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
@@ -115,10 +117,10 @@ def response_loss(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
 
 
 def _batches(pairs: list[Pair], settings: SFTConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """``settings.steps`` batches, epoch after epoch, each shuffled from the seed.
+    """Yield ``settings.steps`` batches, epoch after epoch, each epoch shuffled from the seed.
 
-    Of each _POOL batches drawn, pairs of like length go together, which saves padding. Like, not equal: sums
-    of one pattern of carries each make bad batches.
+    Within each _POOL batches, pairs of similar length share a batch, which saves padding. Sorting by exact
+    length would fill batches of sums with one pattern of carries each, which train badly.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     size = settings.batch_size
@@ -135,7 +137,7 @@ def _batches(pairs: list[Pair], settings: SFTConfig) -> Iterator[tuple[Tensor, T
 
 
 def base_model(settings: SFTConfig) -> Path:
-    """The model that training starts from. Raises ValueError when there is none."""
+    """Return the directory of the model that training starts from. Raises ValueError when there is none."""
     if settings.model.startswith("demo:"):
         from grpo_dist.demo.model import cached_model
 
@@ -143,7 +145,6 @@ def base_model(settings: SFTConfig) -> Path:
     path = Path(settings.model).expanduser()
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"sft.model = {settings.model}: no model directory there; expected one with config.json, or "
-            f"demo:tiny"
+            f"sft.model = {settings.model}: no model directory; expected one with config.json, or demo:tiny"
         )
     return path.resolve()

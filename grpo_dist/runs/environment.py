@@ -1,4 +1,4 @@
-"""Where and with what a run was started, for whoever looks at it later: `environment.json` beside it."""
+"""`environment.json` of a run directory: the versions, machine and command of its last launch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _GIT_S = 5.0
 
 
 def write_environment(run_dir: Path) -> None:
-    """Of this launch: a run that goes on has that of its last one."""
+    """Write the environment of this launch. A resumed run replaces that of the launch before."""
     write_text(run_dir / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
 
 
 def environment() -> dict[str, Any]:
-    """Of the driver's machine: the actors' nodes may have other GPUs, not other packages."""
+    """Describe the driver's machine. The actors' nodes may have other GPUs, but the same packages."""
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": masked_command(sys.argv),
@@ -49,7 +49,7 @@ def environment() -> dict[str, Any]:
 
 
 def installed(package: str) -> str | None:
-    """Its version; None where it is not there."""
+    """Return the version of ``package``; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -57,16 +57,16 @@ def installed(package: str) -> str | None:
 
 
 def _gpus() -> list[str]:
-    """Asks the driver: asking CUDA would put a context of hundreds of megabytes onto each."""
+    """List the GPUs by NVML: CUDA would create a context of hundreds of megabytes on each."""
     if not torch.cuda.is_available():
         return []
     try:
-        return _asked_of_the_driver()
-    except Exception as error:  # no NVML in a container, no leave to ask a MIG slice: no reason not to run
+        return _gpus_by_nvml()
+    except Exception as error:  # no NVML in a container, or no permission for a MIG slice: start anyway
         return [f"unknown: {error}"]
 
 
-def _asked_of_the_driver() -> list[str]:
+def _gpus_by_nvml() -> list[str]:
     import pynvml
 
     pynvml.nvmlInit()
@@ -81,8 +81,8 @@ def _asked_of_the_driver() -> list[str]:
 
 
 def _commit(directory: Path) -> str | None:
-    """Of the checkout that this is installed from; None where it is none: the repository of somebody's
-    project around a virtual environment does not have these files.
+    """Return the commit of the checkout this is installed from; None outside a checkout. A repository around
+    a virtual environment is none: it does not track these files.
     """
     if not _git(directory, "ls-files"):
         return None
@@ -90,7 +90,7 @@ def _commit(directory: Path) -> str | None:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What it prints; None for nothing."""
+    """Return what a git command prints; None for nothing."""
     try:
         asked = subprocess.run(
             ["git", "-C", str(directory), *arguments],

@@ -1,7 +1,7 @@
-"""Which settings make a run the run it is: what decides its numbers. A resumed run shares them.
+"""The identity of a run: the settings that determine its numbers. A resumed run must keep them.
 
-The others may change: what is done with the run, and who computes what in which portions, which changes
-numbers by rounding alone.
+The others may change: what is done with the run, and the layout of its workers, which changes numbers by
+rounding only.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config
 from grpo_dist.types import Prompt
 
-# Sections and keys that are not the run's.
+# Sections and keys that may change.
 _FREE = (
     "name", "output_dir", "steps", "evaluation", "rejection", "checkpoint", "tracking", "profile", "cluster",
     "bench",
 )  # fmt: skip
 _FREE_KEYS = ("data.overlap", "algorithm.preset", "weight_sync.probe_every", "weight_sync.probe_above")
-# How the policy's state is shared out, and where it is.
+# How the policy's state is sharded, and where it is.
 _SHARDING = (
     "policy.num_workers", "policy.zero_stage", "policy.offload.optimizer", "policy.offload.parameters",
 )  # fmt: skip
@@ -47,7 +47,7 @@ _DESCRIBED = 3  # differences a message names
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Of a dotted key."""
+    """The change of a dotted key."""
 
     key: str
     was: Any
@@ -55,16 +55,16 @@ class Change:
 
     @property
     def is_layout(self) -> bool:
-        """Whether the same is computed by others, or in other portions."""
+        """Whether it only changes which workers compute, or in which portions."""
         return any(fnmatchcase(self.key, pattern) for pattern in _LAYOUT)
 
     @property
     def is_sharding(self) -> bool:
-        """Whether the policy's state is shared out otherwise."""
+        """Whether it changes how the policy's state is sharded."""
         return self.key in _SHARDING
 
     def decides(self, config: Config) -> bool:
-        """Whether it makes ``config`` another run; as `fingerprint` has it."""
+        """Return whether it makes ``config`` another run, as `fingerprint` does."""
         section = self.key.split(".")[0]
         if section == "steps":
             return config.policy.optimizer.schedule != "constant"
@@ -76,14 +76,14 @@ class Change:
 
 
 def fingerprint(config: Config) -> str:
-    """Hash of everything that decides the numbers of a run, so that a resumed run is the same run."""
+    """Hash everything that determines the numbers of a run, so that a resumed run is the same run."""
     kept = without_layout(config.model_dump(mode="json", exclude=set(_FREE)))
     for key in _FREE_KEYS:
         _drop(kept, key.split("."))
-    # Which steps are trained on decides the numbers; when to warn or stop does not.
+    # Which steps are trained on determines the numbers; when to warn or stop does not.
     kept["health"] = {"min_signal_groups": config.health.min_signal_groups}
     if config.model.path != "sft":
-        kept.pop("sft")  # nothing is made from it
+        kept.pop("sft")  # nothing uses it
     elif config.sft is not None:
         kept["sft"].pop("threads")
     if config.policy.optimizer.schedule != "constant":
@@ -101,7 +101,7 @@ def data_digest(prompts: Sequence[Prompt]) -> str:
 
 
 def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of ``settings``, sections of a configuration, without what `Change.is_layout` is about."""
+    """Return a copy of ``settings``, sections of a configuration, without the keys of the layout."""
     kept = deepcopy(dict(settings))
     for key in _LAYOUT:
         _drop(kept, key.split("."))
@@ -109,7 +109,7 @@ def without_layout(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop(tree: Any, path: Sequence[str]) -> None:
-    """The entry at ``path``, "*" for each of a list, where there is one."""
+    """Delete the entry at ``path``, if there is one. "*" stands for each entry of a list."""
     name, *rest = path
     if name == "*" and isinstance(tree, list):
         for inner in tree:
@@ -122,10 +122,10 @@ def _drop(tree: Any, path: Sequence[str]) -> None:
 
 
 def changes(was: str, config: Config) -> list[Change]:
-    """From ``was``, a configuration as `dump_config` writes it. Raises yaml.YAMLError.
+    """Return the changes from ``was``, as `dump_config` wrote it, to ``config``. Raises yaml.YAMLError.
 
-    A key that ``was`` does not have, because a later version of grpo-dist brought it, is no change where it
-    has its default, nor is another spelling of `_as_meant`.
+    A key that a later version added is no change where it has its default. Neither are other spellings of
+    the same setting, see `_as_meant`.
     """
     old, new = _as_meant(flat(yaml.safe_load(was))), _as_meant(flat(yaml.safe_load(dump_config(config))))
     set_now = flat(config.model_dump(mode="json", exclude_defaults=True))
@@ -134,8 +134,8 @@ def changes(was: str, config: Config) -> list[Change]:
 
 
 def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
-    """``settings`` by dotted key, with what `reward_shift` and `reward_scale` mean together: null and null,
-    the default, is true and true, which was the default before.
+    """Return ``settings`` with what `reward_shift` and `reward_scale` mean together. Null and null, the
+    default, means true and true, which was the default of earlier versions.
     """
     keys = "algorithm.reward_shift", "algorithm.reward_scale"
     shift, scale = (settings.get(key) for key in keys)

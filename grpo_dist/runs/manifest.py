@@ -1,4 +1,4 @@
-"""What a finished directory holds, to the byte: so that one that was torn or changed afterwards is told."""
+"""Sizes and checksums of a finished directory, to detect files that were cut off or changed afterwards."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import IO, Any
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
 _LARGEST = 64 * 2**20  # bytes of a manifest, more than any run writes
-_THREADS = 8  # hashing leaves Python's lock alone
+_THREADS = 8  # hashing releases the GIL
 
 
 def write_manifest(directory: Path) -> None:
-    """Size and BLAKE2b of every file below, in ``directory``/manifest.json."""
+    """Write size and BLAKE2b of every file below ``directory`` to its manifest.json."""
     files = sorted(p for p in directory.rglob("*") if p.is_file() and p != directory / MANIFEST)
     with ThreadPoolExecutor(_THREADS) as pool:
         digests = list(pool.map(_digest, files))
@@ -31,8 +31,8 @@ def write_manifest(directory: Path) -> None:
 
 
 def find_damage(directory: Path, *, must_have: Sequence[str] = ()) -> str | None:
-    """The first file that is not as the manifest says, in words; None: all are. Never raises and never waits,
-    whatever the directory holds. ``must_have``: files that a whole one lists.
+    """Describe the first file that differs from the manifest; None where all match. Never raises and never
+    blocks, whatever the directory holds. ``must_have``: files that a manifest must list.
     """
     try:
         listed = json.loads(_text(directory / MANIFEST))["files"]
@@ -42,7 +42,7 @@ def find_damage(directory: Path, *, must_have: Sequence[str] = ()) -> str | None
     names = {name for name, _, _ in expected}
     if missing := [name for name in must_have if name not in names] or ([] if names else ["any file"]):
         return f"{MANIFEST} does not list {missing[0]}"
-    # Sizes first: they cost nothing, and a torn file is mostly a short one.
+    # Sizes first: they cost nothing, and most damaged files are short.
     for name, size, _ in expected:
         if problem := _misses(directory, name, size):
             return f"{json.dumps(name)[1:-1]} {problem}"
@@ -52,7 +52,7 @@ def find_damage(directory: Path, *, must_have: Sequence[str] = ()) -> str | None
 
 
 def _text(path: Path) -> str:
-    """Of a regular file of bearable size. Raises OSError or ValueError for what is none."""
+    """Read a regular file of limited size. Raises OSError or ValueError for any other."""
     with _open(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
             raise ValueError(f"it has {size} bytes")
@@ -60,7 +60,7 @@ def _text(path: Path) -> str:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """For reading. Raises OSError for what is no regular file; a pipe nobody writes to is not waited for."""
+    """Open a file for reading. Raises OSError for anything but a regular file, and never blocks on a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -69,9 +69,9 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _misses(directory: Path, name: str, size: Any) -> str | None:
-    """How the file falls short of what is listed, its contents aside."""
+    """Describe how the file differs from its entry, apart from its contents; None where it does not."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        return "is listed, which lies outside of the directory"
+        return "is listed, but lies outside the directory"
     try:
         found = (directory / name).stat()
     except (OSError, ValueError):  # the latter for a name that no file can have
@@ -83,7 +83,7 @@ def _misses(directory: Path, name: str, size: Any) -> str | None:
 
 def _differs(path: Path, digest: Any) -> str | None:
     try:
-        return None if _digest(path) == digest else "was changed: its checksum is another"
+        return None if _digest(path) == digest else "has changed: its checksum differs"
     except OSError as error:
         return f"cannot be read ({error})"
 

@@ -1,10 +1,10 @@
-"""A run that is asked to end by SIGTERM or SIGINT: it takes its step with it, if there is time.
+"""What a run does on SIGTERM or SIGINT: it finishes and saves its step, if there is time.
 
-    within `Interruption.finishing`    the step and a checkpoint, within `checkpoint.grace_s`: exit code 75
-    elsewhere, or the grace over       at once; nothing is lost that a checkpoint has: exit code 75
-    asked again                        at once: exit code 128 + the signal's number
+    within `Interruption.finishing`    step and checkpoint, within `checkpoint.grace_s`: exit code 75
+    elsewhere, or after the grace      it ends at once and keeps its checkpoints: exit code 75
+    second signal                      it ends at once: exit code 128 + the signal's number
 
-At once means: what runs is cancelled, and the actors are ended on the way out.
+To end at once means to cancel what runs, and to end the actors on the way out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from types import FrameType, TracebackType
 from grpo_dist.errors import Preempted, RunEnded
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = "the same command goes on from the last checkpoint"
+_AGAIN = "run the same command again to resume from the last checkpoint"
 
 
 class Interrupted(RunEnded):
-    """Asked to end, and ended where it was."""
+    """The run was asked twice to end, and ended at once."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message, exit_code)
@@ -34,7 +34,7 @@ class Interrupted(RunEnded):
 
 
 class Interruption:
-    """Listens for signals on behalf of the task that enters it, an async context manager."""
+    """An async context manager that handles signals for the task that enters it."""
 
     def __init__(self, *, grace_s: float, say: Callable[[str], None]) -> None:
         self._grace_s, self._say = grace_s, say
@@ -58,7 +58,7 @@ class Interruption:
             raise self._end from None
 
     def listen(self) -> None:
-        """Also again after others, such as Ray when it starts, have put their own handlers in place."""
+        """Install the handlers. Call it again after another library, such as Ray, has installed its own."""
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._heard, number)
 
@@ -67,13 +67,14 @@ class Interruption:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def asked(self) -> bool:
-        """Whether the run should end after the step it is at."""
+        """Return whether the run is to end after its current step."""
         return self._asked is not None
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Within, the first signal leaves it to the body to end, for the length of the grace. A body that
-        ends as ever is one that has saved its last step; one that fails meanwhile ends the run all the same.
+        """Leave it to the body to end after the first signal, for the length of the grace.
+
+        A body that then returns has saved its last step. One that fails ends the run all the same.
         """
         self._finishes = True
         try:
@@ -84,21 +85,21 @@ class Interruption:
             if not self.asked():
                 raise
             first = str(error).partition("\n")[0]
-            raise Preempted(f"ended as asked, the step not saved ({first}); {_AGAIN}") from error
+            raise Preempted(f"ended as asked; the step was not saved ({first}); {_AGAIN}") from error
         finally:
             self._finishes = False
             if self._timer is not None:
                 self._timer.cancel()
         if self.asked():
-            raise Preempted(f"ended as asked after the last step, saved; {_AGAIN}")
+            raise Preempted(f"ended as asked after saving the last step; {_AGAIN}")
 
     def _heard(self, number: signal.Signals) -> None:
         name, first = number.name, self._asked is None
         self._asked = number
         if first and self._finishes:
             self._say(
-                f"{name}: ending after this step and its checkpoint, {self._grace_s:g} s at most "
-                "(`checkpoint.grace_s`); once more ends at once"
+                f"{name}: ending after this step and its checkpoint, within {self._grace_s:g} s "
+                "(`checkpoint.grace_s`); a second signal ends it at once"
             )
             end = Preempted(
                 f"{name}: step and checkpoint not finished within `checkpoint.grace_s` = "
@@ -111,18 +112,18 @@ class Interruption:
             self._cancel(Interrupted(f"{name}, again: ended at once; {_AGAIN}", 128 + number))
 
     def _cancel(self, end: RunEnded) -> None:
-        if self._end is None and self._task is not None:  # the first reason is the reason
+        if self._end is None and self._task is not None:  # the first reason counts
             self._end = end
             self._task.cancel()
-            self._deafen()  # should ending the actors take long, the next signal kills
+            self._deafen()  # while the actors are being ended, another signal kills the process
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Within, SIGTERM raises Preempted, where no `Interruption` listens: work before the first step leaves
-    nothing half-written.
+    """Make SIGTERM raise Preempted inside the block, where no `Interruption` handles it: work before the
+    first step leaves nothing half-written.
 
-    Only the main thread hears signals; in others nothing changes.
+    Only the main thread receives signals; in other threads this does nothing.
     """
 
     early = Preempted(f"SIGTERM: ended while starting up; {_AGAIN}")
@@ -137,7 +138,7 @@ def ended_by_sigterm() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        # Ray's own handler, which is in place from its start until an `Interruption` listens again.
+        # Raised by Ray's handler, which is installed from Ray's start until `Interruption.listen` is called.
         if end.code == signal.SIGTERM:
             raise early from None
         raise

@@ -1,7 +1,7 @@
-"""What policy ranks, reference workers and engines refuse when they start, found before any of them does.
+"""Checks of what policy ranks, reference workers and engines refuse when they start, made before they do.
 
-Each worker decides by the functions that are called here. ``device`` is that of the run's workers, which may
-be on another machine.
+The workers decide by the same functions. ``device`` is that of the run's workers, which may be on another
+machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
 
 
 def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
-    """What the settings of workers are refused for, whatever the model."""
+    """Yield a message for every setting that the workers would refuse for any model."""
     dtype = resolve_dtype(config.model.dtype, device)
     kernel_device = torch.device(device)
     checks: list[Callable[[], Any]] = [
@@ -48,7 +48,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
 
 
 def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Iterator[str]:
-    """What the workers refuse of the model in ``model_dir``. Reads no weights."""
+    """Yield a message for everything that the workers would refuse of the model. Reads no weights."""
     trusted = config.model.trust_remote_code
     if unreadable := list(_refusal(lambda: position_limit(config, model_dir))):
         yield from unreadable
@@ -57,7 +57,7 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
     if config.policy.lora is not None:
         lora = config.policy.lora
         yield from _refusal(lambda: check_targets(model_dir, lora, trust_remote_code=trusted))
-    if not trusted:  # code of the model's own may not run without weights
+    if not trusted:  # the model's own code may need weights to run
         with readable_model(model_dir, "architecture"):
             model = empty_model(model_dir, trust_remote_code=False)
         yield from _refusal(lambda: check_supported(model, str(model_dir), packing=config.model.packing))
@@ -68,8 +68,8 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
 
 @contextmanager
 def readable_model(model_dir: Path, what: str) -> Iterator[None]:
-    """Within, any error is a ValueError: of a file that was cut off or that another program wrote, libraries
-    raise whatever their code runs into.
+    """Turn every error inside the block into a ValueError: for damaged files, libraries raise whatever error
+    their code runs into.
     """
     try:
         yield
@@ -78,13 +78,13 @@ def readable_model(model_dir: Path, what: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"{model_dir}: the {what} of the model cannot be read ({reason}); look at its JSON files, or "
+            f"{model_dir}: the {what} of the model cannot be read ({reason}); check its JSON files, or "
             "download the model again"
         ) from error
 
 
 def check_backend(config: Config, device: DeviceType | None = None) -> None:
-    """Raises ValueError for a transport of weights that ``device`` has not; None: this machine's."""
+    """Raise ValueError for a weight transport that ``device`` does not have; None: that of this machine."""
     if config.weight_sync.backend in ("nccl", "ipc") and (device or device_type()) == "cpu":
         where = "torch sees none here" if device in (None, device_type()) else "the cluster has none"
         raise ValueError(
@@ -93,7 +93,7 @@ def check_backend(config: Config, device: DeviceType | None = None) -> None:
 
 
 def position_limit(config: Config, model_dir: Path) -> int | None:
-    """Tokens that a sequence may have; None where the model does not say."""
+    """Return the most tokens of a sequence; None where the model's configuration does not say."""
     from transformers import AutoConfig
 
     with readable_model(model_dir, "configuration"):
@@ -102,7 +102,7 @@ def position_limit(config: Config, model_dir: Path) -> int | None:
 
 
 def check_length(config: Config, model_dir: Path) -> None:
-    """Raises ValueError where the model takes no sequences as long as the run may make."""
+    """Raise ValueError where the run may make longer sequences than the model takes."""
     limit = position_limit(config, model_dir)
     if limit is not None and config.max_length > limit:
         raise ValueError(

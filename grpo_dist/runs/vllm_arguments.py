@@ -1,4 +1,4 @@
-"""What vLLM itself says of `rollout.engine`, asked in a process of its own."""
+"""Asks vLLM, in a separate process, whether it accepts `rollout.engine`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _CHECK_S = 600.0  # importing vLLM takes seconds, on a busy machine a minute
 
 
 def vllm_problems(config: Config, device: DeviceType, model_dir: Path | None) -> Iterator[str]:
-    """What vLLM itself says of `rollout.engine`, in a process of its own: names and values of arguments, and
-    with ``model_dir`` and engines on a device of this machine's kind also the whole configuration of the
-    engine. Nothing where `rollout.engine` is empty: the arguments are then this project's alone.
+    """Yield a message for everything that vLLM refuses of `rollout.engine`.
+
+    vLLM checks names and values of arguments. With ``model_dir``, and engines on the same kind of device as
+    this machine has, it checks the whole configuration of the engine. With an empty `rollout.engine` there is
+    nothing to check: all arguments are this project's.
     """
     own = config.rollout.engine
-    if not own or any(engine_problems(config, device)):  # no engine would be made with them
+    if not own or any(engine_problems(config, device)):  # the run is refused before an engine gets them
         return
     whole: Mapping[str, Any] | None = None
     if model_dir is not None and device == device_type():

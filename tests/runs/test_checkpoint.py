@@ -202,7 +202,7 @@ FILES = ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parq
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(torn, "bytes instead of"), (changed, "its checksum is another"), (Path.unlink, "is missing")],
+    [(torn, "bytes instead of"), (changed, "its checksum differs"), (Path.unlink, "is missing")],
 )
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, file, damage, words):
     for step in (3, 6):

@@ -50,7 +50,7 @@ def test_gpus_that_nobody_can_be_asked_about_keep_no_run_from_starting(monkeypat
         raise OSError("NVML Shared Library Not Found")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("grpo_dist.runs.environment._asked_of_the_driver", no_nvml)
+    monkeypatch.setattr("grpo_dist.runs.environment._gpus_by_nvml", no_nvml)
     assert environment()["gpus"] == ["unknown: NVML Shared Library Not Found"]
 
 
