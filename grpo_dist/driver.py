@@ -45,12 +45,13 @@ async def run(
     *,
     start: int = 0,
     progress: Progress | None = None,
-    asked_to_end: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train from step ``start`` to ``config.steps``. The engines hold version ``start`` on entry.
 
-    ``progress`` comes from the checkpoint of a resumed run. Once ``asked_to_end`` is true, the run saves the
-    current step and ends; while samples are still missing it saves the step before, with the finished groups.
+    ``progress`` comes from the checkpoint of a resumed run. Once ``stop_requested`` is true, the run saves
+    the current step and ends; while samples are still missing it saves the step before, with the finished
+    groups.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
     from `health`; Preempted once it is saved.
@@ -63,7 +64,7 @@ async def run(
     kl = KLController(config.algorithm.kl, progress.kl_coef)
     parts = StatefulParts(pipeline, staging, health, kl)
     evaluation = partial(evaluate, config, workers, eval_sets, recorder, explain=workers.where_stuck)
-    chores = Chores(config, workers, recorder, checkpoints, parts, evaluation, asked_to_end)
+    chores = Chores(config, workers, recorder, checkpoints, parts, evaluation, stop_requested)
     async with pipeline, probe:
         await chores.before_first_step(start, evaluation_pending=progress.evaluation_pending)
         for step in range(start, config.steps):
@@ -71,7 +72,7 @@ async def run(
             probe.begin(step)
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with timer("sample"):
-                batch = await pipeline.next(unless=asked_to_end)
+                batch = await pipeline.next(unless=stop_requested)
             if batch is None:
                 await chores.preempt(step)
             with timer("stage"):
@@ -88,7 +89,7 @@ async def run(
                     probe.after_update(step, metrics)
                     health.after_update(step + 1, metrics, batch.groups)
                 values = await recorded_values(staged, workers.policy, trained=trainable)
-            metrics |= await publish(step + 1, config.reference, workers, pipeline, timer, asked_to_end)
+            metrics |= await publish(step + 1, config.reference, workers, pipeline, timer, stop_requested)
             metrics |= kl.observe(metrics)
             await chores.after_step(step + 1, staged, values, metrics, timer, trained=trainable)
         await checkpoints.settle()

@@ -18,7 +18,7 @@ from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
 from grpo_dist.recorder import Recorder
-from grpo_dist.runtime.concurrency import unless_asked
+from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.workers import Workers
 
@@ -54,7 +54,7 @@ class Chores:
     Args:
         parts: asked for their state by a checkpoint.
         evaluation: `evaluation.sampling.evaluate` with all its arguments but ``step``.
-        asked_to_end: true once the run is to save and end.
+        stop_requested: true once the run is to save and end.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Chores:
         checkpoints: Checkpointer,
         parts: StatefulParts,
         evaluation: Callable[..., Coroutine[Any, Any, dict[str, float]]],
-        asked_to_end: Callable[[], bool],
+        stop_requested: Callable[[], bool],
     ) -> None:
         self._config, self._workers, self._recorder = config, workers, recorder
         self._checkpoints, self._parts, self._evaluation = checkpoints, parts, evaluation
-        self._asked_to_end, self._evaluation_pending = asked_to_end, False
+        self._stop_requested, self._evaluation_pending = stop_requested, False
 
     async def before_first_step(self, start: int, *, evaluation_pending: bool) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
@@ -113,9 +113,9 @@ class Chores:
         health.act(step, alarms, metrics, batch.groups)
         if is_due(step, config.evaluation.every) and not is_evaluated_after_export(config, step):
             await self._evaluate(step)
-        if is_due(step, config.checkpoint.every) or step == config.steps or self._asked_to_end():
+        if is_due(step, config.checkpoint.every) or step == config.steps or self._stop_requested():
             await self._save(step)
-        if self._asked_to_end():  # asked again: it may have come while saving
+        if self._stop_requested():  # asked again: it may have come while saving
             await self._end(step)
 
     async def preempt(self, step: int) -> NoReturn:
@@ -137,10 +137,10 @@ class Chores:
     async def _evaluate(self, step: int) -> None:
         """Evaluate, but not in a run that is asked to end: it has no time, and evaluates after its resume."""
         self._evaluation_pending = True
-        if self._asked_to_end():
+        if self._stop_requested():
             return
         self._recorder.phase("evaluate")
-        found = await unless_asked(self._evaluation(step=step), self._asked_to_end)
+        found = await unless_stopped(self._evaluation(step=step), self._stop_requested)
         if found is not None:
             self._recorder.log(step, found)
             self._evaluation_pending = False

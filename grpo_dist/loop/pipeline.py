@@ -19,7 +19,7 @@ from grpo_dist.data.stream import PromptStream
 from grpo_dist.health.state import HealthState
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch
 from grpo_dist.loop.progress import Progress
-from grpo_dist.runtime.concurrency import deadline, finished_unless
+from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 
@@ -72,7 +72,7 @@ class Pipeline:
         """
         batch, task = self._launched[0]
         async with self._deadline(batch):
-            if not await finished_unless(task, unless):
+            if not await finished_unless_stopped(task, unless):
                 return None
         self._launched.popleft()
         done = task.result()  # bounded: it is done
@@ -89,7 +89,7 @@ class Pipeline:
         if self._drains:
             for batch, task in self._launched:
                 async with self._deadline(batch):
-                    if not await finished_unless(task, unless):
+                    if not await finished_unless_stopped(task, unless):
                         return False
                     task.result()  # bounded: it is done
         return True

@@ -17,7 +17,7 @@ async def publish(
     workers: Workers,
     pipeline: Pipeline,
     timer: Stopwatch,
-    asked_to_end: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> dict[str, float]:
     """Drain, push ``version`` to the engines, and refresh the reference if it is due; return metrics.
 
@@ -27,7 +27,7 @@ async def publish(
     renews = workers.reference_sync is not None and is_due(version, settings.refresh_every)
     metrics: dict[str, float] = {}
     with timer("drain"):
-        drained = await (pipeline.settle() if renews else pipeline.settle(unless=asked_to_end))
+        drained = await (pipeline.settle() if renews else pipeline.settle(unless=stop_requested))
     with timer("sync"):
         if drained:
             metrics = await workers.sync.push(version=version)

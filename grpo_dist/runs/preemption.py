@@ -66,7 +66,7 @@ class Interruption:
         for number in _SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether the run is to end after its current step."""
         return self._asked is not None
 
@@ -82,7 +82,7 @@ class Interruption:
         except RunEnded:
             raise
         except Exception as error:
-            if not self.asked():
+            if not self.stop_requested():
                 raise
             first = str(error).partition("\n")[0]
             raise Preempted(f"ended as asked; the step was not saved ({first}); {_AGAIN}") from error
@@ -90,7 +90,7 @@ class Interruption:
             self._finishes = False
             if self._timer is not None:
                 self._timer.cancel()
-        if self.asked():
+        if self.stop_requested():
             raise Preempted(f"ended as asked after saving the last step; {_AGAIN}")
 
     def _heard(self, number: signal.Signals) -> None:

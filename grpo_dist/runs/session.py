@@ -156,7 +156,7 @@ async def _resume(run: Run, interruption: Interruption, point: ResumePoint, work
             run.checkpoints,
             start=point.step,
             progress=point.progress,
-            asked_to_end=interruption.asked,
+            stop_requested=interruption.stop_requested,
         )
     run.tracker.loop_ended()
     if config.checkpoint.export:

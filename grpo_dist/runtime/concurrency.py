@@ -73,22 +73,23 @@ async def progressing(
         raise
 
 
-async def finished_unless(task: asyncio.Task[Any], asked: Callable[[], bool]) -> bool:
-    """Whether ``task`` is done; false as soon as ``asked`` is true while it is not. It goes on then. The
+async def finished_unless_stopped(task: asyncio.Task[Any], stop_requested: Callable[[], bool]) -> bool:
+    """Wait for ``task``. Returns false, and leaves it running, as soon as ``stop_requested`` is true. The
     caller holds the deadline.
     """
     while not task.done():
         await asyncio.wait([task], timeout=_ASK_S)
-        if asked() and not task.done():
+        if stop_requested() and not task.done():
             return False
     return True
 
 
-async def unless_asked(work: Coroutine[Any, Any, T], asked: Callable[[], bool]) -> T | None:
-    """What ``work`` gives; None as soon as ``asked`` is true before that: it is cancelled."""
+async def unless_stopped(work: Coroutine[Any, Any, T], stop_requested: Callable[[], bool]) -> T | None:
+    """Return the result of ``work``. Cancels it and returns None as soon as ``stop_requested`` is true."""
     task = asyncio.create_task(work)
     try:
-        return task.result() if await finished_unless(task, asked) else None  # bounded: it is done
+        done = await finished_unless_stopped(task, stop_requested)
+        return task.result() if done else None  # bounded: it is done
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

@@ -46,7 +46,7 @@ def session(world, config, said, eval_sets=(), **kwargs):
             with interruption.finishing():
                 await run(
                     config, world.workers(), fakes.prompts(40), list(eval_sets), world, world,
-                    asked_to_end=interruption.asked, **kwargs,
+                    stop_requested=interruption.stop_requested, **kwargs,
                 )  # fmt: skip
 
     asyncio.run(train())
