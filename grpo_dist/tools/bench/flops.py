@@ -22,7 +22,7 @@ _CARDS = {
 class Shape:
     """What of a decoder decides its operations: gated MLPs, grouped-query attention.
 
-    ``intermediate``: of the MLPs that a token meets, added up: 2 of 4 experts of width 96 beside a shared one
+    ``intermediate``: of the MLPs that a token uses, added up: 2 of 4 experts of width 96 and a shared one
     of 160 are 352. ``experts`` of width ``expert_width`` are in each layer, 0 in a dense model.
     """
 

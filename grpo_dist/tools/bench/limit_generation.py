@@ -1,4 +1,4 @@
-"""Limit of generation: `vllm.LLM.generate`, told everything at once."""
+"""Limit of generation: one call of `vllm.LLM.generate` with all requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measure(
     batches: Sequence[Sequence[Request]],
     repeats: int,
 ) -> dict[str, Any]:
-    """`seconds` for each batch of requests, [batches][repeats]; `steps`: [sequences, tokens that each holds,
-    seconds] of single steps of the engine, from one sequence to as many as it decodes at once.
+    """Return `seconds` of each batch of requests, [batches][repeats]; and `steps`, [sequences, tokens of
+    each, seconds] of single engine steps, from one sequence to as many as it decodes at once.
     """
     engine = _make_engine(spec)
     _generate(engine, batches[0], temperature)
@@ -43,9 +43,7 @@ def measure(
 def _steps(
     engine: Any, spec: EngineSpec, requests: Sequence[Request], temperature: float
 ) -> list[tuple[int, float, float]]:
-    """Medians of the first and of the last third of the steps of some batches, all of whose requests are of
-    one length.
-    """
+    """Return medians of the first and the last third of the steps of batches with requests of one length."""
     found = []
     prompt = requests[0].prompt_ids
     tokens = min(_STEP_TOKENS, spec.max_length - len(prompt))
@@ -99,7 +97,7 @@ def _asked(request: Request, temperature: float) -> Any:
 
 
 def _make_engine(spec: EngineSpec) -> Any:
-    """As a rollout worker's, but for the weight transfer, in the class that is made for a batch at once."""
+    """Make an engine as a rollout worker does, without weight transfer, in vLLM's class for whole batches."""
     from actors.workers.engine_settings import fitting_arguments, set_environment
 
     set_environment()

@@ -22,7 +22,7 @@ def measure(
     backend: str,
     repeats: int,
 ) -> list[float]:
-    """Seconds of each repeat. ``backend``: gloo or nccl; "copy": within the one GPU that all share."""
+    """Return the seconds of each repeat. ``backend``: gloo, nccl, or "copy" within one shared GPU."""
     device = device_type()
     buffer = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     if backend == "copy":

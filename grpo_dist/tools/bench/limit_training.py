@@ -24,8 +24,8 @@ def measure(
     trained_share: float,
     repeats: int,
 ) -> dict[str, Any]:
-    """Seconds of each repeat over ``rows`` of ``row_tokens``, optimiser step included; rows of a micro-batch
-    that was fastest; operations per second of a matrix product.
+    """Return the seconds of each repeat over ``rows`` of ``row_tokens``, optimiser step included; the rows of
+    the fastest micro-batch; and operations per second of a matrix product.
     """
     loop = _Loop(model_dir, dtype, row_tokens, max(1, round(trained_share * row_tokens)))
     micro = _best_micro_batch(loop, rows)
@@ -38,8 +38,8 @@ def measure(
 
 
 def _best_micro_batch(loop: _Loop, rows: int) -> int:
-    """Of powers of two up to ``rows``, by one pass over at most a quarter of them; a size that is slower, or
-    too large for the memory, ends the search.
+    """Return the fastest power of two up to ``rows``, by one pass over at most a quarter of them. A slower
+    size, or one too large for the memory, ends the search.
     """
     best, best_rate, size = 1, 0.0, 1
     loop.step(1, 1)
@@ -75,7 +75,7 @@ class _Loop:
         self._optimizer.zero_grad()
 
     def pass_over(self, rows: int, micro: int) -> None:
-        """Forward and backward of ``rows``; only the trained tokens of a row have logits, as in the loop."""
+        """Run forward and backward passes of ``rows``; only trained tokens have logits, as in the loop."""
         for start in range(0, rows, micro):
             size = (min(micro, rows - start), self._row_tokens + 1)
             tokens = torch.randint(self._vocabulary, size, device=self._device)
@@ -86,7 +86,7 @@ class _Loop:
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
-    """Operations per second of a square matrix product, the fastest of several."""
+    """Return the operations per second of a square matrix product, the fastest of several."""
     device = device_type()
     n = _MATMUL[device]
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

@@ -1,5 +1,5 @@
-"""What the machine can do at best, each in processes of its own, one after the other, after the loop's
-workers have ended. Processes and threads are as many as the loop's workers had.
+"""Measures what the machine reaches at best, one limit after the other in its own processes, after the
+loop's workers have ended. There are as many processes and threads as the loop's workers had.
 
     generation   `vllm.LLM.generate` on the prompts, seeds and lengths of timed steps; and single steps of the
     engine
@@ -165,4 +165,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], module: str, directory: 
         if process.poll() != 0:
             tail = (directory / f"{i}.log").read_text(errors="replace")[-2000:]
             state = "not finished" if process.returncode is None else f"exit code {process.returncode}"
-            raise RuntimeError(f"limit {module.rsplit('_', 1)[1]}: process {i}: {state}; it said: {tail}")
+            raise RuntimeError(
+                f"limit {module.rsplit('_', 1)[1]}: process {i}: {state}; its output ends with: {tail}"
+            )

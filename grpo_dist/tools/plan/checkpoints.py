@@ -1,6 +1,6 @@
 """Checkpoints of a planned run: what ranks write, and how long the loop waits for it.
 
-background      copy to host memory | next steps ......       the files are written beside them, which the
+background      copy to host memory | next steps ......       the files are written meanwhile, which the
                                     \\ write ..... published   next checkpoint and the end wait for
 in the loop     write .... published | next steps
 """

@@ -1,6 +1,4 @@
-"""What of a model decides memory and time, read from its config.json, or known for the families that recipes
-use.
-"""
+"""The sizes of a model, from its config.json, or from a table of the families that recipes use."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import read_json
 from grpo_dist.tools.bench.flops import Shape
 
-# What a layer has beside the matrices of `Shape`, by model_type: biases of query, key and value; norms of
+# What a layer has besides the matrices of `Shape`, by model_type: biases of query, key and value; norms of
 # query and key.
 _BIAS = ("qwen2", "qwen2_moe")
 _HEAD_NORMS = ("qwen3", "qwen3_moe")
@@ -25,7 +23,7 @@ _NOWHERE = "neither a directory here, nor in the Hugging Face cache, nor a famil
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """``parameters``: each once, a tied head not at all. ``tied``: embedding and LM head are one matrix."""
+    """``parameters``: each once, without a tied head. ``tied``: embedding and LM head are one matrix."""
 
     name: str
     shape: Shape
@@ -43,8 +41,8 @@ class ModelShape:
         return self.shape.layers * self.shape.layer_weights + self.embedding
 
     def read_for(self, sequences: float) -> float:
-        """Weights that a decoding step of ``sequences`` reads: of experts those that any of them meets, if
-        each is as likely.
+        """Return the weights that a decode step of ``sequences`` reads. Experts are equally likely, and count
+        where any sequence uses them.
         """
         s = self.shape
         met = 1 - (1 - s.experts_per_token / s.experts) ** max(0.0, sequences - 1) if s.experts else 0.0
@@ -52,7 +50,7 @@ class ModelShape:
 
     @property
     def without_head(self) -> int:
-        """Parameters of the decoder alone, which a classifier has, too."""
+        """Parameters of the decoder without a head, as in a classifier."""
         return self.parameters if self.tied else self.parameters - self.embedding
 
     def kv_values(self) -> int:
@@ -140,15 +138,15 @@ _PUBLISHED = {
 
 
 def published(hub_id: str) -> ModelShape | None:
-    """Of a model known by its hub id; a family's -Instruct, -Base, -Math and -Coder have one shape."""
+    """Return the shape of a published model. A family's -Instruct, -Base, -Math and -Coder share one."""
     plain = re.sub(r"-(Instruct|Base|Math|Coder)(?=-|$)", "", hub_id)
     found = next((c for name, c in _PUBLISHED.items() if name.lower() == plain.lower()), None)
     return from_config_json(found, hub_id) if found else None
 
 
 def model_of(config: Config) -> ModelShape:
-    """Of `model.path`: a directory, `demo:`, `random:`, the cold start's model, a hub id that is in the local
-    cache or known here. Nothing is fetched. Raises UserError where the sizes cannot be known.
+    """Return the sizes of `model.path`: a directory, `demo:`, `random:`, the cold start's model, or a hub id
+    in the local cache or the table here. Nothing is fetched. Raises UserError where they are unknown.
     """
     path = config.model.path
     if path == "sft":
@@ -164,7 +162,7 @@ def model_of(config: Config) -> ModelShape:
             return _read(made, _policy(path))
         except ValueError as error:
             raise UserError(str(error)) from error
-    if found := _at_hand(path, config.model.revision, _policy(path)):
+    if found := _known_locally(path, config.model.revision, _policy(path)):
         return found
     raise UserError(
         f"{_policy(path)}: {_NOWHERE} ({', '.join(_PUBLISHED)}); fetch its config.json and plan with "
@@ -173,11 +171,11 @@ def model_of(config: Config) -> ModelShape:
 
 
 def classifier_of(settings: RewardModelConfig) -> ModelShape:
-    """The decoder of a reward model, from where `model_of` looks. Raises UserError where its sizes cannot be
-    known.
+    """Return the decoder of a reward model, from the places of `model_of`. Raises UserError where its sizes
+    are unknown.
     """
     where = f"path = {settings.path}"
-    if found := _at_hand(settings.path, settings.revision, where):
+    if found := _known_locally(settings.path, settings.revision, where):
         return found
     raise UserError(f"{where}: {_NOWHERE}; put its config.json in a directory and plan with that as `path`")
 
@@ -186,8 +184,8 @@ def _policy(path: str) -> str:
     return f"model.path = {path}"
 
 
-def _at_hand(path: str, revision: str | None, where: str) -> ModelShape | None:
-    """Of a directory, of a hub id in the local cache, or of one known here."""
+def _known_locally(path: str, revision: str | None, where: str) -> ModelShape | None:
+    """Look in a directory, the local cache, and the table of published models."""
     local = Path(path).expanduser()
     if local.is_dir():
         return _read(local / "config.json", where)

@@ -1,4 +1,4 @@
-"""How long each stage takes: rooflines of the data sheet times what of it is reached.
+"""The time of each stage: rooflines of the data sheet, times the share that programs reach.
 
     decode   max(bytes of weights and cache / memory bandwidth, operations / peak) + all-reduces + host
     prefill  operations / peak
@@ -18,7 +18,7 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.memory import Sizes, lora_parameters
+from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
@@ -29,14 +29,14 @@ _CPU_ADAM = 4e9  # parameters a second of one node's processors
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Shares of the data sheet, and times that it knows nothing of. The defaults are what well-tuned public
-    systems report, not measurements of this project.
+    """Reached shares of the data sheet, and times that it does not give. The defaults are what well-tuned
+    public systems report, not measurements of this project.
 
     ``decode_curve``: (sequences, factor on the roofline of a decode step), by measured engines; in between
     linear in sequences, beyond the ends as at them.
     """
 
-    training: float = 0.4  # of peak operations, those that are computed again included
+    training: float = 0.4  # of peak operations, recomputation included
     prefill: float = 0.5
     decode: float = 0.65  # of memory bandwidth
     network: float = 0.7
@@ -45,7 +45,7 @@ class Reached:
     sync_s: float = 0.2  # of a weight sync: stop, repack, serve again
     sample_s: float = 100e-6  # of the driver's loop for a completion (tests/evidence/driver_scaling.py)
     score_s: float = 0.005  # of a grader process for a completion
-    overhead_s: float = 0.05  # of a training step: log, and messages on their way
+    overhead_s: float = 0.05  # of a training step: logging and messages
     decode_curve: tuple[tuple[float, float], ...] = ()
     source: str = "data sheet with assumed efficiencies"
 
@@ -58,7 +58,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Of one device of a policy rank, and of one of an engine: a GPU, or the CPU threads of an actor.
+    """The peaks of a policy rank's device and of an engine's: a GPU, or the CPU threads of an actor.
     ``node``: devices that share a node. ``thread_flops``: of one CPU thread; None where there are GPUs.
     """
 
@@ -73,7 +73,7 @@ class Peaks:
     @classmethod
     def of(cls, cluster: ClusterShape) -> Peaks:
         card = cluster.card
-        assert card is not None  # a machine without GPUs is known by its benchmark
+        assert card is not None  # a machine without GPUs needs a benchmark
         return cls(card.flops, card.flops, card.hbm, card.link, card.network, cluster.gpus_per_node)
 
 
@@ -95,7 +95,7 @@ class Rates:
     reached: Reached
 
     def decode_step_s(self, sequences: float, context: float) -> float:
-        """One step of an engine: one token for each of ``sequences``, which hold ``context`` tokens."""
+        """Return the seconds of a decode step of ``sequences`` that hold ``context`` tokens together."""
         return self.decode_roofline_s(sequences, context) * self.reached.decode_factor(sequences) + (
             self.reached.step_s
         )
@@ -111,7 +111,7 @@ class Rates:
         operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
         reading = read / (self.peaks.memory * self.reached.decode)
         computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
-        # A GPU reads while it computes; a processor, as measured, does one after the other.
+        # A GPU reads while it computes; measurements show that a CPU does one after the other.
         seconds = max(reading, computing) if self.sizes.gpu else reading + computing
         if t > 1:
             sent = 2 * (t - 1) / t * sequences * s.hidden * b
@@ -119,13 +119,13 @@ class Rates:
         return seconds
 
     def prefill_s(self, tokens: float) -> float:
-        """``tokens`` of prompts, through an engine."""
+        """Return the seconds in which an engine computes ``tokens`` of prompts."""
         t = self.config.rollout.tensor_parallel_size
         operations = 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens
         return operations / t / (self.peaks.engine_flops * self.reached.prefill)
 
     def forward_flops(self, work: UpdateWork) -> float:
-        """Of one pass over ``work``: shared prompts once in packed rows, logits of completions alone."""
+        """Return the operations of a pass over ``work``; packed rows share prompts."""
         s = self.model.shape
         shared = self.config.model.packing
         stream = trained = pairs = 0.0
@@ -138,7 +138,7 @@ class Rates:
         return float(2 * weights + 4 * s.layers * s.heads * s.head_dim * pairs)
 
     def update_s(self, updates: Sequence[UpdateWork]) -> float:
-        """One step of the policy: every update of it, as often as `batch.epochs_per_batch` says."""
+        """Return the seconds of all updates of a step, for each of `batch.epochs_per_batch`."""
         epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
         return sum(
             epochs * self._one_update_s(work) + self._compute_s(work, passes)
@@ -146,7 +146,7 @@ class Rates:
         )
 
     def compute_s(self, updates: Sequence[UpdateWork]) -> float:
-        """The part of `update_s` that is the model's forward and backward passes."""
+        """Return the part of `update_s` in the model's forward and backward passes."""
         epochs, before = self.config.batch.epochs_per_batch, self._passes_before(len(updates))
         return sum(
             self._compute_s(work, epochs * self._passes + passes)
@@ -155,11 +155,11 @@ class Rates:
 
     @property
     def _passes(self) -> float:
-        """Of an update, in forward passes: a backward pass is two, and computing again is one more."""
+        """Return an update's cost in forward passes: a backward pass is two, recomputation one more."""
         return 4.0 if self.config.model.gradient_checkpointing else 3.0
 
     def _passes_before(self, updates: int) -> list[float]:
-        """What must be known of the weights before they move takes a pass of its own."""
+        """Return the extra forward passes of each update for values under the weights before it."""
         algorithm, epochs = self.config.algorithm, self.config.batch.epochs_per_batch
         if algorithm.top_entropy_share < 1.0:
             return [1.0] * updates
@@ -167,16 +167,16 @@ class Rates:
         return [1.0 if moves and (i > 0 or epochs > 1) else 0.0 for i in range(updates)]
 
     def reference_s(self, work: UpdateWork) -> float:
-        """Log-probs of a group on one reference worker."""
+        """Return the seconds of a group's log-probs on one reference worker."""
         return self.forward_flops(work) / (self.peaks.flops * self.reached.training)
 
     def reward_model_s(self, model: KnownRewardModel, prompt: int, lengths: Sequence[int]) -> float:
-        """Scores of a group by one worker of ``model``, which has a GPU, or one thread."""
+        """Return the seconds in which a worker of ``model``, with a GPU or one thread, scores a group."""
         flops = self.peaks.thread_flops or self.peaks.flops
         return model.flops(prompt, lengths) / (flops * self.reached.training)
 
     def sync_s(self) -> float:
-        """Weights, or the adapters, from the policy to the engines. ZeRO-3 gathers them first."""
+        """Return the seconds of sending weights or adapters to the engines. ZeRO-3 gathers them first."""
         adapters = self.config.policy.lora is not None and self.config.policy.lora.sync == "adapter"
         sent = (lora_parameters(self.config, self.model) if adapters else self.model.parameters) * (
             self.sizes.itemsize
@@ -185,25 +185,23 @@ class Rates:
         return passes * sent / (self.peaks.network * self.reached.sync) + self.reached.sync_s
 
     def turn_s(self) -> float:
-        """States of a colocated policy rank to host memory or back."""
-        from grpo_dist.tools.plan.memory import states
-
+        """Return the seconds of moving a colocated rank's states to host memory or back."""
         return sum(states(self.config, self.model, self.sizes).values()) / _HOST
 
     def score_s(self, samples: int) -> float:
-        """A group, by the processes of one reward worker."""
+        """Return the seconds in which the processes of one reward worker score a group."""
         processes = min(samples, self.config.rewards.processes_per_worker)
         return samples / processes * self.reached.score_s
 
     def _one_update_s(self, work: UpdateWork) -> float:
         compute = self._compute_s(work, self._passes)
         gathers, others = self._collectives_s(self._micro_batches(work))
-        # ZeRO-3 fetches the weights of the next layer beside the computation; other collectives come after
+        # ZeRO-3 fetches the weights of the next layer during the computation; other collectives come after
         # it.
         return max(compute, gathers) + others + self._optimizer_s()
 
     def _compute_s(self, work: UpdateWork, passes: float) -> float:
-        """The busiest group of ranks: an equal share, or the longest row."""
+        """Return the load of the busiest group of ranks: an equal share, or the longest row."""
         replicas, shared = self.config.policy.replicas, self.config.policy.sequence_parallel
         prompt, longest = max(((p, max(n)) for p, n in work.groups), key=sum)
         row = self.forward_flops(UpdateWork(((prompt, (longest,)),)))
@@ -216,9 +214,7 @@ class Rates:
         return max(1, round(np.ceil(tokens / max(self.sizes.micro_batch, longest))))
 
     def _collectives_s(self, micro_batches: int) -> tuple[float, float]:
-        """Seconds of gathering weights under ZeRO-3, and of everything else that ranks send each other in an
-        update.
-        """
+        """Return the seconds of gathering weights under ZeRO-3, and of all other transfers in an update."""
         ranks, stage, b = self.config.policy.num_workers, self.config.policy.zero_stage, self.sizes.itemsize
         if ranks == 1:
             return 0.0, 0.0
@@ -234,7 +230,7 @@ class Rates:
         return 2 * micro_batches * b * self.model.parameters * one_way, reduced
 
     def _between_ranks(self, ranks: int) -> float:
-        """Bytes a second of a collective for each rank: all cards of a node send to the next at once."""
+        """Return bytes a second of a collective per rank: all cards of a node send to the next at once."""
         inside = min(ranks, self.peaks.node)
         return (
             self.peaks.link if ranks <= self.peaks.node else min(self.peaks.link, self.peaks.network * inside)
