@@ -63,6 +63,8 @@ from grpo_dist.workers import Workers
 
 logger = logging.getLogger("grpo_dist")
 
+# Roles whose actors run one call at a time, so that calls wait for each other.
+_QUEUEING = {"reference", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 
@@ -147,7 +149,6 @@ class Cluster:
             raise StateLost(f"a worker is lost while it starts ({reason(error)})") from error
 
     async def _start_training(self, model_dir: Path) -> Workers:
-        config = self._config
         await self._reserve(training=True)
         policy = self._create_policy(model_dir)
         shared = await self._shared_devices(policy)
@@ -156,12 +157,12 @@ class Cluster:
         if reference is not None:
             self._handles.append(reference)
         parts = TrainingActors(policy, samplers, reference)
-        limit_s = config.cluster.timeouts.sync_s
-        colocation = (
-            Colocation(policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck)
-            if shared
-            else None
-        )
+        colocation = None
+        if shared:
+            limit_s = self._config.cluster.timeouts.sync_s
+            colocation = Colocation(
+                policy, samplers.rollouts, timeout_s=limit_s, where_stuck=self.where_stuck
+            )
         await self._ready(colocation, policy, samplers.rollouts)
         workers = await self._connected(parts, shared)
         if colocation is None:
@@ -231,31 +232,22 @@ class Cluster:
 
     async def _connected(self, parts: TrainingActors, shared: SharedDevices | None) -> Workers:
         """Connect policy, engines and reference, which are all ready."""
-        policy, samplers, reference = parts.policy, parts.samplers, parts.reference
+        policy, reference = parts.policy, parts.reference
+        rollouts, rewards = parts.samplers.rollouts, parts.samplers.rewards
+        timeout_s = self._config.cluster.timeouts.sync_s
         with stage("weight transfer", "policy ranks and engines connect"):
             sync = await WeightSync.connect(
                 policy,
-                samplers.rollouts,
+                rollouts,
                 self._config.weight_sync,
                 beside=shared.beside if shared else None,
-                timeout_s=self._config.cluster.timeouts.sync_s,
+                timeout_s=timeout_s,
             )
         reference_sync = await self._reference_sync(policy, reference)
-        usage = ActorUsage(
-            parts.teams(),
-            queueing={"reference", "reward_model", "policy"},
-            timeout_s=self._config.cluster.timeouts.sync_s,
-        )
+        usage = ActorUsage(parts.teams(), queueing=_QUEUEING, timeout_s=timeout_s)
+        probe = EngineProbe(policy, rollouts)
         return Workers(
-            samplers.rollouts,
-            samplers.rewards,
-            reference,
-            policy,
-            sync,
-            reference_sync,
-            usage,
-            self.where_stuck,
-            EngineProbe(policy, samplers.rollouts),
+            rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe
         )
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
@@ -273,12 +265,9 @@ class Cluster:
         config = self._config
         if reference is None or not config.reference.refresh_every:
             return None
+        mix, timeout_s = config.reference.refresh_mix, config.cluster.timeouts.sync_s
         return await ReferenceSync.connect(
-            policy,
-            reference,
-            config.weight_sync,
-            mix=config.reference.refresh_mix,
-            timeout_s=config.cluster.timeouts.sync_s,
+            policy, reference, config.weight_sync, mix=mix, timeout_s=timeout_s
         )
 
     async def start_evaluation(self, model_dir: Path) -> SamplingActors:

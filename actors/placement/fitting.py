@@ -110,7 +110,7 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
         count = sum(bundle.role == wide.role for bundle in wanted)
         return (
             f"its nodes have no room for {count} times {wide.gpus} GPUs of one node each (`{wide.role}`) "
-            "beside the others, even without other jobs; use more nodes, or another "
+            "in addition to the others, even without other jobs; use more nodes, or another "
             "`rollout.tensor_parallel_size`:\n" + "\n".join(f"  {node}" for node in nodes)
         )
     return None

@@ -163,7 +163,7 @@ def refresh_tied_head(model: torch.nn.Module) -> None:
     for head in heads:
         if len(embeddings) != 1:
             raise RuntimeError(
-                f"weight sync: a tied LM head beside {len(embeddings)} embeddings is not supported"
+                f"weight sync: a tied LM head with {len(embeddings)} embeddings is not supported"
             )
         if head.weight.data_ptr() != embeddings[0].weight.data_ptr():
             head.weight.data.copy_(embeddings[0].weight.data)

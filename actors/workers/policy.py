@@ -17,6 +17,7 @@ from actors.transfer.stream import send
 from actors.transfer.transport import Transport, free_port, open_transport
 from grpo_dist.config import (
     AlgorithmConfig,
+    ModelConfig,
     PolicyConfig,
     ProfileConfig,
     TransferBackend,
@@ -26,7 +27,7 @@ from grpo_dist.observe.profiling import profiled, trace_path
 from grpo_dist.policy.extensions import build_in_own_directory
 from grpo_dist.policy.loss import LossSettings
 from grpo_dist.policy.ranks import Rank
-from grpo_dist.policy.trainer import Trainer
+from grpo_dist.policy.trainer import Trainer, TrainerSettings
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.hardware import DeviceType, one_thread
 from grpo_dist.runtime.metering import Metered, metered
@@ -53,12 +54,12 @@ class PolicyWorker(Metered, Probeable):
         context = ray.get_runtime_context()
         return Devices(context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", [])))
 
-    def start(self, rank: Rank, policy: PolicyConfig, arguments: dict[str, Any]) -> tuple[DeviceType, float]:
-        """Join the other ranks and load the model; returns the device type and `Trainer.attention_cost`.
-        ``arguments``: the further ones of `Trainer`.
-        """
+    def start(
+        self, rank: Rank, policy: PolicyConfig, model: ModelConfig, model_dir: str, settings: TrainerSettings
+    ) -> tuple[DeviceType, float]:
+        """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`."""
         build_in_own_directory()
-        self._trainer = Trainer(with_store(rank), policy, **arguments)
+        self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
     @metered("update")

@@ -26,7 +26,6 @@ from actors.transfer.handshake import new_secret
 from actors.workers.policy import PolicyWorker, loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
-    AlgorithmConfig,
     Config,
     ModelConfig,
     PolicyConfig,
@@ -47,46 +46,24 @@ _SHARDED = "all ranks go back to a checkpoint together"
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """What the ranks train, the same for all. ``token_budget``: see `BatchConfig.micro_batch_tokens`."""
+    """What the ranks train, the same for all."""
 
     settings: PolicyConfig
     model: ModelConfig
     model_dir: str
-    algorithm: AlgorithmConfig
-    temperature: float
-    token_budget: int | None
-    epochs: int
-    total_updates: int
-    seed: int
+    trainer: TrainerSettings
 
     @classmethod
     def of(cls, config: Config, model_dir: Path) -> PolicySpec:
-        return cls(
-            config.policy,
-            model=config.model,
-            model_dir=str(model_dir),
-            algorithm=config.algorithm,
+        trainer = TrainerSettings(
+            loss=loss_settings(config.algorithm),
             temperature=config.sampling.temperature,
             token_budget=config.batch.micro_batch_tokens,
             epochs=config.batch.epochs_per_batch,
             total_updates=config.total_updates,
             seed=config.seed,
         )
-
-    def trainer_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Trainer` that are not the rank and the policy's settings."""
-        return {
-            "model": self.model,
-            "model_dir": self.model_dir,
-            "settings": TrainerSettings(
-                loss=loss_settings(self.algorithm),
-                temperature=self.temperature,
-                token_budget=self.token_budget,
-                epochs=self.epochs,
-                total_updates=self.total_updates,
-                seed=self.seed,
-            ),
-        }
+        return cls(config.policy, config.model, str(model_dir), trainer)
 
 
 class PolicyGroup:
@@ -101,7 +78,7 @@ class PolicyGroup:
         worker: type[PolicyWorker] = PolicyWorker,
         profile: ProfileConfig | None = None,
     ) -> None:
-        self._settings, self._trainer_arguments = spec.settings, spec.trainer_arguments()
+        self._spec, self._settings = spec, spec.settings
         self._timeouts, self._profile = timeouts, profile or ProfileConfig()
         actors = replace(actors, start_s=timeouts.start_s, irreplaceable=_SHARDED)
         self.team = Team("policy", actors.makers(one_at_a_time(worker), spec.settings.num_workers), actors)
@@ -119,10 +96,10 @@ class PolicyGroup:
         """
         (host, port), *_ = await results(rank.address.remote() for rank in self.ranks)
         self.team.watch()  # the ranks answer health checks from here on, also while they load
-        size = len(self.ranks)
+        spec, size = self._spec, len(self.ranks)
         secret = new_secret()
         ranks = [Rank(i, size, host, port, self._timeouts.update_s, secret) for i in range(size)]
-        arguments = [(rank, self._settings, self._trainer_arguments) for rank in ranks]
+        arguments = [(rank, spec.settings, spec.model, spec.model_dir, spec.trainer) for rank in ranks]
         started = await self._each("start", arguments)
         self.device, self._attention_cost = started[0]
         self.team.starting.clear()
@@ -151,7 +128,7 @@ class PolicyGroup:
 
     async def trace_next(self, run_dir: Path, step: int) -> None:
         """Have each rank write a trace of the next update to ``run_dir``, which all ranks can write to."""
-        async with self._deadline(self.update_s, "the profiler is told"):
+        async with self._deadline(self.update_s, "start of the profiler"):
             await self._all("trace_next", str(run_dir.absolute()), step, self._profile)
 
     async def token_logprobs(self) -> dict[int, np.ndarray]:

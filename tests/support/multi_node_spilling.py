@@ -11,9 +11,10 @@ from ray._private.internal_api import memory_summary
 from ray.cluster_utils import Cluster
 
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.workers.policy import PolicyWorker
+from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig
+from grpo_dist.policy.trainer import TrainerSettings
 from tests.support import made_groups
 
 STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
@@ -22,7 +23,7 @@ STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
 class Adding(PolicyWorker):
     """A rank that says what it was given, and where it is."""
 
-    def start(self, place, policy, settings):
+    def start(self, *_):
         self._where = ray.get_runtime_context().get_node_id()
         return "cpu", 0.0
 
@@ -44,14 +45,16 @@ def batches():
 async def session(home):
     spec = PolicySpec(
         PolicyConfig(num_workers=1),
-        model=ModelConfig(path="none"),
-        model_dir="none",
-        algorithm=AlgorithmConfig(),
-        temperature=1.0,
-        token_budget=None,
-        epochs=1,
-        total_updates=1,
-        seed=0,
+        ModelConfig(path="none"),
+        "none",
+        TrainerSettings(
+            loss=loss_settings(AlgorithmConfig()),
+            temperature=1.0,
+            token_budget=None,
+            epochs=1,
+            total_updates=1,
+            seed=0,
+        ),
     )
     actors = ActorSpec({"num_cpus": 1, "resources": {"elsewhere": 1}})
     group = PolicyGroup(spec, actors, timeouts=TimeoutsConfig(), worker=Adding)

@@ -10,7 +10,7 @@ import torch
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.weight_sync import WeightSync
 from actors.workers.engine_settings import EngineSpec
-from actors.workers.policy import PolicyWorker
+from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
@@ -24,6 +24,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Sampling
 from tests.support.patience import HANG_S
@@ -97,9 +98,18 @@ class CountingWorker(RolloutWorker):
 
 def one_rank(model, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker):  # noqa: B008
     spec = PolicySpec(
-        settings, model=model, model_dir=str(model_dir), algorithm=AlgorithmConfig(),
-        temperature=1.0, token_budget=1000, epochs=1, total_updates=1, seed=0,
-    )  # fmt: skip
+        settings,
+        model,
+        str(model_dir),
+        TrainerSettings(
+            loss=loss_settings(AlgorithmConfig()),
+            temperature=1.0,
+            token_budget=1000,
+            epochs=1,
+            total_updates=1,
+            seed=0,
+        ),
+    )
     return PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=worker)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.workers.policy import PolicyWorker
+from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
@@ -19,6 +19,7 @@ from grpo_dist.config import (
     PolicyConfig,
     TimeoutsConfig,
 )
+from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from tests.support import made_groups
 
@@ -80,14 +81,16 @@ def start(
     )
     spec = PolicySpec(
         settings,
-        model=ModelConfig(path="tiny", packing=packing, dtype=dtype),
-        model_dir=str(model_dir),
-        algorithm=algorithm,
-        temperature=TEMPERATURE,
-        token_budget=micro_batch_tokens,
-        epochs=epochs,
-        total_updates=10,
-        seed=0,
+        ModelConfig(path="tiny", packing=packing, dtype=dtype),
+        str(model_dir),
+        TrainerSettings(
+            loss=loss_settings(algorithm),
+            temperature=TEMPERATURE,
+            token_budget=micro_batch_tokens,
+            epochs=epochs,
+            total_updates=10,
+            seed=0,
+        ),
     )
     options = {"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}}
     actors = ActorSpec(options, restarts=restarts)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.reference_sync import ReferenceSync
-from actors.workers.policy import PolicyWorker
+from actors.workers.policy import PolicyWorker, loss_settings
 from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
 from grpo_dist.config import (
@@ -22,6 +22,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout
 from tests.support.patience import HANG_S
@@ -79,14 +80,16 @@ def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(star
     async def session():
         spec = PolicySpec(
             PolicyConfig(zero_stage=2),
-            model=ModelConfig(path="tiny"),
-            model_dir=str(tiny_model),
-            algorithm=AlgorithmConfig(),
-            temperature=0.7,
-            token_budget=1000,
-            epochs=1,
-            total_updates=1,
-            seed=0,
+            ModelConfig(path="tiny"),
+            str(tiny_model),
+            TrainerSettings(
+                loss=loss_settings(AlgorithmConfig()),
+                temperature=0.7,
+                token_budget=1000,
+                epochs=1,
+                total_updates=1,
+                seed=0,
+            ),
         )
         policy = PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=MovedWorker)
         pool = start()
