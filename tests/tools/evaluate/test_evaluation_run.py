@@ -19,6 +19,7 @@ from grpo_dist.tools.plan.virtual_clock import run_virtually
 from grpo_dist.tools.recipe import stages
 from grpo_dist.types import Group
 from tests.support import fakes
+from tests.support.fake_cluster import fake_cluster
 from tests.support.fakes import World
 
 PROBLEMS = [
@@ -62,24 +63,11 @@ def here(tmp_path, monkeypatch):
         worlds: list[Engine] = []  # noqa: RUF012
         failing: list[str] = []  # noqa: RUF012
 
-    class FakeCluster:
-        def __init__(self, config):
-            Here.worlds.append(Engine(Here.failing.pop() if Here.failing else None))
-
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *exc):
-            return None
-
-        async def where_stuck(self):
-            return ""
-
-        async def start_evaluation(self, model_dir):
-            return Here.worlds[-1].workers()
+    def make():
+        return Engine(Here.failing.pop() if Here.failing else None)
 
     Here.worlds, Here.failing = [], []
-    monkeypatch.setattr(actors.cluster, "Cluster", FakeCluster)
+    monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(Here.worlds, make))
     return Here
 
 

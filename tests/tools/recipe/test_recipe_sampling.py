@@ -9,6 +9,7 @@ import actors.cluster
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.recipe.sampling import run_sampling
+from tests.support.fake_cluster import fake_cluster
 from tests.support.fakes import World
 
 
@@ -41,23 +42,10 @@ def clusters(monkeypatch):
     made: list[World] = []
     failing: list[str] = []
 
-    class FakeCluster:
-        def __init__(self, config):
-            made.append(OneAtATime(fail_on=failing.pop() if failing else None))
+    def make():
+        return OneAtATime(fail_on=failing.pop() if failing else None)
 
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *exc):
-            return None
-
-        async def where_stuck(self):
-            return ""
-
-        async def start_evaluation(self, model_dir):
-            return made[-1].workers()
-
-    monkeypatch.setattr(actors.cluster, "Cluster", FakeCluster)
+    monkeypatch.setattr(actors.cluster, "Cluster", fake_cluster(made, make))
     return made, failing
 
 

@@ -268,9 +268,9 @@ def test_the_timeline_is_drawn_zoomed_and_chosen_by_step(browser, runs, tmp_path
     page.set("#timeline-to", "3")
     page.until(f"{drawing} !== arguments[0]", whole)
     point(page, "PointerEvent('pointermove'", 0.3)
-    assert page.text("#tip") == "driver: sample\nstep 3, 4 s, from 0.000 s on"
+    assert page.text("#tip") == "driver: sample\nstep 3, 4 s, starting at 0.000 s"
     point(page, "PointerEvent('pointermove'", 0.9)
-    assert page.text("#tip") == "driver: update\nstep 3, 5 s, from 4.000 s on"
+    assert page.text("#tip") == "driver: update\nstep 3, 5 s, starting at 4.000 s"
     page.set("#timeline-to", "99")
     page.set("#timeline-from", "50")
     page.until(

@@ -181,7 +181,7 @@
     const lane = lanes[row];
     const near = ((view.to - view.from) / byId("timeline-drawing").clientWidth) * 2;
     const span = share >= 0 && lane?.spans.find(({ begin, end }) => time >= begin - near && time <= end + near);
-    const text = span && `${lane.worker}: ${span.stage}\nstep ${span.step}, ${report.number(span.end - span.begin)} s, from ${(span.begin - all.from).toFixed(3)} s`;
+    const text = span && `${lane.worker}: ${span.stage}\nstep ${span.step}, ${report.number(span.end - span.begin)} s, starting at ${(span.begin - all.from).toFixed(3)} s`;
     report.showTip(text || null, event.clientX, event.clientY);
   }
 
