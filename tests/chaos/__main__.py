@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             whole.close()
     if problems:
         shutil.copytree(box.disk, base / "kept", ignore=shutil.ignore_patterns("checkpoints", "filler"))
-        print(f"FAILED: {len(problems)} promise(s); what the runs wrote and said is in {base}")
+        print(f"FAILED: {len(problems)} promise(s); files and output of the runs are in {base}")
         print("\n".join(f"  {problem}" for problem in problems))
         return 1
     sandbox.leave(box.disk)
@@ -144,7 +144,7 @@ class Chaos:
             play.run()
         except Stuck as reason:
             self._problems.append(f"{job.disk.name}: finished: {reason}")
-            self._say(f"FAILED: {reason}\n{job.said(len(job.begins) - 1)[-3000:]}")
+            self._say(f"FAILED: {reason}\n{job.output(len(job.begins) - 1)[-3000:]}")
             return False
         finally:
             self._events += play.events
@@ -160,7 +160,7 @@ class Chaos:
     def _judge(self, job: Job, undisturbed: verdict.Lines) -> dict[str, str | None]:
         """Check every promise: None, or what is wrong."""
         lines = verdict.read_metrics(job.run_dir)
-        said = {launch: job.said(launch) for launch in range(len(job.begins))}
+        output = {launch: job.output(launch) for launch in range(len(job.begins))}
         mine = [event for event in self._events if event.at >= job.begins[0]]
         other = verdict.difference(lines, undisturbed)
         lost = verdict.unscored(lines)
@@ -168,7 +168,7 @@ class Chaos:
         found = self._of_every_job(job, mine) | {
             "noticed": verdict.unnoticed(mine, self._limits),
             "recovered": verdict.unrecovered(mine, self._events, job.steps()[-1][0], self._limits),
-            "named": verdict.silent(mine, said),
+            "named": verdict.silent(mine, output),
             "orphans": verdict.orphans(job.family, self._limits.agents_s),
             "shared memory": self._left_in_memory(),
             "accuracy": verdict.inaccurate(lines, undisturbed),
@@ -190,7 +190,7 @@ class Chaos:
         return {
             "finished": verdict.unfinished(lines, steps),
             "ledger": audit(run_dir / LEDGER, steps=steps, prompts_per_step=_PROMPTS_PER_STEP)
-            or verdict.unbalanced(job.said(len(job.begins) - 1)),
+            or verdict.unbalanced(job.output(len(job.begins) - 1)),
             "fresh": verdict.stale(run_dir, steps, self._staleness) or self._mismatched(lines),
             "alive": verdict.hung(job.lines, events, self._limits),
             "survived": _ended(job, events),

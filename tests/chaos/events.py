@@ -44,9 +44,9 @@ class Event:
             return False  # the driver is gone, but `Job.poll` has not reported the end of its launch yet
         since = self.at
         if self.role in MISSED and self.exit_code is None:
-            self.noticed = self.noticed or self._said(job, "is lost")
+            self.noticed = self.noticed or self._reported_at(job, "is lost")
         if self.role in SUPERVISED and self.exit_code is None:
-            served = self._said(job, "serves again")
+            served = self._reported_at(job, "serves again")
             if served is None:
                 return False
             since = served
@@ -63,7 +63,7 @@ class Event:
         self.recovered = max(since, further[0])
         return True
 
-    def _said(self, job: Job, words: str) -> float | None:
+    def _reported_at(self, job: Job, words: str) -> float | None:
         """Return when the job first printed ``words`` about this role after this event.
 
         Output of another Ray thread may precede it on the line, up to the "m" that ends a colour code.

@@ -134,7 +134,8 @@ class Job:
         """Return whether the last launch, running or ended, finished a step."""
         return any(at > self.begins[-1] for at, _ in self.steps())
 
-    def said(self, launch: int) -> str:
+    def output(self, launch: int) -> str:
+        """Return all output of one launch."""
         return "\n".join(line.text for line in list(self.lines) if line.launch == launch)
 
     def _listen(self, process: subprocess.Popen[str], launch: int) -> None:

@@ -46,7 +46,7 @@ class Nodes:
         return self._cluster.address
 
     def family(self) -> Family:
-        """Of a job on these nodes, whose own processes are no part of it."""
+        """Return the processes of a job on these nodes, without the nodes' own."""
         return Family(self.mark, spared=is_of_ray)
 
     def holds(self, worker: psutil.Process) -> bool:

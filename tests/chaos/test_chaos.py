@@ -1,6 +1,4 @@
-"""The short form of `make chaos`: a real job that loses one of everything. And the checks of it, each shown
-something that it has to tell.
-"""
+"""The short form of `make chaos`: a real job that loses one of everything; its checks, each on a failure."""
 
 import json
 import os
@@ -290,7 +288,7 @@ def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path,
     whole = Chaos(_options(["--steps", "4"]), tmp_path, sandbox.Sandbox(tmp_path, None))
     job = falling_job([])
     job.begins, job.ends, job.run_dir = [1.0, 2.0], [End(1.5, 1), End(60.0, 0)], tmp_path
-    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    job.disk, job.output = SimpleNamespace(name="job1"), lambda _: ""
     before = lost("SIGKILL rollout", at=0.5)  # of a job before this one
     whole._events = [before, lost("SIGKILL rollout", at=1.8, exit_code=0, launch_ended=1)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: LINES)
@@ -305,20 +303,20 @@ def test_a_job_is_checked_for_recovery_and_for_the_reason_of_every_end(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("overrides", "role", "told"),
+    ("overrides", "role", "differs"),
     [([], "rollout", True), (["max_staleness=1"], "policy", True), (["max_staleness=1"], "rollout", False)],
 )
 def test_different_numbers_are_reported_except_after_an_engine_that_returned_ahead(
-    tmp_path, monkeypatch, overrides, role, told
+    tmp_path, monkeypatch, overrides, role, differs
 ):
     whole = Chaos(_options(["--steps", "4", *overrides]), tmp_path, sandbox.Sandbox(tmp_path, None))
     job = falling_job([])
     job.begins, job.ends, job.run_dir = [1.0], [End(60.0, 0)], tmp_path
-    job.disk, job.said = SimpleNamespace(name="job1"), lambda _: ""
+    job.disk, job.output = SimpleNamespace(name="job1"), lambda _: ""
     whole._events = [Event(f"SIGKILL {role}", at=2.0, step=3, phase="sample", role=role)]
     monkeypatch.setattr(verdict, "read_metrics", lambda _: changed(3, **{"reward/mean": 0.31}))
     monkeypatch.setattr("tests.chaos.__main__.audit", lambda *_, **__: None)
-    assert bool(whole._judge(job, LINES)["same numbers"]) == told
+    assert bool(whole._judge(job, LINES)["same numbers"]) == differs
 
 
 def test_an_event_that_was_over_when_the_job_ended_is_not_cut_short():
@@ -334,7 +332,7 @@ def test_an_event_that_was_over_when_the_job_ended_is_not_cut_short():
 
 @pytest.fixture
 def chaos(tmp_path, monkeypatch):
-    """Jobs that only count: each takes a group from the plan, and breaks the promises that `broken` says."""
+    """Fake jobs: each takes a group from the plan and breaks the promises in `broken`."""
     options = _options(["--only", "SIGKILL rollout", "--each", "9"])
     whole = Chaos(options, tmp_path, sandbox.Sandbox(tmp_path, "everyone's"))
     whole.broken, whole.stuck, whole.calm_codes, names = {}, None, [0], []
@@ -395,9 +393,9 @@ def test_an_end_without_an_explanation_is_reported():
     torn = Event(
         "torn file", at=0.0, step=3, phase="running", exit_code=-9, launch_ended=0, torn="state.json"
     )
-    said = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
-    assert "no later launch named it" in verdict.silent([torn], {0: said, 1: "resuming"})
-    assert verdict.silent([torn], {0: "", 1: said}) is None
+    output = "warning: damaged checkpoint, not used: step_000002: state.json has 3 bytes instead of 400"
+    assert "no later launch named it" in verdict.silent([torn], {0: output, 1: "resuming"})
+    assert verdict.silent([torn], {0: "", 1: output}) is None
 
 
 def test_only_a_later_launch_recovers_from_the_end_of_a_run():
@@ -483,6 +481,6 @@ def test_a_job_that_loses_one_of_everything_ends_like_the_undisturbed_one(tmp_pa
         finally:
             process.terminate()  # it ends what it started
             process.wait(timeout=HANG_S)
-    said = (tmp_path / "said").read_text()
-    print(said)
-    assert process.returncode == 0, said[-6000:]
+    output = (tmp_path / "said").read_text()
+    print(output)
+    assert process.returncode == 0, output[-6000:]

@@ -59,11 +59,11 @@ _LOOK_S = 10.0  # in which the job locates its processes before it reports a lat
 _LATE_S = 2.0  # by which two busy cores may delay a watchdog
 
 
-def unbalanced(said: str) -> str | None:
+def unbalanced(output: str) -> str | None:
     """Check the ledger audit that the run prints at its end."""
-    if "\nledger: " not in said:
+    if "\nledger: " not in output:
         return "no totals at the end of the run"
-    _, warned, what = said.partition("the ledger does not balance: ")
+    _, warned, what = output.partition("the ledger does not balance: ")
     return what.partition(". ")[0] if warned else None
 
 
@@ -148,9 +148,9 @@ def unnoticed(events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
     return None
 
 
-def hung(said: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
+def hung(output: Iterable[Line], events: Sequence[Event], limits: Limits = MEASURED) -> str | None:
     """Check that no stage missed its deadline without a fault during it, or just before it."""
-    for line in said:
+    for line in output:
         if late := _LATE_STAGE.search(line.text):
             begin = line.at - _LOOK_S - float(late[2]) - limits.noticed_s - _LATE_S
             if not any(begin <= event.at <= line.at for event in events):
@@ -200,15 +200,15 @@ def ended(codes: Sequence[int], events: Sequence[Event]) -> str | None:
     return None
 
 
-def silent(events: Sequence[Event], said: Mapping[int, str]) -> str | None:
-    """Check that the output names a full disk and damaged checkpoints. ``said`` is the output by launch."""
+def silent(events: Sequence[Event], output: Mapping[int, str]) -> str | None:
+    """Check that the output names a full disk and damaged checkpoints. ``output`` is by launch."""
     for event in events:
         if event.kind == "disk full" and event.launch_ended is not None:
-            text = said.get(event.launch_ended, "")
+            text = output.get(event.launch_ended, "")
             if event.exit_code == 0 or "No space left on device" not in text:
-                return f"disk full at step {event.step}: exit code {event.exit_code}, said {text[-200:]!r}"
+                return f"disk full at step {event.step}: exit code {event.exit_code}, output {text[-200:]!r}"
         if event.torn and event.launch_ended is not None:
-            text = "\n".join(own for launch, own in said.items() if launch > event.launch_ended)
+            text = "\n".join(own for launch, own in output.items() if launch > event.launch_ended)
             # A manifest that is torn itself may blame another file.
             named = event.torn == "manifest.json" or event.torn in text
             if "damaged checkpoint, not used" not in text or not named:

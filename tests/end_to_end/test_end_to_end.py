@@ -1,8 +1,8 @@
-"""Whole runs on the real parts, from the command line: engine, graders, reference, two ZeRO ranks, sync,
+"""Complete runs of the real parts from the command line: engine, graders, reference, two ZeRO ranks, sync,
 checkpoints.
 
-The model is the demo's with random weights, so nothing is learned here; what is tested is that the numbers
-are right and the same again. `make evidence` has the runs that learn.
+The model is the demo's with random weights, so nothing is learned. The tests check that numbers are correct
+and reproducible. `make evidence` has the runs that learn.
 """
 
 import signal
@@ -29,7 +29,7 @@ STALE = (
 
 @pytest.fixture(scope="module")
 def stale(tmp_path_factory):
-    """The directory of a finished run whose sampling is a step ahead, and what it said."""
+    """Return the directory of a finished run with sampling one step ahead, and its output."""
     directory = tmp_path_factory.mktemp("stale")
     return directory, run(directory, *STALE).stdout
 
@@ -64,9 +64,7 @@ def test_weights_move_and_the_engine_follows(uninterrupted):
 
 @pytest.mark.evidence
 def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninterrupted, tmp_path):
-    """The first run is killed after its checkpoint of step 3; the second, another process, goes on from
-    there.
-    """
+    """The first run is killed after its checkpoint of step 3; the second, a new process, resumes from it."""
     killed = run(tmp_path, "steps=6", check=False, kill_after="step_000003")
     assert killed.returncode == -signal.SIGKILL
     before = metrics(tmp_path)
@@ -84,13 +82,13 @@ def test_same_seed_gives_the_same_numbers_also_across_a_kill_and_a_resume(uninte
 
 @pytest.mark.evidence
 def test_a_killed_run_resumes_with_fewer_ranks_and_other_micro_batches(uninterrupted, tmp_path):
-    """The step after its checkpoint has the same samples, and moves the weights as two ranks would."""
+    """The step after its checkpoint has the same samples and the weight update of two ranks."""
     run(tmp_path, "steps=6", check=False, kill_after="step_000003")
     other = ("policy.num_workers=1", "policy.zero_stage=0", "batch.micro_batch_tokens=512")
     done = run(tmp_path, "steps=6", *other)
-    (told,) = [line for line in done.stdout.splitlines() if line.startswith("resuming from")]
-    assert "step_000003, with another layout (`batch.micro_batch_tokens` = 512 was 256, " in told
-    assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): results differ by" in told
+    (line,) = [text for text in done.stdout.splitlines() if text.startswith("resuming from")]
+    assert "step_000003, with another layout (`batch.micro_batch_tokens` = 512 was 256, " in line
+    assert "`policy.num_workers` = 1 was 2, `policy.zero_stage` = 0 was 2): results differ by" in line
     ours, theirs = metrics(tmp_path), metrics(uninterrupted)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     fourth, expected = (next(line for line in lines if line["step"] == 4) for lines in (ours, theirs))
@@ -120,14 +118,14 @@ def test_a_finished_run_is_not_repeated_and_other_settings_do_not_resume_it(stal
 
 
 def test_a_stale_run_exports_a_model_that_a_new_engine_evaluates(stale):
-    """Sampling runs ahead, and every token says how old its weights are."""
-    there, said = stale
-    lines = metrics(there)
+    """Sampling runs ahead, and every token records the version of its weights."""
+    base, output = stale
+    lines = metrics(base)
     assert [line.get("rollout/staleness_max") for line in lines] == [None, 0, 1, 1]
     assert lines[-1]["ref/kl"] > 1e-6 and "eval/add3/pass@1" in lines[-1]
-    assert "accuracy on held-out problems" in said and "run directory: runs/run" in said
-    assert "ledger: 12 prompts sampled = " in said and "does not balance" not in said
-    directory = there / "runs/run"
+    assert "accuracy on held-out problems" in output and "run directory: runs/run" in output
+    assert "ledger: 12 prompts sampled = " in output and "does not balance" not in output
+    directory = base / "runs/run"
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert model.config.tie_word_embeddings
     assert "assistant" in AutoTokenizer.from_pretrained(directory / "model").chat_template

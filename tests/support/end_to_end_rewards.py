@@ -1,4 +1,4 @@
-"""A reward of one's own, as a user would write it."""
+"""A custom reward, as a user would write it."""
 
 
 def digit_share(completion: str) -> float:
