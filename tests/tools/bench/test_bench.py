@@ -48,7 +48,7 @@ def test_fixed_lengths_are_the_cap_unless_they_are_told():
 
 
 class Asked:
-    """A rollouts handle that only notes what it is asked."""
+    """A rollouts handle that only records its requests."""
 
     def __init__(self):
         self.lengths = {}

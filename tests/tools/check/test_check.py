@@ -58,7 +58,7 @@ def test_the_resolved_configuration_is_printed_on_request(here, capsys):
     assert told.index("steps: 7\n") < told.index("ok  versions: ")
 
 
-def test_everything_that_is_wrong_is_told_at_once(here, capsys, monkeypatch):
+def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
     assert main(["check", "config.yaml", "data.train.0.path=missing.jsonl", "rollout.num_workers=99"]) == 2
     told, error = capsys.readouterr()
@@ -95,7 +95,7 @@ def test_a_reward_is_tried_without_a_model(here):
     assert "a right and a wrong answer get math 1 and 0" in found["reward"].detail
 
 
-def test_a_run_that_would_go_on_is_looked_at_too(here):
+def test_a_run_that_would_resume_is_checked_too(here):
     assert results()["resume"].detail == "a new run, in runs/run"
     config = load_config("config.yaml")
     checkpoint, other = Path("runs/run/checkpoints/step_000003"), ["policy.zero_stage=1"]
@@ -118,13 +118,13 @@ def test_a_run_that_would_go_on_is_looked_at_too(here):
     assert results("checkpoint.resume=never")["resume"].detail == "a new run, in runs/run-2"
 
 
-def test_one_thing_to_fix_is_said_as_it_is():
+def test_a_single_problem_is_reported_without_a_count():
     fine, one = CheckResult("disk", "fine"), CheckResult("ports", "none", problem=True)
     assert problems([fine]) is None and str(problems([fine, one])) == "ports: none"
     assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
 
 
-def test_a_cluster_that_is_not_there_is_looked_at_by_its_data_sheet(here):
+def test_a_cluster_elsewhere_is_checked_by_its_data_sheet(here):
     large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
     small = results(*large, cluster="1x2xRTX3090")
     assert "policy: a worker needs" in small["memory"].detail and small["memory"].problem
@@ -255,7 +255,7 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     assert "\n    cold start, before all others: " in found["memory"].detail
 
 
-def test_a_download_that_was_cut_off_is_told_by_its_index(here):
+def test_an_interrupted_download_is_found_by_its_index(here):
     model = results()["model"].detail.partition("\n")[0]
     copy = here / "model"
     copy.mkdir()
@@ -307,13 +307,13 @@ def test_a_reward_model_must_fit_too(here, tmp_path):
     assert "reward model judge: a worker needs " in said and "use a smaller model" in said
 
 
-def test_a_machine_too_small_for_all_workers_is_told(here, monkeypatch):
+def test_a_machine_too_small_for_all_workers_is_reported(here, monkeypatch):
     memory = namedtuple("Memory", ["total"])(2**20)
     monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: memory)
     assert "all together" in wrong(results())["memory"]
 
 
-def test_what_is_of_a_node_is_said_to_be_of_this_one_where_the_run_goes_elsewhere(here, monkeypatch):
+def test_checks_of_this_machine_say_so_where_the_run_goes_elsewhere(here, monkeypatch):
     own, other = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory", "ports"):
         assert other[name].detail.startswith(ELSEWHERE)

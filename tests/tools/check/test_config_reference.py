@@ -66,7 +66,7 @@ def paths(value, prefix=""):
             yield from paths(inner, f"{prefix}N.")
 
 
-def test_values_ranges_and_defaults_are_said_as_they_are():
+def test_values_ranges_and_defaults_are_documented_as_they_are():
     assert row("batch.samples_per_prompt")[1:3] == ["integer ≥ 2", "`8`"]
     assert row("algorithm.clip_low")[1:3] == ["number > 0 ≤ 1, `null`", "`null`"]
     assert row("weight_sync.mode")[1:3] == ["`drain`, `keep`", "`drain`"]

@@ -175,7 +175,7 @@ def setting(c, cluster="1x8xH100", **changes):
     return Setting(parse_cluster(cluster), model_of(c), workload_of(c, prompt_tokens=100), None, **changes)
 
 
-def test_what_does_not_fit_is_said_with_a_remedy():
+def test_what_does_not_fit_is_reported_with_a_remedy():
     c = config(
         model={"path": "Qwen/Qwen2.5-72B"},
         policy={"num_workers": 4, "zero_stage": 2},
@@ -241,7 +241,7 @@ def test_the_best_split_is_that_of_simulating_all(staleness):
         assert p.simulated.tokens_per_s <= 1.05 * bound(p.option)
 
 
-def test_colocated_placement_is_tried_where_the_file_says_zero_3():
+def test_colocated_placement_is_tried_where_the_file_sets_zero_3():
     """With 7B on 8 GPUs at staleness 0 it is much the fastest, and ranks of ZeRO-3 cannot share GPUs."""
     c = config(
         model={"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True},
@@ -440,7 +440,7 @@ EXPECTED = re.compile(
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda p: p.stem)
-def test_a_recipe_says_what_is_planned_for_it_and_fits(file):
+def test_a_recipe_fits_and_its_comment_states_the_planned_numbers(file):
     """Whoever changes a recipe, or a rate of the plan, writes down what is expected then."""
     cluster, source, memory, step_s, tokens_per_s = EXPECTED.search(file.read_text()).groups()
     bench = None if source == "data sheets" else ROOT / source
@@ -551,7 +551,7 @@ def test_engines_that_share_gpus_with_ranks_fail_with_them(placement, engines_s)
     assert rank_failures_of(made.simulated, made.setting).every_s == 50 * 3600
 
 
-def test_slow_engines_are_said_to_be_waited_for():
+def test_the_plan_reports_waiting_for_slow_engines():
     """One of four takes three times as long; the longest completion may well be with another."""
     c = wide(rollout={"num_workers": 4}, policy={"num_workers": 2}, max_staleness=1)
     even = make_plan(c, "1x6xH100", prompt_tokens=100, splits="none")
@@ -575,7 +575,7 @@ def test_slow_engines_are_said_to_be_waited_for():
     assert "slow: 4 of 4 engine(s)" in printed(every)  # of six that the best split may have
 
 
-def test_a_slow_rank_is_said_to_be_waited_for():
+def test_the_plan_reports_waiting_for_a_slow_rank():
     c = wide(max_staleness=1)
     made = make_plan(
         c, "1x4xH100", prompt_tokens=100, splits="none", stragglers=Stragglers(rank_factor=2.0)
@@ -635,7 +635,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path):
             model_of(config(model={"path": f"random:{file}"}))
 
 
-def test_reasons_name_who_is_waited_for():
+def test_reasons_name_what_bounds_the_step():
     c = wide(max_staleness=1)
     made = make_plan(c, "1x4xH100", prompt_tokens=100, splits="none").simulated
     run = replace(made.simulated, step_s=100.0)

@@ -254,7 +254,7 @@ def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
     assert small.cache < engine.cache / 4
 
 
-def test_who_sleeps_on_a_gpu_leaves_something_there():
+def test_a_sleeping_worker_keeps_some_memory_on_its_gpu():
     c = gpu(rollout={"gpu_memory_utilization": 1.0})
     model, sizes, memory = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card.memory
     apart, beside = (policy_rank(c, model, sizes, LENGTHS, colocated=both) for both in (False, True))
@@ -274,7 +274,7 @@ def test_a_reference_keeps_nothing_for_a_backward_pass():
     assert found["activations"] == 16384 * (3 * 18944 + 3 * 3584) * 2
 
 
-def test_lengths_that_nobody_gives_are_assumed_and_said():
+def test_missing_lengths_are_assumed_and_reported():
     c = config(sampling={"max_new_tokens": 900})
     made = workload_of(c, prompt_tokens=None)
     assert made.prompt_tokens == 128 and made.mean == pytest.approx(300, rel=0.05)

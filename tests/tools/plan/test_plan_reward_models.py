@@ -97,7 +97,7 @@ def test_a_row_above_the_budget_is_a_batch_of_its_own():
     assert found.parts["attention mask"] == 768 * 768 * 3
 
 
-def test_what_does_not_fit_is_said_with_a_remedy():
+def test_what_does_not_fit_is_reported_with_a_remedy():
     c = judged({"path": "Qwen/Qwen2.5-72B", "dtype": "float32"}, cluster={"placement": "separate"})
     known, _ = reward_models_of(c)
     setting = Setting(
@@ -192,7 +192,7 @@ def test_a_deadline_that_scoring_passes_is_warned_of():
     assert line == "warning: 1,900 s exceeds `cluster.timeouts.sample_s` = 1800; raise it"
 
 
-def test_without_reward_models_nothing_is_said_of_them():
+def test_without_reward_models_the_plan_does_not_mention_them():
     text = printed(make_plan(judged(), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
 

@@ -130,7 +130,7 @@ def test_sequences_beyond_its_seats_wait_in_the_engine():
     assert sorted(found[0]) == pytest.approx([0.4, 1.0, 1.0, 1.2])
 
 
-def test_a_paused_engine_goes_on_after_its_cache_is_computed_again():
+def test_a_paused_engine_resumes_after_its_cache_is_computed_again():
     async def update(engine):
         await asyncio.sleep(0.5)
         engine.pause()
@@ -209,7 +209,7 @@ def test_a_reward_model_that_is_too_slow_bounds_the_step():
         assert found.idle["policy"] > 0.5 and found.idle["rollout"] > 0.8
 
 
-def test_who_shares_gpus_changes_turns_twice_a_step():
+def test_colocated_roles_change_turns_twice_a_step():
     assert run(Times(), colocated=True).step_s == pytest.approx(3.8 + 2 * 0.25)
 
 
@@ -232,14 +232,14 @@ def test_a_long_tail_keeps_the_engine_and_the_driver_waiting():
     assert uneven.idle["policy"] > even.idle["policy"]
 
 
-def test_kept_samples_go_on_under_new_weights_and_lose_nothing():
+def test_kept_samples_continue_under_new_weights_and_lose_nothing():
     times = Times(update=1.0, score=0.0)
     found = run(times, measured=[5, 50], max_staleness=2, weight_sync={"mode": "keep"}, steps=6)
     assert found.samples == 8 and 0 < found.staleness <= 2
     assert found.step_s < 5.0 + 1.0 + 0.3  # the longest samples are not waited for by every step
 
 
-def test_lost_engines_are_replaced_and_no_sample_is_lost():
+def test_failed_engines_are_replaced_and_no_sample_is_lost():
     scenario = Scenario(
         config(rollout={"num_workers": 3}, rewards={"num_workers": 9}, sampling={"max_new_tokens": 1000}),
         Times(),
@@ -257,7 +257,7 @@ def test_lost_engines_are_replaced_and_no_sample_is_lost():
     assert simulate(scenario).ends == found.ends  # the same seed, the same failures
 
 
-def test_who_is_slow_is_waited_for():
+def test_a_step_waits_for_stragglers():
     """A step takes 1.0 s to sample, 0.5 to score, 2.0 to update and 0.3 to sync."""
     two = {"rollout": {"num_workers": 2}}
     assert run(Times(), **two).step_s == pytest.approx(3.8)
@@ -268,7 +268,7 @@ def test_who_is_slow_is_waited_for():
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 2.0])
-def test_what_lost_ranks_cost_is_what_the_loop_spends_on_them(share):
+def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(share):
     """Five steps of 3.8 s between checkpoints, ``share`` of the mean time between losses together; the policy
     is asked for nothing in the first 1.5 s of a step. Each stretch is a sample of its own, so the mean of so
     many is normal with the standard error of the stretches, and the seed is one of all.
@@ -344,7 +344,7 @@ def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(gr
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
 
 
-def test_groups_that_wait_when_a_rank_is_lost_wait_no_more():
+def test_groups_that_wait_when_a_rank_fails_stop_waiting():
     """Two batches of 16 groups are on their way at most, on an engine that has room for one."""
     queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "capacity": 2}
     calm = run(Times(), steps=10, **queue)
@@ -355,7 +355,7 @@ def test_groups_that_wait_when_a_rank_is_lost_wait_no_more():
     assert found.rank_restarts > 5 and calm.queue == found.queue == 31
 
 
-def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_restart_ends():
+def test_an_engine_that_fails_while_the_ranks_restart_serves_when_its_own_restart_ends():
     wrong = {"failures": FailureRates(rank_s=40.0, engine_s=60.0, restart_s=30.0)}
     found = run(
         Times(), capacity=4, steps=40, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1}
@@ -369,7 +369,7 @@ def test_an_engine_that_is_lost_while_the_ranks_restart_serves_when_its_own_rest
             assert sampled.end <= down.begin + 1e-9 or sampled.begin >= down.end - 1e-9
 
 
-def test_a_rank_that_is_lost_while_the_ranks_restart_makes_them_restart_once_more():
+def test_a_rank_that_fails_while_the_ranks_restart_makes_them_restart_again():
     wrong = {"failures": FailureRates(rank_s=20.0, restart_s=20.0)}
     found = run(Times(), steps=20, goes_wrong=wrong, cluster=NO_BACK_OFF, checkpoint={"every": 1})
     restarts = [span for span in found.bars["policy"] if span.stage == "restart"]

@@ -145,7 +145,7 @@ def saved(**changes):
     return planned_checkpoints(planned(option(wide(**own | changes))))
 
 
-def test_beside_the_loop_only_the_copy_and_the_last_are_waited_for():
+def test_background_saves_block_the_loop_only_for_the_copy_and_at_the_end():
     """ZeRO 2 on two ranks: the first copies 2 + 6 bytes a weight at 5 GB/s; 14 are written at 1 GB/s."""
     found = saved()
     assert (found.count, found.size) == (2, 14 * WEIGHTS)
@@ -180,7 +180,7 @@ def test_a_reference_that_is_renewed_is_written_while_the_loop_waits():
     assert found.size - plain.size == 2 * WEIGHTS
 
 
-def test_who_shares_gpus_changes_turns_to_save():
+def test_colocated_roles_change_turns_to_save():
     shared = {"rollout": {"num_workers": 2}, "policy": {"num_workers": 2, "zero_stage": 1}}
     c = wide(cluster={"placement": "colocated"}, steps=100, checkpoint={"every": 50}, **shared)
     one = option(c, "1x2xH100")
@@ -219,7 +219,7 @@ def test_steps_tokens_and_price_a_token_are_those_without_evaluation():
     assert price.partition(",")[0] in printed(judged)
 
 
-def test_sets_of_unknown_size_are_left_out_and_said_so():
+def test_sets_of_unknown_size_are_left_out_with_a_warning():
     data = {"train": [{"path": "demo:add3"}], "eval": [{"path": "some/set", "name": "hard"}]}
     made = make_plan(wide(data=data, evaluation={"every": 1}), "1x4xH100", prompt_tokens=100, splits="none")
     text = printed(made).replace("\n", " ")
