@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # torch takes seconds to import, and workers that only sample
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """The tags around a thought, and what of it the prompt holds: nothing, its opening tag ("opens"), or an
-    empty thought that is complete, or its closing tag ("closes").
+    """The tags around a thought, and which part of it the prompt holds: none, its opening tag ("opens"), or a
+    complete empty thought or its closing tag ("closes").
     """
 
     opening: str = "<think>"
@@ -30,7 +30,7 @@ class Thought:
     prompt: Literal["", "opens", "closes"] = ""
 
 
-NO_THOUGHT = Thought()  # the usual tags, and nothing of them in the prompt
+NO_THOUGHT = Thought()  # the usual tags, none of them in the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Prompt:
     source: str  # name of the data set it came from
     text: str = ""  # the problem as the reader found it, for samples and rewards
     columns: Mapping[str, Any] = field(default_factory=dict)  # extra columns a reward may ask for
-    thought: Thought = NO_THOUGHT  # as the prompt's text shows it
+    thought: Thought = NO_THOUGHT  # as it stands in the prompt's text
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,23 +86,23 @@ class Group:
     outcomes: tuple[
         str, ...
     ]  # [G] of the math grader: correct | wrong | no_answer | timeout | error; "" if none ran
-    score_s: float = 0.0  # seconds the scoring of this group took
+    score_s: float = 0.0  # seconds that scoring this group took
     garbage: int = 0  # samples of it that `degenerate_text.is_degenerate` is true of
     baseline_reward: float | None = None  # of the greedy answer; None: not sampled
-    # Of a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
+    # From a process reward model; None without one. [G] of float32 [S], the score of each step, and of int32
     # [S], the index in completion_ids of each step's last token, not decreasing.
     step_rewards: tuple[np.ndarray, ...] | None = None
     step_ends: tuple[np.ndarray, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes the samples travel as one array: dozens of small ones cost more than bytes do."""
+        """Pickle the samples as one array: dozens of small ones cost more than their bytes."""
         others = tuple(getattr(self, f.name) for f in fields(self) if f.name not in ("prompt", "rollouts"))
         return _group, (self.prompt, pack_rollouts(self.rollouts), others)
 
 
 def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
-    """What `unpack_rollouts` makes the same rollouts of. All numbers of all samples are one int32 array, each
-    sample's token ids, versions and the bits of its log-probs after each other.
+    """Pack ``rollouts`` for `unpack_rollouts`: all numbers of all samples in one int32 array, for each sample
+    its token ids, its versions and the bits of its log-probs.
     """
     lengths = [len(r.completion_ids) for r in rollouts]
     parts = [(r.completion_ids, r.policy_versions, r.logprobs.view(np.int32)) for r in rollouts]
@@ -113,7 +113,7 @@ def pack_rollouts(rollouts: Sequence[Rollout]) -> tuple[Any, ...]:
 
 
 def unpack_rollouts(flat: np.ndarray, lengths: list[int], rest: list[tuple[Any, ...]]) -> tuple[Rollout, ...]:
-    """Rollouts whose arrays are views of ``flat``."""
+    """Return rollouts whose arrays are views of ``flat``."""
     logprobs = flat.view(np.float32)
     rollouts, start = [], 0
     for length, (uid, sample, reason, text) in zip(lengths, rest, strict=True):
@@ -131,8 +131,8 @@ def _group(prompt: Prompt, packed: tuple[Any, ...], others: tuple[Any, ...]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Token rows, right-padded, of which the log-probs of some tokens are wanted. Rows of one group begin
-    with the same ``prompt_lengths`` tokens.
+    """Token rows, right-padded, with the tokens whose log-probs are ``wanted``. Rows of one group begin with
+    the same ``prompt_lengths`` tokens.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -161,7 +161,7 @@ class TrainBatch:
     num_tokens: float
     num_sequences: float
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
-    # Rows of one group begin with the same ``prompt_lengths`` tokens; None: nothing is known to be shared.
+    # Rows of one group begin with the same ``prompt_lengths`` tokens; None: no tokens are known to be shared.
     group_ids: Int[Tensor, " B"] | None = None  # int64
     prompt_lengths: Int[Tensor, " B"] | None = None  # int64
     # int64, which sample of the step a row is; None: per-token values are not recorded.
@@ -172,7 +172,7 @@ class TrainBatch:
 
     @property
     def rows(self) -> Rows:
-        """What the model is shown. Where groups are not known every row is one of its own."""
+        """Return the model's input. Where groups are unknown every row is a group of its own."""
         import torch
 
         groups, prompts = self.group_ids, self.prompt_lengths
@@ -195,7 +195,7 @@ class TrainBatch:
         return replace(self, **taken)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Between processes tensors travel as numpy arrays, which Ray does not copy on the way."""
+        """Pickle tensors as numpy arrays, which Ray does not copy between processes."""
         import torch
 
         values = [getattr(self, f.name) for f in fields(self)]
@@ -232,13 +232,13 @@ def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:
 
 
 def has_signal(rewards: np.ndarray) -> bool:
-    """Whether samples of a group differ in reward, so that a group-relative advantage is not 0 for all."""
+    """Return whether samples differ in reward, so that not every group-relative advantage is 0."""
     known = rewards[~np.isnan(rewards)]
     return len(known) > 1 and bool(np.any(known != known[0]))
 
 
 def correctness(group: Group) -> np.ndarray:
-    """float32 [G]: 1 right, 0 wrong, NaN not scorable."""
+    """Return float32 [G]: 1 right, 0 wrong, NaN not scorable."""
     if any(group.outcomes):
         known = {"correct": 1.0, "wrong": 0.0, "no_answer": 0.0}
         return np.array([known.get(o, np.nan) for o in group.outcomes], dtype=np.float32)

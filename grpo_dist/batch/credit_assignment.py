@@ -1,4 +1,4 @@
-"""Credit: from the rewards of a step to the advantage of every token. Every group of the step takes part.
+"""Credit assignment: from the rewards of a step to the advantage of every token, over all of its groups.
 
 rewards [G] of each group     clipped, normalised                  reward_clip, reward_norm
                               (what is not finite: not scored)
@@ -31,27 +31,27 @@ PROCESS = "process"  # the estimator that takes step rewards; its advantages bel
 
 
 @dataclass(frozen=True, slots=True)
-class CreditSettings:
-    """Names are those of the registries in `grpo_dist.algorithms`."""
+class AdvantageSettings:
+    """How rewards become advantages. Names are those of the registries in `grpo_dist.algorithms`."""
 
     estimator: str = "grpo"
     std: str = "group"
     eps: float = 1e-6
     k: int = 4  # of pass_at_k
     weights: Mapping[str, float] = field(default_factory=dict)  # of each reward, for gdpo
-    reward_clip: float | None = None  # rewards are held within +- this
+    reward_clip: float | None = None  # rewards are clipped to +- this
     reward_norm: str = "none"
     reward_shift: bool = True
     reward_scale: bool = True
     moments: Moments | None = None  # of reward_norm running: of all rewards so far, these groups' included
-    kl_coef: float = 0.0  # of the KL term in the reward; 0: none there
+    kl_coef: float = 0.0  # of the KL term in the reward; 0: no such term
     kl_estimator: str = "k1"
     whiten: bool = False
-    clip: float | None = None  # advantages are held within +- this
+    clip: float | None = None  # advantages are clipped to +- this
 
 
-def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list[np.ndarray]:
-    """[G] for each group; zeros with the estimator `process`.
+def sample_advantages(groups: Sequence[Group], settings: AdvantageSettings) -> list[np.ndarray]:
+    """Return advantages [G] for each group; zeros with the estimator `process`.
 
     float64 where whitening or a KL term still follows, which `token_advantages` ends in float32: whitening
     looks at differences, of which float32 keeps few digits where the mean is large. float32 otherwise.
@@ -73,12 +73,12 @@ def sample_advantages(groups: Sequence[Group], settings: CreditSettings) -> list
 
 
 def clipped_rewards(groups: Sequence[Group], clip: float | None) -> Tensor:
-    """float64, of all groups one after the other, within +- ``clip``; NaN where they are not finite."""
+    """Return the rewards of all groups end to end, float64, within +- ``clip``; NaN if not finite."""
     return _clipped(_finite(torch.from_numpy(np.concatenate([g.rewards for g in groups]))), clip)
 
 
-def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> TrainBatch:
-    """``batch``, made of ``groups`` with `sample_advantages`, with what happens to single tokens done.
+def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> TrainBatch:
+    """Return ``batch``, made of ``groups`` with `sample_advantages`, with its final token advantages.
 
     The KL in the reward is that of the policy that sampled: token t loses ``kl_coef`` times the KL of all
     tokens from t to the end of its completion (OpenRLHF's and InstructGPT's reward, arXiv:2203.02155).
@@ -97,33 +97,33 @@ def token_advantages(batch: TrainBatch, groups: Sequence[Group], settings: Credi
     return replace(batch, advantages=advantages.float())
 
 
-def _lengths(groups: Sequence[Group], settings: CreditSettings) -> Int[Tensor, " B"]:
+def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor, " B"]:
     return torch.tensor([len(r.completion_ids) for g in groups for r in g.rollouts])
 
 
-def _baselines(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, " B"]:
+def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:
     """Return the reward of each prompt's greedy answer, once per sample."""
     greedy = [g.baseline_reward for g in groups for _ in g.rewards]
     assert None not in greedy, "remax needs a greedy sample of every prompt"
     return _clipped(_finite(torch.tensor(greedy)), settings.reward_clip)
 
 
-def _parts(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, "K B"]:
+def _parts(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, "K B"]:
     """Return each reward before weighting, of the rewards whose weight is not 0."""
     parts = [np.concatenate([g.reward_parts[name] for g in groups]) for name in _weighted(settings)]
     return _finite(torch.from_numpy(np.stack(parts)))
 
 
-def _weights(groups: Sequence[Group], settings: CreditSettings) -> Float[Tensor, " K"]:
+def _weights(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " K"]:
     return torch.tensor(list(_weighted(settings).values()))
 
 
-def _weighted(settings: CreditSettings) -> dict[str, float]:
+def _weighted(settings: AdvantageSettings) -> dict[str, float]:
     return {name: weight for name, weight in settings.weights.items() if weight}
 
 
 # How each of `ADVANTAGE_INPUTS` is made.
-_INPUTS: dict[str, Callable[[Sequence[Group], CreditSettings], Any]] = {
+_INPUTS: dict[str, Callable[[Sequence[Group], AdvantageSettings], Any]] = {
     "std": lambda groups, settings: settings.std,
     "eps": lambda groups, settings: settings.eps,
     "k": lambda groups, settings: settings.k,
@@ -139,7 +139,7 @@ def _clipped(rewards: Float[Tensor, " B"], clip: float | None) -> Float[Tensor, 
 
 
 def _finite(rewards: Tensor) -> Tensor:
-    """float64; NaN, "could not be scored", for what is infinite: a clip must not make it a reward."""
+    """Return float64, with NaN ("could not be scored") for infinities: a clip must not make them rewards."""
     return torch.where(torch.isfinite(rewards), rewards.double(), torch.nan)
 
 
@@ -147,7 +147,7 @@ def _group_ids(groups: Sequence[Group]) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(groups)), [len(g.rewards) for g in groups]))
 
 
-def _process(batch: TrainBatch, groups: Sequence[Group], settings: CreditSettings) -> Tensor:
+def _process(batch: TrainBatch, groups: Sequence[Group], settings: AdvantageSettings) -> Tensor:
     rewards, rows, ends = [], [], []
     row = 0
     for group in groups:

@@ -1,11 +1,11 @@
-"""From scored groups to padded rows with fixed denominators, and every way a batch is split afterwards.
+"""From scored groups to padded rows with fixed denominators, and to the updates of a step.
 
     prompt [7 8 9], completion [4 5 2]   tokens     7 8 9 4 5 2
                                          loss_mask  . . . x x x     the EOS a model produced (2) is trained
 
 A sample that could not be scored (its reward is not finite) stays in the batch as a row with an empty mask:
-it adds to no loss, no KL term and no denominator. So does one with a token whose log-prob the engine gave as
-NaN or infinite, for what it was sampled from is not known; its reward still counts in its group.
+it adds to no loss, no KL term and no denominator. So does a sample with a token whose log-prob the engine
+gave as NaN or infinite: its sampling distribution is unknown. Its reward still counts in its group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def make_batch(
     mask_truncated: bool = False,
     with_row_ids: bool = False,
 ) -> TrainBatch:
-    """One right-padded row per sample, group after group.
+    """Make one right-padded row per sample, group after group.
 
     Args:
         advantages: [G] for each group; the batch's have their type.
@@ -77,7 +77,7 @@ def make_batch(
 
 
 def has_logprobs(rollout: Rollout) -> bool:
-    """Whether the engine gave a finite log-prob for every token of the sample."""
+    """Return whether the engine gave a finite log-prob for every token of the sample."""
     return bool(np.isfinite(rollout.logprobs).all())
 
 
@@ -88,7 +88,7 @@ def _fill(
     values: Sequence[np.ndarray],
     wanted: np.ndarray | None = None,
 ) -> None:
-    """``values[i]`` to ``out[i]`` from ``starts[i]`` to ``ends[i]``, of the rows ``wanted``."""
+    """Write ``values[i]`` into ``out[i]`` from ``starts[i]`` to ``ends[i]``, for the rows ``wanted``."""
     rows = range(len(values)) if wanted is None else np.flatnonzero(wanted).tolist()
     begin, end = starts.tolist(), ends.tolist()
     for i in rows:
@@ -98,7 +98,7 @@ def _fill(
 def pad_rows(
     rows: Sequence[Sequence[int] | np.ndarray], starts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of token ids, right-padded with 0: int64 [B, T]; and bool [B, T], True from ``starts`` to each
+    """Pad rows of token ids with 0 on the right: int64 [B, T]; and bool [B, T], True from ``starts`` to each
     row's end.
     """
     tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
@@ -110,7 +110,7 @@ def pad_rows(
 
 
 def split_updates(batch: TrainBatch, *, num_groups: int, num_updates: int) -> list[TrainBatch]:
-    """Whole groups in order, equally many to each optimiser update, each with denominators of its own."""
+    """Split whole groups in order, as many to each optimiser update, each with denominators of its own."""
     if num_updates == 1:
         return [batch]
     assert num_groups % num_updates == 0 and len(batch) % num_groups == 0, (

@@ -1,8 +1,8 @@
-"""Who computes which rows: rows dealt to ranks by what they cost, and micro-batches filled to a token budget.
+"""Which rank computes which rows, by their cost, and micro-batches filled to a token budget.
 
 No plan changes a gradient: denominators are those of the whole update. Samples of one group share their
-prompt where they are computed together (`layout`), so a plan weighs even loads against groups kept in one
-place.
+prompt where they are computed together (`packing`), so a plan weighs even loads against keeping groups
+together.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from itertools import accumulate
 from grpo_dist.types import TrainBatch
 
 # Attention sees every row with its own copy of the prompt. Its queries, keys, values and outputs are about a
-# quarter of what a token takes in a layer, so that so many times the budget takes as much memory again.
+# quarter of what a token takes in a layer, so rows of this many times the budget take as much memory again.
 ATTENDED = 4
 
 
 def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBatch]:
-    """Rows dealt to ranks so that the busiest has as little as possible; denominators stay the whole's.
+    """Deal rows to ranks so that the busiest has as little as possible; denominators stay the whole's.
 
-    Of two ways the better: rows one by one, longest first, each to the rank with the least so far, which
-    evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic. With
-    fewer rows than ranks, some ranks get none.
+    Takes the better of two plans: rows one by one, longest first, each to the rank with the least so far,
+    which evens out long tails; or whole runs of rows in order, which leaves groups together. Deterministic.
+    With fewer rows than ranks, some ranks get none.
 
     Args:
-        square: what a token costs more for each token before it, as a share of its cost alone (attention).
+        square: extra cost of a token for each token before it (attention), as a share of its own cost.
     """
     rows = batch.rows
     lengths, groups, prompts = rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist()
@@ -44,7 +44,7 @@ def shard(batch: TrainBatch, ranks: int, *, square: float = 0.0) -> list[TrainBa
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """For padded rows: row indices of each micro-batch, longest rows first, so that rows * longest <=
+    """Plan padded rows: row indices of each micro-batch, longest rows first, so that rows * longest <=
     ``token_budget``.
 
         lengths [3, 9, 4, 8], budget 18 -> [[1, 3], [2, 0]]
@@ -63,7 +63,7 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 def packed_micro_batches(
     lengths: Sequence[int], groups: Sequence[int], prompts: Sequence[int], token_budget: int
 ) -> list[list[int]]:
-    """For packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
+    """Plan packed rows: rows in order, groups together, as few micro-batches as the budget allows and these
     about equally full. A prompt counts once in each micro-batch that holds samples of it, and the rows, each
     with its prompt, are at most `ATTENDED` times the budget.
 
@@ -72,7 +72,7 @@ def packed_micro_batches(
     A row above the budget goes alone. Deterministic; every row once.
     """
     parts = _filled(lengths, groups, prompts, token_budget)
-    low, high = 1, token_budget  # the least budget that needs no more of them
+    low, high = 1, token_budget  # searches the least budget that needs no more micro-batches
     while parts and low < high:
         middle = (low + high) // 2
         if len(_filled(lengths, groups, prompts, middle)) <= len(parts):
@@ -111,7 +111,7 @@ def _one_by_one(costs: list[float], ranks: int) -> list[list[int]]:
 
 
 def _in_runs(costs: list[float], ranks: int) -> list[list[int]]:
-    """A row goes to the rank in whose equal share of the whole cost its middle lies."""
+    """Give a row to the rank whose equal share of the whole cost holds the row's middle."""
     rows: list[list[int]] = [[] for _ in range(ranks)]
     total = sum(costs)
     for row, (cost, end) in enumerate(zip(costs, accumulate(costs), strict=True)):

@@ -1,8 +1,8 @@
-"""What training made of the tokens of each sample, for people to look at: advantages, the policy's log-probs
-when the sample was trained on, those of the reference.
+"""Per-token values of each trained sample, for the run's records: advantages, the policy's log-probs when it
+trained on the sample, and the reference's.
 
-A step's rows are dealt to ranks and put in another order; `TrainBatch.row_ids` says which sample a row is.
-Ranks keep log-probs only of batches that have them.
+Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which sample a row is. Ranks
+keep log-probs only of batches with row ids.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from grpo_dist.types import Group, TrainBatch
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """Of one sample of a batch that was made to train on. More than ``advantage`` is known of some steps
-    only; ``trainer_logprobs`` None: the step was not trained on.
+    """Values of one sample in a step's batch. Some steps record more than ``advantage``; ``trainer_logprobs``
+    None: the step was not trained on.
     """
 
     advantage: float  # mean over its tokens
@@ -30,27 +30,27 @@ class TokenValues:
         return replace(self, trainer_logprobs=logprobs)
 
 
-# By prompt uid and the sample's place in its group.
+# By prompt uid and the sample's index in its group.
 ValuesOfSamples = Mapping[tuple[str, int], TokenValues]
 
 
 def values_of_rows(updates: Sequence[TrainBatch], *, tokens: bool) -> dict[int, TokenValues]:
-    """By row id: of every row of ``updates`` of which something is trained. ``tokens``: of each of its
-    tokens, too.
+    """Return the values of every row of ``updates`` with a trained token, by row id. ``tokens``: include
+    those of each token.
     """
     return {row: values for update in updates for row, values in _of_rows(update, tokens)}
 
 
 def has_tokens(values: ValuesOfSamples | None) -> bool:
-    """Whether they are of a step whose tokens are recorded."""
+    """Return whether ``values`` belong to a step whose tokens are recorded."""
     return any(own.advantages is not None for own in (values or {}).values())
 
 
 def by_sample(
     groups: Sequence[Group], values: Mapping[int, TokenValues], logprobs: Mapping[int, np.ndarray]
 ) -> ValuesOfSamples:
-    """``values`` and the ranks' ``logprobs``, both by row id, as the values of the samples of ``groups``.
-    A scored sample that no update has teaches nothing: its advantage is 0.
+    """Return ``values`` with the ranks' ``logprobs``, both by row id, for the samples of ``groups``. A scored
+    sample that no update has gets advantage 0.
     """
     samples = [(group.prompt.uid, rollout.sample) for group in groups for rollout in group.rollouts]
     scored = np.isfinite(np.concatenate([group.rewards for group in groups])).tolist()
@@ -59,7 +59,7 @@ def by_sample(
 
 
 def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
-    assert update.row_ids is not None, "rows without ids are of no sample"
+    assert update.row_ids is not None, "rows without ids belong to no sample"
     reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
     mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
     for i, row in enumerate(update.row_ids.tolist()):  # row by row: a step is hundreds of megabytes

@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.batch.credit_assignment import (
-    CreditSettings,
+    AdvantageSettings,
     clipped_rewards,
     sample_advantages,
     token_advantages,
@@ -55,7 +55,7 @@ def make_batches(
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
     moments = reward_moments(config, scored, Moments()) if moments is None else moments
-    settings = replace(credit_settings(config, kl_coef), moments=moments)
+    settings = replace(advantage_settings(config, kl_coef), moments=moments)
     batch = make_batch(
         groups,
         sample_advantages(groups, settings),
@@ -81,11 +81,11 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
 
 
-def credit_settings(config: Config, kl_coef: float) -> CreditSettings:
+def advantage_settings(config: Config, kl_coef: float) -> AdvantageSettings:
     """Translate the configuration: the maths takes numbers."""
     algorithm = config.algorithm
     whitened = algorithm.whiten_advantages
-    return CreditSettings(
+    return AdvantageSettings(
         estimator=algorithm.advantage,
         std=algorithm.std or "group",
         eps=algorithm.advantage_eps,

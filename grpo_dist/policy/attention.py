@@ -1,7 +1,7 @@
 """Attention over rows that lie end to end in one stream, as an attention function of transformers.
 
-A `Kernel` is chosen once from device, type and settings; from the rows of a micro-batch it makes `Spans`,
-which ride along to every attention layer as a keyword argument and know how to attend:
+A `Kernel` is chosen once from device, type and settings. From the rows of a micro-batch it makes `Spans`,
+which reach every attention layer as a keyword argument and compute the attention:
 
     VarlenSpans   one call of a variable-length kernel: torch's own, or flash-attention's
     BlockSpans    rows of like length put side by side, each block through torch's
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
 
 
+@runtime_checkable
 class Spans(Protocol):
     """The rows of one stream. ``attend``: causal attention within each row, queries [N, H, D] and keys and
     values [N, H', D] (H a multiple of H') to outputs [N, H, D]. ``window``: how many tokens back a token
@@ -35,19 +36,20 @@ class Spans(Protocol):
     ) -> Tensor: ...
 
 
+@runtime_checkable
 class Kernel(Protocol):
     def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> Spans:
-        """``rows``: places of each row's tokens in a stream of ``size`` tokens."""
+        """Return the spans of ``rows``: the indices of each row's tokens in a stream of ``size`` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """``rows`` rows of at most ``longest`` tokens. ``places`` [rows * longest] in the stream; behind a row's
-    end any.
+    """``rows`` rows of at most ``longest`` tokens. ``indices`` [rows * longest] in the stream; arbitrary
+    behind a row's end.
     """
 
-    places: Int[Tensor, " L"]
+    indices: Int[Tensor, " L"]
     rows: int
     longest: int
 
@@ -62,7 +64,7 @@ class BlockSpans:
     ) -> Tensor:
         outputs = []
         for block in self.blocks:
-            own = (_heads_first(t.index_select(0, block.places), block) for t in (q, k, v))
+            own = (_heads_first(t.index_select(0, block.indices), block) for t in (q, k, v))
             out = _causal(*own, scale=scale, window=window, dropout=dropout)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.back)
@@ -75,13 +77,13 @@ class BlockKernel:
         blocks, back, end = [], np.zeros(size, np.int64), 0
         for members in _alike([len(row) for row in rows]):
             longest = len(rows[members[0]])
-            places = np.zeros((len(members), longest), np.int64)
+            indices = np.zeros((len(members), longest), np.int64)
             for i, member in enumerate(members):
                 row = rows[member]
-                places[i, : len(row)] = row
+                indices[i, : len(row)] = row
                 back[row] = np.arange(end, end + len(row))
                 end += longest
-            index = torch.from_numpy(places.ravel()).to(device)
+            index = torch.from_numpy(indices.ravel()).to(device)
             blocks.append(_Block(index, len(members), longest))
         return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
 
@@ -93,19 +95,19 @@ VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | Non
 
 @dataclass(frozen=True, slots=True)
 class VarlenSpans:
-    """``places`` and ``back`` None: the rows stand in the stream one behind the other already."""
+    """``indices`` and ``back`` None: the rows follow each other in the stream already."""
 
     function: VarlenFunction
-    ends: Int[Tensor, " R+1"]  # int32: where each row begins, and the end of the last
+    ends: Int[Tensor, " E"]  # int32 [rows + 1]: where each row begins, and the end of the last
     longest: int
-    places: Int[Tensor, " L"] | None
+    indices: Int[Tensor, " L"] | None
     back: Int[Tensor, " N"] | None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        if self.places is not None:
-            q, k, v = (t.index_select(0, self.places) for t in (q, k, v))
+        if self.indices is not None:
+            q, k, v = (t.index_select(0, self.indices) for t in (q, k, v))
         out = self.function(q, k, v, self.ends, self.longest, scale, window, dropout)
         return out if self.back is None else out.index_select(0, self.back)
 
@@ -119,12 +121,12 @@ class VarlenKernel:
     def spans(self, rows: Sequence[np.ndarray], size: int, device: torch.device) -> VarlenSpans:
         lengths = [len(row) for row in rows]
         ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=device)
-        places = np.concatenate(rows)
-        if np.array_equal(places, np.arange(size)):  # nothing is shared, nothing is filler
+        indices = np.concatenate(rows)
+        if np.array_equal(indices, np.arange(size)):  # nothing is shared, nothing is filler
             return VarlenSpans(self._function, ends, max(lengths), None, None)
         back = np.zeros(size, np.int64)
-        back[places] = np.arange(len(places))
-        index, inverse = (torch.from_numpy(a).to(device) for a in (places, back))
+        back[indices] = np.arange(len(indices))
+        index, inverse = (torch.from_numpy(a).to(device) for a in (indices, back))
         return VarlenSpans(self._function, ends, max(lengths), index, inverse)
 
 
@@ -138,7 +140,7 @@ def torch_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """torch's own kernel. Raises ValueError for dropout, which it has not."""
+    """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
@@ -163,7 +165,7 @@ def flash_varlen(
     window: int | None,
     dropout: float,
 ) -> Tensor:
-    """The flash-attn package's kernel."""
+    """Call the flash-attn package's kernel."""
     from flash_attn import flash_attn_varlen_func
 
     back = -1 if window is None else window - 1
@@ -174,7 +176,7 @@ def flash_varlen(
 
 
 def choose_kernel(attention: str, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """For `model.attention`. Raises ValueError for an attention that cannot read a packed stream."""
+    """Choose the kernel of `model.attention`. Raises ValueError for one that cannot read a packed stream."""
     half = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if attention == "flash_attention_2":
         if not half:
@@ -198,7 +200,7 @@ def register() -> None:
 
 
 def packing_problem(model: Any) -> str | None:
-    """Why ``model`` (transformers) cannot read a packed stream; None: it can.
+    """Return why ``model`` (transformers) cannot read a packed stream; None: it can.
 
     Its attention must go through transformers' registry, and nothing else in it may mix tokens.
     """
@@ -228,12 +230,11 @@ def _attention(
     s_aux: None = None,
     **_: Any,
 ) -> tuple[Float[Tensor, "1 N H D"], None]:
-    """transformers' interface of an attention function."""
-    del module
+    """Attend as transformers asks for it, which dictates the parameters."""
     if spans is None or attention_mask is not None or s_aux is not None:
         raise ValueError(
-            "this model's attention is not told where packed rows are, or wants more than causal attention; "
-            "set model.packing=false"
+            "this model's attention does not receive where packed rows are, or needs more than causal "
+            "attention; set model.packing=false"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -241,7 +242,7 @@ def _attention(
 
 
 def _alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Row indices of blocks, longest first, no row much shorter than the longest of its block."""
+    """Return the rows of each block, longest first, no row much shorter than the longest of its block."""
     blocks: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
         if blocks and lengths[row] >= _SPREAD * lengths[blocks[-1][0]]:

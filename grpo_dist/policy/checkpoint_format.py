@@ -23,8 +23,8 @@ from grpo_dist.policy.weight_buckets import ParameterSpec
 
 
 def keep_used_conversions(model: Any) -> None:
-    """Forget the conversions that loading ``model`` did not need. transformers does so itself, but not under
-    ZeRO-3; in reverse, they would rename what was not renamed.
+    """Drop the conversions that loading ``model`` did not need. transformers does so itself, but not under
+    ZeRO-3; in reverse they would rename parameters that loading did not rename.
     """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
@@ -62,7 +62,7 @@ class CheckpointFormat:
         }
 
     def tensors(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors of parameter ``name`` with its whole ``value``: views of it or copies."""
+        """Return the checkpoint tensors of parameter ``name`` with its whole ``value``: views or copies."""
         if name in self._renamed:
             return {self._renamed[name]: value}
         return self._reverted({name: value})
@@ -74,10 +74,10 @@ class CheckpointFormat:
 
 
 def _is_only(tensors: Mapping[str, Tensor], value: Tensor) -> bool:
-    """Whether ``tensors`` are ``value`` itself, under whatever name."""
+    """Return whether ``tensors`` are ``value`` alone, under any name."""
     return len(tensors) == 1 and next(iter(tensors.values())) is value
 
 
 def owners(specs: Mapping[str, Iterable[ParameterSpec]]) -> dict[str, str]:
-    """The parameter that each checkpoint tensor comes from."""
+    """Return the parameter that each checkpoint tensor comes from."""
     return {spec.name: name for name, own in specs.items() for spec in own}

@@ -1,6 +1,4 @@
-"""The DeepSpeed configuration that follows from ours. The user's `policy.deepspeed` section is merged over
-it.
-"""
+"""DeepSpeed's configuration from ours. The user's `policy.deepspeed` section is merged over it."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.offload import offload_config
 
-# Decided by the trainer itself: a user's value would change the gradient or be ignored without a word.
+# Set by the trainer itself: a user's value would change the gradient or be ignored silently.
 _OURS = {
     "train_batch_size": "batch.prompts_per_step and batch.samples_per_prompt",
     "train_micro_batch_size_per_gpu": "batch.micro_batch_tokens",
@@ -30,7 +28,7 @@ _FACTORS = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_f
 
 
 def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The dictionary for `deepspeed.initialize`. Raises ValueError for keys that this project sets itself."""
+    """Return the dictionary for `deepspeed.initialize`. Raises ValueError for keys that the trainer sets."""
     for key, ours in _OURS.items():
         if key in policy.deepspeed:
             raise ValueError(
@@ -52,7 +50,7 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
             f"`policy.deepspeed.zero_optimization.stage` = {zero['stage']}: set `policy.zero_stage` instead"
         )
     base: dict[str, Any] = {
-        # Micro-batches hold a varying number of rows, so DeepSpeed is told "one" and the losses carry the
+        # Micro-batches hold a varying number of rows, so DeepSpeed gets 1 and the losses carry the
         # denominators.
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -69,8 +67,7 @@ def deepspeed_config(policy: PolicyConfig, *, dtype: torch.dtype) -> dict[str, A
     if dtype == torch.bfloat16 and policy.zero_stage == 0:
         raise ValueError(
             "`policy.zero_stage` = 0 with bfloat16: DeepSpeed accumulates gradients in float32 only with "
-            "ZeRO; use "
-            "policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
+            "ZeRO; use policy.zero_stage=1, which costs nothing more, or model.dtype=float32"
         )
     if dtype == torch.bfloat16:
         base["bf16"] = {"enabled": True, "check_grad_overflow": True}  # NaN gradients move nothing

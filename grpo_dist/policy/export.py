@@ -1,4 +1,4 @@
-"""A trained model in Hugging Face format."""
+"""Write a trained model in Hugging Face format."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def write_model(
     tokenizer_dir: str,
     trust_remote_code: bool,
 ) -> None:
-    """``weights`` of ``model`` (safetensors) with its tokenizer, and beside them in `adapter` what of
-    ``low_rank`` there is. The directory is there when all of it is.
+    """Write ``weights`` of ``model`` (safetensors) with its tokenizer, and any ``low_rank`` adapters to
+    `adapter`. The directory appears only when it is complete.
     """
     from transformers import AutoTokenizer
 

@@ -3,11 +3,11 @@
     y = W x + scale B A x        A [rank, in], B [out, rank], scale = alpha / rank; W stays as it was loaded
 
 peft renames what it wraps: `...q_proj.weight` becomes `...q_proj.base_layer.weight`, with
-`...q_proj.lora_A.default.weight` beside it. Everything outside this module sees the checkpoint's names, and
-of adapters those of peft's own files, `...q_proj.lora_A.weight`.
+`...q_proj.lora_A.default.weight` next to it. Everything outside this module sees the checkpoint's names, and
+for adapters the names of peft's own files, `...q_proj.lora_A.weight`.
 
-peft's dropout is left out on purpose: the engine has none, so that its log-probs would no longer be the
-trainer's, and a step's gradient would depend on how it is split.
+peft's dropout is left out on purpose: the engine has none, so its log-probs would differ from the trainer's,
+and a step's gradient would depend on how it is split.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Adapter:
     b: Tensor
 
     def merged_into(self, weight: Tensor, scale: float) -> Tensor:
-        """``weight`` + scale b a, computed in float32, of the type of ``weight``, which stays as it is."""
+        """Return ``weight`` + scale b a, computed in float32, in the type of ``weight``."""
         change = self.b.detach().float() @ self.a.detach().float()
         return torch.add(weight.float(), change, alpha=scale).to(weight.dtype)
 
 
 def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
     """Wrap the target layers of ``model`` in place and freeze all else. A is drawn from ``seed``, the same on
-    every rank and at every ZeRO stage; B is 0, so that the model is at first what it was.
+    every rank and at every ZeRO stage; B is 0, so that the model starts unchanged.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -71,12 +71,12 @@ def add_adapters(model: Any, settings: LoRAConfig, *, seed: int) -> None:
 
 
 def holds_fused_experts(model: nn.Module) -> bool:
-    """Whether transformers holds the experts of a layer in one parameter, which is no linear layer."""
+    """Return whether transformers fuses the experts of a layer in one parameter, which is no linear layer."""
     return any(name.rpartition(".")[0].endswith(".experts") for name, _ in model.named_parameters())
 
 
 def _adaptable(model: Any) -> dict[str, nn.Module]:
-    """Linear layers by name, all but the LM head."""
+    """Return the linear layers by name, all but the LM head."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -85,7 +85,7 @@ def _adaptable(model: Any) -> dict[str, nn.Module]:
 
 
 def _matches(name: str, targets: Iterable[str]) -> bool:
-    """Whether peft adapts the module ``name``: one of ``targets`` is equal to it, or its end after a dot."""
+    """Return whether peft adapts the module ``name``: a target equals it, or its end after a dot."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
@@ -114,7 +114,7 @@ def check_targets(model_dir: Path, settings: LoRAConfig, *, trust_remote_code: b
 
 
 def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
-    """The model without its weights, on the meta device."""
+    """Return the model without its weights, on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -123,7 +123,7 @@ def empty_model(model_dir: Path | str, *, trust_remote_code: bool) -> Any:
 
 
 def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name as in the checkpoint, parameter) of all parameters but adapters, each once."""
+    """Return (name as in the checkpoint, parameter) of all parameters but adapters, each once."""
     return [
         (name.replace(".base_layer.", "."), p)
         for name, p in model.named_parameters()
@@ -132,7 +132,7 @@ def base_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def adapter_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(name as in peft's files, parameter) of the adapters; none where there are no adapters."""
+    """Return (name as in peft's files, parameter) of the adapters, if there are any."""
     return [
         (name.replace(f".{_ADAPTER}.weight", ".weight"), p)
         for name, p in model.named_parameters()
@@ -145,7 +145,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
-    """Adapters by the checkpoint's name of the weight they change, from their named tensors."""
+    """Return adapters by the checkpoint's name of the weight they change, from their named tensors."""
     tensors = dict(named)
     return {
         name.removesuffix(_A) + ".weight": Adapter(a, tensors[name.removesuffix(_A) + _B])
@@ -157,8 +157,8 @@ def adapters(named: Iterable[tuple[str, Tensor]]) -> dict[str, Adapter]:
 def merged_weights(
     weights: Iterable[tuple[str, Tensor]], low_rank: Mapping[str, Adapter], scale: float, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's ``weights`` with the adapters in; ``dtype``: of the model, in which the trainer holds
-    them too. Raises RuntimeError after the last one when an adapter's weight did not come by.
+    """Yield a checkpoint's ``weights`` with the adapters merged. ``dtype``: of the model, in which the
+    trainer holds them too. Raises RuntimeError after the last one when the weight of an adapter is missing.
     """
     left = set(low_rank)
     for name, weight in weights:
@@ -170,13 +170,13 @@ def merged_weights(
         yield name, adapter.merged_into(weight.to(adapter.a.device, dtype), scale)
     if left:
         raise RuntimeError(
-            f"weight sync: the engine's checkpoint has no {min(left)} ({len(left)} such); it names its "
-            "weights otherwise than the trainer: use policy.lora.sync=merged"
+            f"weight sync: the engine's checkpoint has no {min(left)} ({len(left)} such); its names differ "
+            "from the trainer's: use policy.lora.sync=merged"
         )
 
 
 def write_adapter(model: Any, tensors: Mapping[str, Tensor], directory: Path, *, base_model: str) -> None:
-    """The adapter alone, as peft reads it, beside the merged model. ``base_model``: what it belongs on."""
+    """Write the adapter alone, as peft reads it. ``base_model``: the model that it adapts."""
     from safetensors.torch import save_file
 
     config = model.peft_config[_ADAPTER]

@@ -1,6 +1,4 @@
-"""A causal language model that answers one question: the log-probs of given tokens. Policy and reference
-share it.
-"""
+"""A causal language model that computes the log-probs of given tokens. Policy and reference share it."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     packing: bool = False,
 ) -> Any:
-    """The transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
+    """Load the transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
     weight, and with ``packing`` for models that cannot read packed rows.
     """
     quiet_libraries()
@@ -50,25 +48,24 @@ def load_causal_lm(
 
 
 def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
-    """Raises ValueError for a ``model`` (transformers, weights or none) whose log-probs `TokenLogprobs` would
-    not compute, or that cannot read packed rows where it is to.
+    """Raise ValueError for a ``model`` (transformers, with or without weights) whose log-probs
+    `TokenLogprobs` would not compute, or with ``packing`` one that cannot read packed rows.
     """
     text_config = model.config.get_text_config()
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
         if getattr(text_config, key, None) not in (None, 1, 1.0):
             raise ValueError(
                 f"model {model_dir}: {key} = {getattr(text_config, key)} changes the logits after the LM "
-                f"head, which the "
-                "trainer's log-probs do not follow; use a model without it (Qwen, Llama, Mistral, OLMo and "
-                "their like)"
+                "head, which the trainer's log-probs do not follow; use a model without it (Qwen, Llama, "
+                "Mistral, OLMo and their like)"
             )
     if packing and (problem := packing_problem(model)):
         raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
 
 
 def switch_off_noise(model: nn.Module) -> None:
-    """No dropout and no noise on a router's input, whatever the model's configuration says: the engine has
-    none, so that its log-probs would not be the trainer's.
+    """Turn off dropout and noise on a router's input, whatever the model's configuration says: the engine has
+    none, so its log-probs would differ from the trainer's.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -79,15 +76,15 @@ def switch_off_noise(model: nn.Module) -> None:
 
 
 def compile_layers(model: Any) -> None:
-    """torch.compile each layer of ``model``'s decoder, for any number of tokens. Attention over packed rows
-    stays as it is: a graph on each side of it.
+    """Compile each layer of ``model``'s decoder with torch.compile, for any number of tokens. Attention over
+    packed rows is not compiled: it splits the graph in two.
     """
     for layer in model.get_decoder().layers:
         layer.compile(dynamic=True)
 
 
 def attention_cost(model: Any) -> float:
-    """What a token costs more for each token before it, as a share of its cost alone.
+    """Return the extra cost of a token for each token before it, as a share of its own cost.
 
     A token takes 2 FLOPs a parameter that it meets (of experts its own alone), and in each layer 2 H D to be
     compared with a token before it and 2 H D to take up its value, of which causal attention does half on
@@ -108,8 +105,8 @@ def attention_cost(model: Any) -> float:
 class TokenLogprobs(nn.Module):
     """Wraps a transformers causal LM; ``forward`` returns per-token log-probs instead of logits.
 
-    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB. ``ranks``:
-    those that share the tokens of a layout; `forward` is then a collective of theirs.
+    ``chunk_mib``: size of a block of float32 logits, of which at most two exist at once, MiB. ``ranks``: the
+    ranks that share the tokens of a layout; `forward` is then collective over them.
     """
 
     def __init__(
@@ -119,13 +116,13 @@ class TokenLogprobs(nn.Module):
         self._ranks = ranks
         # `model` is registered first, so that `named_parameters` names shared weights as the checkpoint does.
         self.model = model
-        self.head = _Head(model.get_output_embeddings(), temperature, chunk_mib)
+        self.head = _LMHead(model.get_output_embeddings(), temperature, chunk_mib)
 
     def forward(
         self, layout: Layout, with_entropy: bool = False
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-        """Log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout`` wants, 0 for
-        others; and entropies if asked.
+        """Return log-probs in nats, float32, at the sampling temperature, of the tokens that ``layout``
+        wants, 0 for others; and with ``with_entropy`` their entropies.
         """
         part, own = (layout, None) if self._ranks is None else self._ranks.own_slice(layout)
         values, entropies = self._selected(part, with_entropy)
@@ -140,7 +137,7 @@ class TokenLogprobs(nn.Module):
     def _selected(
         self, layout: Layout, with_entropy: bool
     ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-        """Log-probs and entropies of the wanted tokens."""
+        """Return log-probs and entropies of the wanted tokens."""
         where = {} if layout.spans is None else {"position_ids": layout.positions, "spans": layout.spans}
         decoder = self.model.get_decoder()
         hidden = decoder(input_ids=layout.tokens, use_cache=False, **where).last_hidden_state
@@ -148,7 +145,7 @@ class TokenLogprobs(nn.Module):
         return self.head(rows, layout.targets, with_entropy)
 
 
-class _Head(nn.Module):
+class _LMHead(nn.Module):
     """Owns the LM head's weight as its own parameter: ZeRO-3 gathers the parameters of the module that is
     called.
     """

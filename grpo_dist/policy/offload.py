@@ -1,5 +1,5 @@
-"""Policy state outside the accelerator: what `policy.offload` means to DeepSpeed, and what it needs of this
-machine.
+"""Policy state outside the accelerator: DeepSpeed's settings for `policy.offload`, and checks that this
+machine has what it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _KEYS = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
 
 
 def offload_config(policy: PolicyConfig) -> dict[str, Any]:
-    """What goes into DeepSpeed's `zero_optimization`; nothing where nothing is offloaded.
+    """Return the keys for DeepSpeed's `zero_optimization`; none where nothing is offloaded.
 
     Raises ValueError when `policy.deepspeed` names another device than `policy.offload` does.
     """
@@ -40,7 +40,7 @@ def offload_config(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def offload_devices(policy: PolicyConfig) -> dict[str, str]:
-    """Of "optimizer" and "parameters" none, cpu or nvme: where they are, by our setting or by the user's own
+    """Return where "optimizer" and "parameters" are, each none, cpu or nvme, by our setting or by the user's
     DeepSpeed section.
     """
     theirs = policy.deepspeed.get("zero_optimization", {})
@@ -52,7 +52,7 @@ def offload_devices(policy: PolicyConfig) -> dict[str, str]:
 
 
 def optimizer_device(policy: PolicyConfig) -> str:
-    """Of `offload_devices`, where the optimiser's state is."""
+    """Return where the optimiser's state is, see `offload_devices`."""
     return offload_devices(policy)["optimizer"]
 
 
@@ -68,8 +68,8 @@ def size_buffers(settings: dict[str, Any], largest: int) -> None:
 
 
 def create_moments(optimizer: Any) -> None:
-    """Give a new ZeRO-3 optimiser on NVMe the moments it would make at its first step, before a checkpoint is
-    loaded: DeepSpeed reads back the files of what it knows to be on disk, and else would start from none.
+    """Give a new ZeRO-3 optimiser on NVMe the moments it would make at its first step. Call it before loading
+    a checkpoint: DeepSpeed reads back only files of state it knows to be on disk, and else starts from none.
     """
     timers: set[str] = set()
     for number, weights in enumerate(optimizer.fp32_partitioned_groups_flat):
@@ -81,7 +81,7 @@ def create_moments(optimizer: Any) -> None:
 
 
 def set_steps(optimizer: Any, steps: int) -> None:
-    """Adam's count of steps, on which its bias correction depends, and which is in none of these files."""
+    """Set Adam's count of steps, on which its bias correction depends and which these files do not hold."""
     for state in optimizer.optimizer.state.values():
         state["step"] = steps
 

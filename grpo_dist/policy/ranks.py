@@ -1,4 +1,4 @@
-"""The policy's ranks: how they meet, and what they find out together."""
+"""The policy's ranks: joining the process group, and statistics over all of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_addre
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """This process among the ranks, and where they meet. ``timeout_s``: longest any collective may take.
+    """This process among the ranks, and the address where they meet.
 
-    ``secret``: of the group; empty: nobody is asked for one. ``question``: what the ranks answer with it.
-    ``listening``: rank 0's descriptor of a socket at ``port``; None: it is yet to be made.
+    ``timeout_s``: longest any collective may take. ``secret``: of the group; empty: ranks need not prove that
+    they know one. ``question``: the challenge that they answer with it. ``listening``: rank 0's descriptor of
+    a socket at ``port``; None: rank 0 opens one.
     """
 
     index: int
@@ -71,14 +72,14 @@ def _gathered(own: Tensor) -> list[Tensor]:
 
 
 def _interface(host: str, port: int) -> str | None:
-    """Name of the network interface by which this machine reaches ``host``; None where that is unclear."""
+    """Return the network interface by which this machine reaches ``host``; None where that is unclear."""
     own = own_address(host, port)
     found = [name for name, known in psutil.net_if_addrs().items() if own in [a.address for a in known]]
     return found[0] if len(found) == 1 else None
 
 
 def over_ranks(stats: Stats) -> Stats:
-    """Statistics of all ranks together, in two collectives whatever their number."""
+    """Combine the statistics of all ranks, in two collectives however many there are. Collective."""
     names = sorted(stats)
     out: Stats = {}
     for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
@@ -90,7 +91,7 @@ def over_ranks(stats: Stats) -> Stats:
 
 
 def least_of_top(own: Tensor, share: float, device: torch.device) -> float:
-    """The least of the greatest ``share`` of the values of all ranks together, at least one. Collective."""
+    """Return the least of the greatest ``share`` of all ranks' values, of at least one value. Collective."""
     count = torch.tensor([own.numel()], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)  # bounded: the process group has a deadline

@@ -1,10 +1,10 @@
-"""A policy state that other ranks wrote than read it, or under another ZeRO stage.
+"""Load a policy state that another number of ranks wrote, or another ZeRO stage.
 
-    files of the ranks of then                     a rank of now
+    files of the saved ranks                       a rank that loads
       flat pieces, by parameter -- memory mapped --> its share of weights, float32 weights, Adam's averages
 
-DeepSpeed reads its own files only by as many ranks at the same stage. What they hold is told by DeepSpeed's
-`utils/zero_to_fp32.py`, which reads the weights alone.
+DeepSpeed reads its own files only with as many ranks at the same stage. Its `utils/zero_to_fp32.py`, which
+reads the weights alone, documents the format.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WEIGHTS, MOMENTS = "weights", ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a policy state is shared out. ``optimizer``, ``parameters``: where they are, none (with the
+    """How a policy state is sharded. ``optimizer``, ``parameters``: where they are, none (on the
     accelerator), cpu or nvme.
     """
 
@@ -35,7 +35,7 @@ class Sharding:
 
     @classmethod
     def of(cls, ranks: int, settings: Mapping[str, Any]) -> Sharding:
-        """By the ``settings`` that DeepSpeed was given."""
+        """Read it from DeepSpeed's ``settings``."""
         zero = settings["zero_optimization"]
         devices = (zero.get(f"offload_{what}", {}).get("device", "none") for what in ("optimizer", "param"))
         return cls(ranks, zero["stage"], *devices)
@@ -49,7 +49,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """``numel`` elements from ``start`` of what ``rank`` has, of one parameter."""
+    """Elements of one parameter: ``numel`` from ``start`` of the flat state of ``rank``."""
 
     rank: int
     start: int
@@ -57,7 +57,7 @@ class _Piece:
 
 
 class SavedPolicy:
-    """The files of one checkpoint, of all its ranks. ``load`` reads one, its tensors when they are used.
+    """The files of all ranks of one checkpoint. ``load`` opens one; its tensors are read when used.
 
     Raises ValueError where files are missing or hold other parameters.
     """
@@ -75,11 +75,11 @@ class SavedPolicy:
 
     @property
     def client_state(self) -> Mapping[str, Any]:
-        """What the trainer saved with it; of the first rank."""
+        """The counters that the trainer saved with it, of the first rank."""
         return self._model
 
     def open(self, names: Sequence[str]) -> None:
-        """Find every trained parameter, ``names`` in the model's order; before `whole`."""
+        """Find every trained parameter, ``names`` in the model's order. Call it before `whole`."""
         if self.sharding.zero_stage == 0:
             self._open_undivided(names)
         else:
@@ -92,11 +92,11 @@ class SavedPolicy:
             raise ValueError(f"{self._directory}: no state of parameter {missing[0]}; use another checkpoint")
 
     def whole(self, name: str, what: str) -> Tensor:
-        """Of a parameter, ``what``: `WEIGHTS` or one of `MOMENTS`. Float32 [elements], in host memory."""
+        """Return ``what`` of a parameter, `WEIGHTS` or one of `MOMENTS`: float32 [elements], on the host."""
         return self.part(name, what, 0, sum(piece.numel for piece in self._pieces[name]))
 
     def part(self, name: str, what: str, start: int, numel: int) -> Tensor:
-        """Of `whole`, ``numel`` elements from ``start``, or as many as there are; nothing else is read."""
+        """Return ``numel`` elements of `whole` from ``start``, or as many as there are. Reads no others."""
         found = [torch.empty(0)]
         for piece in self._pieces[name]:
             own = max(0, min(numel, piece.numel - start))
@@ -112,7 +112,7 @@ class SavedPolicy:
         return found[0]
 
     def _open_undivided(self, names: Sequence[str]) -> None:
-        """Every parameter is one rank's, and so are its averages; all ranks have the same."""
+        """Find parameters and averages of ZeRO stage 0, where every rank has all of them."""
         states = self._model["optimizer"]["state"]
         for index, name in enumerate(names):
             if name in (weights := self._model["module"]):
@@ -120,7 +120,7 @@ class SavedPolicy:
                 self._pieces[name] = [_Piece(index, 0, weights[name].numel())]
 
     def _add_flat(self, weights: list[Tensor], states: list[Mapping[str, Any]]) -> None:
-        """Weights and, of the same lengths, the averages, which begin as zeros at Adam's first step."""
+        """Add weights and averages of the same lengths, which are zeros before Adam's first step."""
         own = {WEIGHTS: weights}
         for moment in MOMENTS:
             pairs = zip(weights, states, strict=True)
@@ -140,7 +140,7 @@ class SavedPolicy:
             start += group.numel()
 
     def _divide_each(self) -> None:
-        """Under ZeRO-3 every rank has as much of each parameter; the last is filled up."""
+        """Find the pieces of ZeRO-3: every rank has an equal part of each parameter, the last one padded."""
         start = 0
         for shapes in self._model["param_shapes"]:
             for name, shape in shapes.items():
@@ -153,7 +153,7 @@ class SavedPolicy:
 
 
 def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
-    """``numel`` elements from ``start`` of tensors end to end."""
+    """Yield ``numel`` elements from ``start`` of tensors end to end."""
     for tensor in flat:
         own = max(0, min(numel, tensor.numel() - start))
         if own:
@@ -161,23 +161,23 @@ def _cut(flat: list[Tensor], start: int, numel: int) -> Iterator[Tensor]:
         start, numel = max(0, start - tensor.numel()), numel - own
 
 
-def deal_out(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
-    """Give DeepSpeed's ``engine``, which shares out as ``own`` says, what ``saved`` has: each rank its part.
+def reshard(saved: SavedPolicy, engine: Any, own: Sharding) -> None:
+    """Load each rank's part of ``saved`` into DeepSpeed's ``engine``, which shards as ``own`` says.
     Collective under ZeRO-3. Raises ValueError where a state is on disks that only its own rank can read.
     """
     if "nvme" in (own.optimizer, own.parameters, saved.sharding.optimizer, saved.sharding.parameters):
         raise ValueError(
-            f"{saved}: written by {saved.sharding}, and this is {own}. What is on NVMe disks cannot be dealt "
-            "out anew; resume with what the checkpoint's config.yaml says"
+            f"{saved}: written by {saved.sharding}, and this run has {own}. State on NVMe disks cannot be "
+            "resharded; resume with the settings of the checkpoint's config.yaml"
         )
     trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
     saved.open([*trained])
-    place = (_place_undivided, _place_in_partition, _place_in_partition, _place_in_each)[own.zero_stage]
+    load = (_load_undivided, _load_partition, _load_partition, _load_shares)[own.zero_stage]
     with torch.no_grad():
-        place(saved, engine, trained)
+        load(saved, engine, trained)
 
 
-def _place_undivided(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+def _load_undivided(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
     states = {}
     for index, (name, parameter) in enumerate(trained.items()):
         parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
@@ -187,15 +187,15 @@ def _place_undivided(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tens
     engine.optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def _place_in_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
-    """ZeRO 1 and 2: a rank has a stretch of all parameters end to end, which may begin within one."""
+def _load_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+    """Load ZeRO 1 and 2: a rank has a slice of all parameters end to end, which may begin within one."""
     inner = engine.optimizer.optimizer
     flats = [group["params"][0] for group in inner.param_groups]
     _make_moments(inner, flats, saved.steps)
     for name, parameter in trained.items():
         parameter.copy_(saved.whole(name, WEIGHTS).view_as(parameter))
         own: Any = parameter._hp_mapping  # type: ignore[attr-defined]
-        if own is None:  # it is in the partitions of others
+        if own is None:  # in the partitions of other ranks
             continue
         of_parameter, in_partition = own.lp_fragment_address, own.hp_fragment_address
         flat = flats[own.param_group_index]
@@ -205,8 +205,8 @@ def _place_in_partition(saved: SavedPolicy, engine: Any, trained: Mapping[str, T
             target.narrow(0, in_partition.start, in_partition.numel).copy_(share)
 
 
-def _place_in_each(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
-    """ZeRO 3: a rank has a share of each parameter."""
+def _load_shares(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor]) -> None:
+    """Load ZeRO 3: a rank has a share of each parameter."""
     import deepspeed
     from deepspeed.utils import safe_set_local_fp32_param, safe_set_local_optimizer_state
 
@@ -225,8 +225,8 @@ def _place_in_each(saved: SavedPolicy, engine: Any, trained: Mapping[str, Tensor
 
 
 def _make_moments(inner: Any, flats: list[Tensor], steps: float) -> None:
-    """As the optimiser itself does at its first step: DeepSpeed's Adam for CPUs counts in Python. Those that
-    are there already stay, for DeepSpeed has views of them, too.
+    """Create moments as the optimiser does at its first step; DeepSpeed's Adam for CPUs counts steps in
+    Python. Existing moments stay, since DeepSpeed also has views of them.
     """
     counts_in_python = type(inner).__name__ == "DeepSpeedCPUAdam"
     for flat in flats:

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_dist.config import PolicyConfig
 from grpo_dist.policy.deepspeed_engine import use_policy_files
 from grpo_dist.policy.offload import create_moments, optimizer_device, set_steps
-from grpo_dist.policy.resharding import SavedPolicy, Sharding, deal_out
+from grpo_dist.policy.resharding import SavedPolicy, Sharding, reshard
 
 _TAG = "state"  # of DeepSpeed's checkpoint: one per directory, the directory's name says which step
 
@@ -52,7 +52,7 @@ class SavedState:
         saved = SavedPolicy(directory / _TAG, self.files.mapped)
         if saved.sharding == own:
             return self._load_unchanged(directory)
-        deal_out(saved, self._engine, own)
+        reshard(saved, self._engine, own)
         return saved.client_state
 
     def _load_unchanged(self, directory: Path) -> Mapping[str, Any]:

@@ -7,9 +7,9 @@ sees all tokens of its share of the heads, and back:
     rank 0   tokens 0 1, heads a b  --.-->  tokens 0 1 2 3, head a  -- attend --.-->  tokens 0 1, heads a b
     rank 1   tokens 2 3, heads a b  --'-->  tokens 0 1 2 3, head b  -- attend --'-->  tokens 2 3, heads a b
 
-In the end the log-probs are put together on every rank of the group, so that losses of whole sequences see
-whole sequences. Each then computes the same loss; its gradient flows back into a rank's own slice alone, and
-the sum over all ranks is the gradient.
+At the end every rank of the group gathers the log-probs of all, so that losses of whole sequences see whole
+sequences. Each rank computes the same loss; its gradient flows back into the rank's own slice alone, and the
+sum over all ranks is the gradient.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class SequenceGroup:
 
     @classmethod
     def join(cls, size: int) -> SequenceGroup:
-        """Ranks 0 .. size - 1 are the first group, and so on. Collective over all ranks."""
+        """Join this rank's group; ranks 0 .. size - 1 are the first one. Collective over all ranks."""
         rank, world = dist.get_rank(), dist.get_world_size()
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
         return cls(groups[rank // size], size, rank % size)
 
     def own_slice(self, layout: Layout) -> tuple[Layout, Tensor]:
-        """This rank's part of a packed ``layout`` whose stream divides evenly; and which of the wanted
-        tokens, int64, are predicted from it.
+        """Return this rank's part of a packed ``layout`` whose stream divides evenly, and the indices, int64,
+        of the wanted tokens that are predicted from it.
         """
-        assert layout.positions is not None and layout.spans is not None, "padded rows are not shared out"
+        assert layout.positions is not None and layout.spans is not None, "padded rows cannot be shared"
         width = layout.tokens.shape[1] // self.size
         start = self.index * width
         own = ((layout.sources >= start) & (layout.sources < start + width)).nonzero()[:, 0]
@@ -61,7 +61,7 @@ class SequenceGroup:
         return part, own
 
     def together(self, own: Float[Tensor, " S"], index: Tensor, count: int) -> Float[Tensor, " M"]:
-        """The values of all slices, ``count`` in all, on every rank. Collective."""
+        """Return the values of all slices, ``count`` in all, on every rank. Collective."""
         placed = torch.zeros(count, dtype=own.dtype, device=own.device).index_copy(0, index, own)
         return _SumOfParts.apply(placed, self.group)
 
@@ -71,14 +71,14 @@ def check_heads(model: Any, size: int) -> None:
     heads = model.config.get_text_config().num_attention_heads
     if heads % size:
         raise ValueError(
-            f"policy.sequence_parallel = {size}: the model has {heads} attention heads, which so many ranks "
+            f"policy.sequence_parallel = {size}: the model has {heads} attention heads, which {size} ranks "
             "cannot share equally; use a divisor of them"
         )
 
 
 class _SumOfParts(torch.autograd.Function):
-    """Each rank's part, 0 elsewhere, to the whole on every rank. The loss that follows is the same on all of
-    them, and counts once: a rank's part gets its gradient from its own copy.
+    """Sums the parts of all ranks, each 0 elsewhere, to the whole on every rank. The loss that follows is the
+    same on all of them and counts once: a rank's part gets its gradient from its own copy.
     """
 
     @staticmethod
@@ -100,7 +100,7 @@ class _UlyssesSpans:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, dropout: float
     ) -> Tensor:
-        """As `Spans.attend` for this rank's slice of the stream. Collective over the sequence group."""
+        """Attend for this rank's slice of the stream, see `Spans`. Collective over the sequence group."""
         if k.shape[1] % self.ranks.size:  # fewer key heads than ranks: as many as there are queries
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
         q, k, v = (self._tokens_for_heads(t) for t in (q, k, v))
@@ -118,6 +118,6 @@ class _UlyssesSpans:
         return self._exchange(by_rank).transpose(0, 1).flatten(1, 2)
 
     def _exchange(self, by_rank: Float[Tensor, "R ..."]) -> Float[Tensor, "R ..."]:
-        """Part i to rank i of the group; from each its part for this one."""
+        """Send part i to rank i of the group; return the parts that they sent to this rank."""
         by_rank = by_rank.contiguous()
         return all_to_all_single(torch.empty_like(by_rank), by_rank, group=self.ranks.group)

@@ -1,9 +1,8 @@
-"""DeepSpeed's checkpoint files: written beside the training that goes on, read without running what is in
-them.
+"""DeepSpeed's checkpoint files: written while training continues, read without running code in them.
 
-    save(state)    clone to host memory | return           the files of a rank are written by one thread,
-                                         \\ torch.save ...  in order
-    load(path)     torch's unpickler of plain values and tensors, and of the few classes named here
+save(state)    clone to host memory | return           the files of a rank are written by one thread,
+                                     \\ torch.save ...  in order
+load(path)     torch's unpickler of plain values and tensors, and of the few classes named here
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FILES_PENDING = 64  # of one checkpoint; each holds its state in memory anyway
 
 
 class PolicyFiles:
-    """Of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it takes the place of DeepSpeed's
+    """The files of one rank; with DeepSpeed's ``CheckpointEngine`` as its other base it replaces DeepSpeed's
     own. ``blocking``: whether the next `save` returns only when its file is written.
     """
 
@@ -41,11 +40,11 @@ class PolicyFiles:
             self._writer.submit(lambda: _write(state, path))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Raises ValueError where the file holds more than values: a pickle that would run something."""
+        """Read a file. Raises ValueError where it holds more than values: a pickle that would run code."""
         return self._read(path, map_location=map_location)
 
     def mapped(self, path: Path) -> Any:
-        """`load`, with tensors whose contents are read from the file when they are used."""
+        """Read a file as `load` does; its tensors are read from disk when they are used."""
         return self._read(str(path), map_location="cpu", mmap=True)
 
     def _read(self, path: str, **how: Any) -> Any:
@@ -59,16 +58,16 @@ class PolicyFiles:
             ) from error
 
     def commit(self, info: Any) -> bool:
-        """The driver publishes what all ranks have `written`."""
+        """Do nothing: the driver publishes the files once all ranks have `written` theirs."""
         return True
 
     def written(self) -> bool:
-        """Whether every file is there. Raises what went wrong with one."""
+        """Return whether every file is written. Raises the error of a write that failed."""
         return self._writer.is_idle()
 
 
 def _deepspeed_classes() -> list[Any]:
-    """What it keeps in its states besides tensors and plain values."""
+    """Return the classes in DeepSpeed's states besides tensors and plain values."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -84,16 +83,16 @@ def _write(state: Any, path: str) -> None:
 
 
 def snapshot(state: Any) -> Any:
-    """``state`` as it is now, tensors in host memory and of their own; those that were one still are."""
+    """Copy ``state`` to host memory; tensors that share storage still do in the copy."""
     return _cloned(state, {})
 
 
 def _cloned(value: Any, seen: dict[Any, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
-        if value.numel() == 0 or place not in seen:
-            seen[place] = value.detach().to("cpu", copy=True)
-        return seen[place]
+        identity = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
+        if value.numel() == 0 or identity not in seen:
+            seen[identity] = value.detach().to("cpu", copy=True)
+        return seen[identity]
     if isinstance(value, dict):
         return type(value)((key, _cloned(inner, seen)) for key, inner in value.items())
     if isinstance(value, list | tuple) and type(value) in (list, tuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _ROW = 128  # words that a checksum adds up at once
-_PART = 1 << 26  # bytes that a checksum takes at once, so that what it needs beside them stays small
+_PART = 1 << 26  # bytes that a checksum takes at once, which bounds its temporary memory
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as a signed number
 
 
@@ -59,18 +59,18 @@ def make_buckets(specs: Sequence[ParameterSpec], bucket_bytes: int) -> list[list
 
 
 def pack(tensors: Iterable[Tensor], flat: Tensor) -> None:
-    """Fill ``flat`` uint8 [N] with the bytes of ``tensors``, end to end. Raises ValueError when they are not
-    N.
+    """Fill ``flat`` uint8 [N] with the bytes of ``tensors``, end to end. Raises ValueError unless they are N
+    bytes.
     """
     offset = 0
     for tensor in tensors:
         piece = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if offset + len(piece) > len(flat):
-            raise ValueError(f"more than the {len(flat)} bytes of the bucket are to be packed into it")
+            raise ValueError(f"the tensors have more than the {len(flat)} bytes of their bucket")
         flat[offset : offset + len(piece)].copy_(piece)
         offset += len(piece)
     if offset != len(flat):
-        raise ValueError(f"{offset} bytes are to be packed into a bucket of {len(flat)}")
+        raise ValueError(f"the tensors have {offset} bytes and their bucket {len(flat)}")
 
 
 def bucket_size(bucket: Sequence[ParameterSpec]) -> int:
@@ -78,8 +78,8 @@ def bucket_size(bucket: Sequence[ParameterSpec]) -> int:
 
 
 def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Tensor]]:
-    """The named tensors in ``flat`` uint8 [N]. Those that start on a multiple of their element size are views
-    of it.
+    """Return the named tensors in ``flat`` uint8 [N]. Those that start on a multiple of their element size
+    are views of it.
     """
     named, offset = [], 0
     for spec in bucket:
@@ -92,12 +92,12 @@ def unpack(flat: Tensor, bucket: Sequence[ParameterSpec]) -> list[tuple[str, Ten
 
 
 class Checksum:
-    """Of all bytes added, in the order added: notices changed, missing, repeated and moved ones.
+    """A checksum of all bytes added, in order: detects changed, missing, repeated and moved ones.
 
-    The bytes are taken as 32-bit words in rows of 128. A row's words are weighed by column and added up
+    The bytes are taken as 32-bit words in rows of 128. A row's words are weighted by column and added up
     modulo 2^32, the rows by their number modulo 2^64: plain integer arithmetic, the same on every device, and
-    about as fast as memory. All weights are odd, so that no change of a word is lost. What cannot be seen is
-    that two numbers of one row changed places which differ by their sign alone.
+    about as fast as memory. All weights are odd, so that no change of a single word is lost. It cannot detect
+    a swap of two numbers in one row that differ in their sign alone.
     """
 
     NUM_BYTES = 8  # of `as_bytes`
@@ -107,7 +107,7 @@ class Checksum:
         self._weights = _odd_weights(_ROW).to(torch.int32)
 
     def add(self, flat: Tensor) -> None:
-        """``flat`` uint8 [N]. Nothing waits for the device here."""
+        """Add ``flat`` uint8 [N], without waiting for the device."""
         value = torch.zeros((), dtype=torch.int64, device=flat.device) if self._value is None else self._value
         weights = self._weights.to(flat.device)
         for part in flat.split(_PART):
@@ -125,18 +125,18 @@ class Checksum:
         return 0 if self._value is None else self.read(self.as_bytes())
 
     def as_bytes(self) -> Tensor:
-        """uint8 [8], to travel behind what it is of."""
+        """Return the value as uint8 [8], to send after the data."""
         assert self._value is not None, "nothing was added"
         return self._value.reshape(1).view(torch.uint8)
 
     @staticmethod
     def read(flat: Tensor) -> int:
-        """The value that `as_bytes` gave."""
+        """Return the value whose `as_bytes` are ``flat``."""
         return int(flat.clone().view(torch.int64)) % (1 << 64)
 
 
 def _words(flat: Tensor) -> Tensor:
-    """Rows of int32 [R, 128] that hold ``flat`` uint8 [N], the last one filled up with zeros."""
+    """Return rows of int32 [R, 128] that hold ``flat`` uint8 [N], the last one padded with zeros."""
     short = -len(flat) % (4 * _ROW)
     if short or flat.storage_offset() % 4:
         flat = torch.cat([flat, flat.new_zeros(short)])
@@ -144,5 +144,5 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _odd_weights(count: int, device: torch.device | None = None) -> Tensor:
-    """int64 [count], odd and all different, with no pattern that weights repeat."""
+    """Return int64 [count], odd and all different, without a repeating pattern."""
     return (torch.arange(count, device=device) * _STEP) | 1

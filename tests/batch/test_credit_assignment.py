@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.batch.credit_assignment import CreditSettings, sample_advantages, token_advantages
+from grpo_dist.batch.credit_assignment import AdvantageSettings, sample_advantages, token_advantages
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config.files import read_tree
 from grpo_dist.loop.groups import ScoredGroup
-from grpo_dist.loop.updates import credit_settings, make_batches, reward_moments
+from grpo_dist.loop.updates import advantage_settings, make_batches, reward_moments
 from tests.support import fakes
 from tests.support.made_groups import group_of
 
@@ -26,7 +26,7 @@ def credited(groups, settings, ref_logprobs=None):
 
 
 def test_rewards_are_clipped_before_and_advantages_after():
-    settings = CreditSettings(std="none", reward_clip=1.0, clip=0.75)
+    settings = AdvantageSettings(std="none", reward_clip=1.0, clip=0.75)
     got = credited([group_of([5, -1, -9, 0.2], [1, 1, 1, 1])], settings)[:, 2]
     mean = (1 - 1 - 1 + 0.2) / 4
     expected = [0.75, -1 - mean, -1 - mean, 0.2 - mean]
@@ -36,7 +36,7 @@ def test_rewards_are_clipped_before_and_advantages_after():
 
 def test_kl_in_the_reward_takes_from_each_token_what_is_still_to_come():
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
-    settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k1")
+    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1")
     got = credited([group_of([1, 0], [3, 1])], settings, reference)
     torch.testing.assert_close(got[0], torch.tensor([0, 0, 0.5 - 0.25, 0.5 - 0.2, 0.5 - 0.2]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, -0.5, 0, 0]))
@@ -44,7 +44,7 @@ def test_kl_in_the_reward_takes_from_each_token_what_is_still_to_come():
 
 def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
     groups = [group_of([1, 0], [2, 2]), group_of([3, 0], [1, 3], prompt_tokens=1)]
-    got = credited(groups, CreditSettings(estimator="reinforce_pp", whiten=True))
+    got = credited(groups, AdvantageSettings(estimator="reinforce_pp", whiten=True))
     tokens = [1, 1, 0, 0, 3, 0, 0, 0]
     mean = sum(tokens) / 8
     deviation = math.sqrt(sum((t - mean) ** 2 for t in tokens) / 7)
@@ -57,22 +57,22 @@ def test_step_rewards_become_token_advantages_at_their_own_places():
     ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
     got = credited(
         [group_of([1, 0], [3, 2], step_rewards=steps, step_ends=ends)],
-        CreditSettings(estimator="process", eps=0),
+        AdvantageSettings(estimator="process", eps=0),
     )
     unit = math.sqrt(1 / 3)
     a, b = (1 / 3) / unit, (-2 / 3) / unit
     torch.testing.assert_close(got[0], torch.tensor([0, 0, a + b, b, b]))
     torch.testing.assert_close(got[1], torch.tensor([0, 0, a, a, 0]))
     with pytest.raises(ValueError, match="no step rewards; add a process reward model"):
-        credited([group_of([1, 0], [1, 1])], CreditSettings(estimator="process"))
+        credited([group_of([1, 0], [1, 1])], AdvantageSettings(estimator="process"))
 
 
 def test_gdpo_sees_each_reward_on_its_own():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
     made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
-    got = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
+    got = credited([made], AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
     assert got[0] == got[1] and got[0] != got[3]
-    alone = credited([made], CreditSettings(estimator="gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
+    alone = credited([made], AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "format": 0.0}))[:, 2]
     torch.testing.assert_close(alone, torch.tensor([1.0, 1, -1, -1]) * math.sqrt(3 / 4), rtol=1e-5, atol=0)
 
 
@@ -103,7 +103,7 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
 
 def test_reward_clip_holds_remaxs_baseline_too():
     made = group_of([5, 0], [1, 1], baseline_reward=5.0)
-    got = sample_advantages([made], CreditSettings(estimator="remax", reward_clip=1.0))
+    got = sample_advantages([made], AdvantageSettings(estimator="remax", reward_clip=1.0))
     assert got[0].tolist() == [0.0, -1.0]
 
 
@@ -117,7 +117,7 @@ def test_truncated_samples_count_in_their_group_and_are_not_trained():
 
 def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
     def whitened(**algorithm):
-        return credit_settings(fakes.config(algorithm=algorithm), 0.0).whiten
+        return advantage_settings(fakes.config(algorithm=algorithm), 0.0).whiten
 
     assert whitened(advantage="reinforce_pp") and whitened(advantage="reinforce_pp_baseline")
     assert not whitened(advantage="grpo")
@@ -128,7 +128,7 @@ def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
 def test_the_order_of_groups_changes_no_advantage():
     groups = [group_of([1, 0, 0], [3, 1, 2]), group_of([2, 5, 1], [1, 4, 1]), group_of([0, 0, 1], [2, 2, 2])]
     for estimator in ("grpo", "opo", "pass_at_k", "reinforce_pp"):
-        settings = CreditSettings(estimator=estimator, std="batch", whiten=True, k=2)
+        settings = AdvantageSettings(estimator=estimator, std="batch", whiten=True, k=2)
         forth = credited(groups, settings)
         back = credited(groups[::-1], settings)
         back = torch.cat([back[6:], back[3:6], back[:3]])
@@ -145,7 +145,7 @@ def in_float64(rewards):
 @pytest.mark.parametrize(("shift", "scale"), [(False, True), (True, True), (True, False)])
 def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(estimator, shift, scale):
     rewards = [100, 100.001, 100, 100.002]
-    settings = CreditSettings(
+    settings = AdvantageSettings(
         estimator=estimator, std="none", reward_norm="batch", reward_shift=shift, reward_scale=scale,
         whiten=estimator.startswith("reinforce"), eps=1e-12,
     )  # fmt: skip
@@ -162,7 +162,9 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("estimator", ["grpo", "reinforce_pp", "remax", "rloo", "opo", "pass_at_k"])
 def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
-    settings = CreditSettings(estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp")
+    settings = AdvantageSettings(
+        estimator=estimator, reward_clip=10.0, k=1, whiten=estimator == "reinforce_pp"
+    )
     with_it = credited([group_of([bad, 1, 0, 0], [2, 1, 1, 1], baseline_reward=0.5)], settings)
     without = credited([group_of([1, 0, 0], [1, 1, 1], baseline_reward=0.5)], settings)
     assert not with_it[0].any() and torch.equal(with_it[1:, 2], without[:, 2])
@@ -199,7 +201,7 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
 )
 def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected):
     algorithm = {"reward_norm": "batch", "reward_shift": shift, "reward_scale": scale}
-    settings = credit_settings(fakes.config(algorithm=algorithm), 0.0)
+    settings = advantage_settings(fakes.config(algorithm=algorithm), 0.0)
     assert (settings.reward_shift, settings.reward_scale) == expected
 
 
@@ -211,7 +213,7 @@ def test_running_normalisation_goes_on_from_the_steps_before():
     everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
     assert after_two.mean == pytest.approx(everything.mean())
     assert after_two.deviation == pytest.approx(everything.std(ddof=1))
-    settings = credit_settings(config, 0.0)
+    settings = advantage_settings(config, 0.0)
     settings = replace(settings, moments=after_two, whiten=False)
     (got,) = sample_advantages([s.group for s in second], settings)
     expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
@@ -233,7 +235,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
     preset = read_tree(Path(__file__).parents[2] / "configs" / "algorithms" / "roll.yaml").algorithm
     config = fakes.config(algorithm=dict(preset))
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
-    got = credited(groups, credit_settings(config, 0.0))
+    got = credited(groups, advantage_settings(config, 0.0))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
     np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
     assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
@@ -250,7 +252,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
 def test_rolls_reward_block_means_what_it_means_there(block, expected):
     """Of one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce takes the normalised reward."""
     block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
-    settings = credit_settings(fakes.config(algorithm=block), 0.0)
+    settings = advantage_settings(fakes.config(algorithm=block), 0.0)
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 
@@ -259,6 +261,6 @@ def test_rolls_reward_block_means_what_it_means_there(block, expected):
 def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
     """The loss is then not finite either, and the update is refused."""
     reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
-    settings = CreditSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
+    settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
     got = credited([group_of([1, 0], [2, 1])], settings, reference)
     assert got[0, 2:4].isnan().all() and got[1, 2].isfinite()

@@ -108,7 +108,7 @@ def test_variable_length_kernels_are_handed_each_row_whole(completions):
     """Shared prompts, and nothing shared: then the stream goes to the kernel as it is."""
     rows = rows_of([[1] * 3, [2]], completions)
     by_blocks, by_kernel = (packed(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
-    assert (by_kernel.spans.places is None) == (max(map(len, completions)) == 1)
+    assert (by_kernel.spans.indices is None) == (max(map(len, completions)) == 1)
     leaves = [heads(i, by_blocks.tokens.shape[1], n) for i, n in enumerate((4, 2, 2))]
     how = {"scale": 0.3, "window": 4, "dropout": 0.0}
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
@@ -226,7 +226,7 @@ def test_models_that_cannot_read_packed_rows_are_refused(tmp_path):
         loaded(capped, packing=True)
     register()
     model = loaded(saved(LlamaConfig(**shape), tmp_path / "llama"), packing=True)
-    with pytest.raises(ValueError, match=r"not told where packed rows are.*model\.packing=false"):
+    with pytest.raises(ValueError, match=r"does not receive where packed rows are.*model\.packing=false"):
         model(padded(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)))
 
 

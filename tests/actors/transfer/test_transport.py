@@ -618,7 +618,7 @@ def test_the_checksum_is_the_one_of_a_device_without_matrix_products_of_integers
 
 
 def test_what_does_not_fill_its_bucket_is_refused():
-    with pytest.raises(ValueError, match="12 bytes are to be packed into a bucket of 16"):
+    with pytest.raises(ValueError, match="the tensors have 12 bytes and their bucket 16"):
         pack([torch.zeros(3)], torch.empty(16, dtype=torch.uint8))
     with pytest.raises(ValueError, match="more than the 8 bytes"):
         pack([torch.zeros(3)], torch.empty(8, dtype=torch.uint8))
