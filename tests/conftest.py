@@ -13,8 +13,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Before test files are imported, and for the processes that share them out.
 os.environ.setdefault("GRPO_DIST_TEST_SEED", str(random.SystemRandom().randrange(10**6)))
 
-_CHECKED = ["grpo_dist.algorithms", "grpo_dist.policy.logprobs", "grpo_dist.policy.loss"]
-install_import_hook(_CHECKED, "beartype.beartype")
+import tests.support.shapes  # noqa: F401  the hook below names its checker
+
+_CHECKED = ["grpo_dist.algorithms", "grpo_dist.batch", "grpo_dist.policy"]
+install_import_hook(_CHECKED, "tests.support.shapes.checked")
 
 import pytest  # noqa: E402
 
