@@ -66,7 +66,7 @@ def test_engines_load_before_the_policy_and_have_the_first_turn():
     ]
 
 
-def test_a_step_drops_the_engines_weights_and_brings_them_anew():
+def test_a_step_drops_the_engines_weights_and_pushes_new_ones():
     events, colocation, policy, sync, _ = world()
 
     async def step():
@@ -169,7 +169,7 @@ print(json.dumps(seen))
 
 @pytest.mark.evidence
 def test_engines_see_the_gpus_that_ray_gave_the_ranks():
-    """On a Ray with two GPUs that exist in its books alone."""
+    """On a Ray with two GPUs that do not exist."""
     done = subprocess.run(
         [sys.executable, "-c", _ON_TWO_GPUS], capture_output=True, text=True, timeout=HANG_S, check=True
     )

@@ -10,7 +10,7 @@ from tests.support.simulated_actors import SimulatedReward, SimulatedRollout
 
 
 class Engine(SimulatedRollout):
-    """Answers after a while, with who it was; stops in a step, or fails in it, when told to."""
+    """Answers after a while with its process; hangs or fails in a step on request."""
 
     def __init__(self, spec):
         super().__init__(spec)
@@ -52,7 +52,7 @@ class Busy(Probeable):
 
 
 class Grader(SimulatedReward, Probeable):
-    """Some prompts kill whoever scores them, or only the first who does."""
+    """Some prompts kill every worker that scores them, or only the first."""
 
     def score(self, prompt, rollouts, modelled):
         mark = prompt.columns.get("mark")
@@ -64,10 +64,10 @@ class Grader(SimulatedReward, Probeable):
 
 
 class Frozen(Probeable):
-    """In the place of a reference worker."""
+    """Replaces a reference worker."""
 
     def __init__(self, settings, **others):
-        """Settings of the real one."""
+        """Take the settings of the real worker."""
 
     def ready(self):
         """Up."""

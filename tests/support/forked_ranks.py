@@ -54,7 +54,7 @@ class Parent:
 
     @contextmanager
     def in_the_place_of_ray(self):
-        """Within, the ranks of every `PolicyGroup` that is made are forked."""
+        """Fork the ranks of every `PolicyGroup` made in the block."""
         from actors.workers import policy_group
 
         with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ class _Class:
 
 
 class Forked:
-    """In the place of an actor's handle."""
+    """Replaces an actor's handle."""
 
     def __init__(self, address, worker, arguments):
         self._connection = Client(address, "AF_UNIX")
@@ -88,7 +88,7 @@ class Forked:
         return _Method(self, method)
 
     def end(self):
-        """In the place of `ray.kill`."""
+        """End the rank; replaces `ray.kill`."""
         self._send(None)
         self._thread.shutdown(cancel_futures=True)
 
@@ -115,7 +115,7 @@ class _Method:
 
 
 class _Answer:
-    """As an object reference, it begins without a loop and is awaited in one."""
+    """Like an object reference: starts without an event loop, and is awaited in one."""
 
     def __init__(self, future):
         self._future = future
@@ -141,7 +141,7 @@ def serve_forks(address):
 
 
 def _serve(connection):
-    """Until the other side ends it, or is gone."""
+    """Serve calls until the other side closes the connection."""
     try:
         worker, arguments = pickle.loads(connection.recv_bytes())
         own = worker(*arguments)

@@ -54,7 +54,7 @@ class Hosts:
         return ["ip", "netns", "exec", self._names[address], *command]
 
     def cut(self, address):
-        """Nothing comes from it or to it any more, and nobody is told."""
+        """Drop all packets from and to it, without an error on either side."""
         number = address.rpartition(".")[2]
         _ip("-n", self._switch, "link", "set", f"port{number}", "down")
 

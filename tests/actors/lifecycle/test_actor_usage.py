@@ -1,4 +1,4 @@
-"""What actors did is told also by those that have work of later batches before them."""
+"""Usage is read in parallel to queued work of later batches."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Losses as Ray tells of them, by whoever meets them; nothing of Ray is started."""
+"""How callers handle the errors that Ray raises for lost actors; no Ray is started."""
 
 import asyncio
 
@@ -110,7 +110,7 @@ def test_what_an_actor_refuses_is_raised_as_it_is():
         (WorkerLost("no restart is left"), WorkerLost),
     ],
 )
-def test_a_loss_that_nobody_made_good_goes_back_to_the_checkpoint(error, told):
+def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, told):
     async def met():
         async with Cluster(fakes.config()).failures_as_state_lost():
             raise error

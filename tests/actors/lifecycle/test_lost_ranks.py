@@ -42,7 +42,7 @@ class MortalRank(OpenWorker):
         ),
     ],
 )
-def test_all_who_ask_the_policy_are_told_of_a_lost_rank_while_others_wait_for_it(
+def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait_for_it(
     ray_cluster, tiny_model, tmp_path, what, words
 ):
     """The other rank is in a collective that does not end by itself for half an hour."""

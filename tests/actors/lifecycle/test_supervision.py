@@ -120,7 +120,7 @@ def _lives(process):
         return False
 
 
-def test_an_engine_started_anew_samples_nothing_before_it_has_caught_up(ray_cluster):
+def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster):
     async def session():
         rollouts, caught_up = pool(1), []
 
@@ -138,7 +138,7 @@ def test_an_engine_started_anew_samples_nothing_before_it_has_caught_up(ray_clus
     asyncio.run(session())
 
 
-def test_whoever_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
+def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
     """A push that waits for the same lock must not take the engine for one that is still away."""
 
     async def session():
@@ -184,7 +184,7 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
     asyncio.run(session())
 
 
-def test_when_no_restart_is_left_all_who_wait_are_told_which_engine_it_was(ray_cluster):
+def test_when_no_restart_is_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
     async def session(restarts, losses):
         rollouts = pool(1, restarts)
         await rollouts.ready()
@@ -294,6 +294,6 @@ def test_a_reference_is_restarted_unless_it_follows_the_policy(ray_cluster, monk
         assert before == after == [3, 1]
 
 
-def test_a_hang_is_not_said_before_anybody_asked():
+def test_a_hang_deadline_below_the_interval_of_health_checks_is_refused():
     with pytest.raises(ValueError, match="hang_s = 2 must be above health_s = 3"):
         RestartsConfig(hang_s=2)

@@ -1,4 +1,4 @@
-"""What is said of actors that do not answer: where each is, whatever it is that keeps it."""
+"""Reports of actors that do not answer: where each is stuck, whatever blocks it."""
 
 import asyncio
 import ctypes
@@ -123,7 +123,7 @@ def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
     assert sum(LIMITS_S.values()) <= 10
 
 
-def test_each_is_told_with_its_node_its_process_and_where_it_is(stuck):
+def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
     made, pids = stuck
     text = told_of(stuck, *made)
     begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
@@ -156,7 +156,7 @@ def test_of_a_stack_the_way_into_the_actor_is_left_out_and_the_most_recent_call_
         assert "wait_for_nobody" in in_test[0]
 
 
-def test_actors_at_the_same_place_are_told_of_once(stuck):
+def test_actors_at_the_same_place_share_one_entry(stuck):
     made, pids = stuck
     twice = {"policy-0": made["c"], "policy-1": made["c"]}
     text = asyncio.run(where_stuck(twice))

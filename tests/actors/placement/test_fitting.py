@@ -1,4 +1,4 @@
-"""What fits on the nodes of a cluster, what would, and how a run is told that it does not."""
+"""What fits on the nodes of a cluster, which smaller run would, and the message when it does not."""
 
 import asyncio
 import os
@@ -140,7 +140,7 @@ def test_without_gpus_fewer_threads_are_near():
     assert nearest(asked, taken, training=True) is None
 
 
-def test_gpus_that_are_enough_in_all_but_not_on_nodes_are_told_of_at_once():
+def test_gpus_that_suffice_in_all_but_not_on_nodes_are_reported_at_once():
     """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
     wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
     problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
@@ -148,7 +148,7 @@ def test_gpus_that_are_enough_in_all_but_not_on_nodes_are_told_of_at_once():
     assert too_large(wanted, [node(name, 6, 0) for name in "abcd"]) is None  # when others have gone
 
 
-def test_room_that_came_too_late_is_said():
+def test_capacity_that_came_too_late_is_reported():
     asked = shape(1, 1, where="separate")
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=True))
     assert str(no_room(asked, wanted, [node("a", 8, 8)], 1.0)).endswith("start it again")

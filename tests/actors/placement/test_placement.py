@@ -165,7 +165,7 @@ def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_o
 
 
 class Held:
-    """A room that is there."""
+    """A reservation that is held."""
 
     is_held, given_back = True, False
 
@@ -176,7 +176,7 @@ class Held:
         self.given_back = True
 
 
-def test_all_workers_start_anew_in_the_room_that_they_have(monkeypatch):
+def test_restarted_workers_keep_their_reservation(monkeypatch):
     own = cluster.Cluster(config())
     reservation = own._reservation = Held()
 

@@ -27,7 +27,7 @@ def on_nodes(script, **variables):
 
 
 @pytest.mark.evidence
-def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
+def test_a_reservation_is_waited_for_survives_a_lost_node_and_is_released():
     run = on_nodes("multi_node_reservations")
     told = run.stdout.splitlines()
     begin = told.index("cluster: no room for this run within `cluster.timeouts.room_s` = 1 s; it asks for")
@@ -47,7 +47,7 @@ def test_room_is_waited_for_kept_on_a_lost_node_and_given_back():
         "a worker of `rollout` takes 4 GPU(s) of one node, and none has as much:",
     ]
     assert re.search(r"waiting for room in the cluster \(\d+ of 60 s\): ", run.stderr)
-    assert "of 1 s): " not in run.stderr  # a short wait is not told of
+    assert "of 1 s): " not in run.stderr  # a short wait is not logged
 
 
 @pytest.mark.evidence

@@ -256,7 +256,7 @@ def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypa
     assert len(refused) == 1 and "rank 1 of a process group does not know the secret" in refused[0]
 
 
-def test_ranks_of_the_policy_meet_where_members_alone_are_told(monkeypatch):
+def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch):
     port, found = free_port("127.0.0.1"), {}
 
     def meet_as(rank, secret, timeout_s):

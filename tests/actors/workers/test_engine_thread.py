@@ -1,4 +1,4 @@
-"""The thread that steps an engine, around an engine of a few lines: who is told what, and when."""
+"""The thread that steps an engine, with an engine of a few lines: which request gets which error."""
 
 import asyncio
 import contextlib
@@ -161,7 +161,7 @@ def test_a_burst_that_is_over_before_it_is_waited_for_holds_nobody_up():
     assert tried
 
 
-def test_books_of_the_engine_that_break_are_told_to_all_and_to_who_comes_later(monkeypatch):
+def test_an_internal_error_of_the_engine_fails_all_pending_and_later_requests(monkeypatch):
     async def use(thread, engine):
         waiting = asyncio.create_task(thread.generate([10_000_000], None))
         while not engine.log:
@@ -211,7 +211,7 @@ def test_an_engine_that_owes_something_and_does_nothing_stands_still(monkeypatch
     with_engine(monkeypatch, use, Forgetful)
 
 
-def test_what_is_refused_is_told_to_its_request_alone(monkeypatch):
+def test_a_refused_request_fails_alone(monkeypatch):
     async def use(thread, engine):
         return await asyncio.gather(*(thread.generate([n], None) for n in (2, 0, 3)), return_exceptions=True)
 
@@ -220,7 +220,7 @@ def test_what_is_refused_is_told_to_its_request_alone(monkeypatch):
     assert isinstance(refused, ValueError) and str(refused) == "nothing to make"
 
 
-def test_a_step_that_breaks_is_told_to_all_and_to_who_comes_later(monkeypatch):
+def test_a_failed_step_fails_all_pending_and_later_requests(monkeypatch):
     async def use(thread, engine):
         in_hand = await asyncio.gather(*(thread.generate([n], None) for n in (5, -1)), return_exceptions=True)
         with pytest.raises(RuntimeError, match=r"engine has failed.*no more blocks"):
@@ -232,7 +232,7 @@ def test_a_step_that_breaks_is_told_to_all_and_to_who_comes_later(monkeypatch):
     assert all(isinstance(error, MemoryError) for error in with_engine(monkeypatch, use))
 
 
-def test_a_model_that_does_not_load_is_told_at_the_start(monkeypatch):
+def test_a_model_that_does_not_load_fails_the_start(monkeypatch):
     def broken(arguments):
         raise OSError("no such file")
 
@@ -294,7 +294,7 @@ def test_an_engine_that_sleeps_in_part_is_not_resumed(monkeypatch):
     assert with_engine(monkeypatch, use) == (PauseState.PAUSED_ALL, PauseState.UNPAUSED)
 
 
-def test_who_waits_for_an_engine_that_is_shut_down_is_told(monkeypatch):
+def test_pending_requests_fail_when_the_engine_is_shut_down(monkeypatch):
     async def use(thread, engine):
         waiting = asyncio.create_task(thread.generate([10_000_000], None))
         while not engine.log:

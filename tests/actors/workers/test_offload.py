@@ -66,7 +66,7 @@ def test_an_optimiser_on_the_cpu_without_a_compiler_is_refused(monkeypatch):
     check_offload(PolicyConfig())
 
 
-def test_what_deepspeed_is_told(tmp_path):
+def test_offload_settings_become_deepspeed_settings(tmp_path):
     policy = PolicyConfig(
         zero_stage=3,
         offload=OffloadConfig(optimizer="cpu", parameters="nvme", nvme_path="/disk"),

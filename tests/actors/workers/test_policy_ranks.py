@@ -245,7 +245,7 @@ def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
             assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_weights_that_are_lost_are_told(forked_ranks, tiny_model):
+def test_weights_that_are_not_finite_are_reported(forked_ranks, tiny_model):
     """A step so long that weights leave the range of float32."""
 
     async def step():

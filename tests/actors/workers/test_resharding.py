@@ -1,4 +1,4 @@
-"""A policy state goes to other ranks or another ZeRO stage, with every number, and training goes on."""
+"""A policy state moves to other ranks or another ZeRO stage with every number, and training continues."""
 
 import asyncio
 

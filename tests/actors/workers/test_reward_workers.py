@@ -146,7 +146,7 @@ def test_a_cluster_starts_reward_models_with_its_samplers_and_ends_them(ray_clus
     assert _gone("reward-model-steps-0")
 
 
-def test_why_samples_have_no_score_is_told_once_where_somebody_reads_it(tmp_path, caplog):
+def test_the_driver_logs_once_why_samples_have_no_score(tmp_path, caplog):
     """Two workers fail for the same reason; an actor's own log has no reader."""
     (tmp_path / "failing_rewards.py").write_text(
         "def fails(completion, answer):\n    raise OSError('no disk')\n"
