@@ -25,8 +25,6 @@ from grpo_dist.runtime.hardware import DeviceType, device_type, quiet_libraries
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.types import Prompt
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Prepared:
