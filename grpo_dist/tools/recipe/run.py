@@ -48,23 +48,23 @@ def run_pipeline(
     Raises UserError, before anything starts, for a complete stage with changed settings or inputs, and for
     invalid settings of a remaining stage.
     """
-    anew = _anew(pipeline, again_from)
+    redone = _redone(pipeline, again_from)
     if check_only:
-        done = _checked(pipeline, anew)
-        _say_plan(pipeline, done, anew, say)
+        done = _checked(pipeline, redone)
+        _say_plan(pipeline, done, redone, say)
         return done
     with refusals():
         check_writable(pipeline.directory)
     if fresh := not pipeline.directory.exists():
-        _checked(pipeline, anew)  # before the directory exists, so that an error leaves nothing behind
+        _checked(pipeline, redone)  # before the directory exists, so that an error leaves nothing behind
         with refusals():
             pipeline.directory.mkdir(parents=True, exist_ok=True)
     with alone(pipeline.directory, "at this pipeline; wait for it, or choose another `name`"):
         with refusals():  # read again under the lock: another process may have finished stages
-            done = complete_stages(pipeline, anew)
+            done = complete_stages(pipeline, redone)
         if not fresh:
             check_stages(pipeline, _to_do(pipeline, done))
-        for stage in anew:
+        for stage in redone:
             if stage.directory.exists():
                 say(f"stage {stage.name}: moved the earlier directory to {keep_backup(stage.directory)}")
         for number, stage in enumerate(pipeline.stages, 1):
@@ -78,10 +78,10 @@ def run_pipeline(
     return done
 
 
-def _checked(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage]) -> Done:
+def _checked(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage]) -> Done:
     """Return the complete stages after checking the others."""
     with refusals():
-        done = complete_stages(pipeline, anew)
+        done = complete_stages(pipeline, redone)
     check_stages(pipeline, _to_do(pipeline, done))
     return done
 
@@ -90,11 +90,11 @@ def _to_do(pipeline: ResolvedPipeline, done: Done) -> list[str]:
     return [stage.name for stage in pipeline.stages if stage.name not in done]
 
 
-def complete_stages(pipeline: ResolvedPipeline, anew: Sequence[ResolvedStage] = ()) -> Done:
+def complete_stages(pipeline: ResolvedPipeline, redone: Sequence[ResolvedStage] = ()) -> Done:
     """Return the records of complete stages. Raises ValueError for changed settings or inputs."""
     done: Done = {}
     for stage in pipeline.stages:
-        if stage in anew:
+        if stage in redone:
             continue
         record = read_record(stage.directory)
         if record is None:
@@ -126,7 +126,7 @@ def _run(stage: ResolvedStage, done: Done, say: Callable[[str], None]) -> StageR
     return record
 
 
-def _anew(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, ...]:
+def _redone(pipeline: ResolvedPipeline, name: str | None) -> tuple[ResolvedStage, ...]:
     if name is None:
         return ()
     names = [stage.name for stage in pipeline.stages]
@@ -177,12 +177,12 @@ def _has_work(directory: Path) -> bool:
 
 
 def _say_plan(
-    pipeline: ResolvedPipeline, done: Done, anew: Sequence[ResolvedStage], say: Callable[[str], None]
+    pipeline: ResolvedPipeline, done: Done, redone: Sequence[ResolvedStage], say: Callable[[str], None]
 ) -> None:
     for stage in pipeline.stages:
         if stage.name in done:
             state = "done"
-        elif stage in anew and stage.directory.exists():
+        elif stage in redone and stage.directory.exists():
             state = "to redo"
         else:
             state = "to resume" if (stage.directory / FILE).exists() else "to do"
