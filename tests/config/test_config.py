@@ -140,7 +140,7 @@ def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
             ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
             ["nothing that bounds a second update", "set both to 1"],
         ),
-        (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can teach too"]),
+        (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can learn from them"]),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
     ],
