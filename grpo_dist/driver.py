@@ -29,8 +29,8 @@ from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.publish import publish
 from grpo_dist.loop.staging import Staging, recorded_values
 from grpo_dist.loop.sync_probe import SyncProbe
-from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
 

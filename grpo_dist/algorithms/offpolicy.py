@@ -64,8 +64,7 @@ def correction(
         (tokens whose returned weight is 0). Tokens of sequences with a NaN count in the last two only.
         Weights are computed in float64, so that a product over a long sequence does not depend on the order
         of its factors, and returned in the type of ``train_logprobs``. Bounds and veto compare logarithms.
-        log w is cut from above alone, where exp would overflow that type: the policy loss multiplies a tiny
-        weight by a ratio that may be as large as it is small, and their product is what counts.
+        log w is cut from above only, where exp overflows: the loss multiplies a tiny weight by a ratio.
 
     Raises:
         ValueError: unknown kind or level, or bounds out of order.

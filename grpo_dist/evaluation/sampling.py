@@ -11,8 +11,8 @@ import numpy as np
 
 from grpo_dist.config import Config, EvaluationConfig, RejectionConfig
 from grpo_dist.evaluation.estimates import summarise
-from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.concurrency import gather, progressing, sampled_again
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.runtime.stage_log import note
 from grpo_dist.types import Group, Prompt, Sampling, correctness

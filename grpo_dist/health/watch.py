@@ -27,7 +27,7 @@ from grpo_dist.health.bounds import (
 )
 from grpo_dist.health.drift import DRIFTING, count_drifting, new_drifts, track
 from grpo_dist.health.state import HealthState
-from grpo_dist.recorder import Recorder
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group, has_signal
 
 SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound

@@ -17,9 +17,9 @@ from grpo_dist.loop.metrics import throughput_metrics
 from grpo_dist.loop.pipeline import Pipeline
 from grpo_dist.loop.progress import Progress
 from grpo_dist.loop.staging import Staged, Staging
-from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.concurrency import unless_stopped
 from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.workers import Workers
 
 

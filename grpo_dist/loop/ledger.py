@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.recorder import LedgerEntry
+from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.types import Group
 
 DROPPED = "dropped.jsonl"  # in the same directory: rows of the training files that became no prompts, and why

@@ -28,9 +28,9 @@ import numpy as np
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
 from grpo_dist.errors import Unhealthy
-from grpo_dist.recorder import Recorder
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
+from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, Prompt, Rollout, Sampling
 from grpo_dist.workers import Workers

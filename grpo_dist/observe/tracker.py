@@ -37,11 +37,11 @@ from grpo_dist.observe.samples import write_groups
 from grpo_dist.observe.sinks import AsyncSink, Sink, close_all
 from grpo_dist.observe.tensorboard import TensorBoard
 from grpo_dist.observe.wandb_run import WandbRun
-from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.background import Background
 from grpo_dist.runtime.files import check_room, flush
 from grpo_dist.runtime.json_files import StepLines
 from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.runtime.stage_log import LoopStages
 from grpo_dist.types import Group
 from grpo_dist.workers import WorkerUsage

@@ -291,5 +291,8 @@ def test_what_comes_before_the_actors_has_lines_from_the_first_second(tmp_path, 
     (tmp_path / "config.yaml").write_text(CONFIG)
     assert main(["train", "config.yaml", "tracking.tensorboard=false"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d\d:\d\d:\d\d  ", line)]
-    begun = [re.split(r" {2,}", line)[2].partition(":")[0] for line in lines if "done in" not in line]
-    assert begun == ["libraries", "actors", "checks", "data", "model", "prompts"] and len(lines) == 12
+    names = [re.split(r" {2,}", line)[2].partition(":")[0] for line in lines]
+    started = [name for name, line in zip(names, lines, strict=True) if "done in" not in line]
+    started = [name for name in started if name != "waiting"]  # on a busy machine
+    assert started == ["libraries", "actors", "checks", "data", "model", "prompts"]
+    assert sum("done in" in line for line in lines) == len(started)

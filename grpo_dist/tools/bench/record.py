@@ -11,8 +11,8 @@ from pathlib import Path
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
-from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.runtime.seeds import request_seed
 from grpo_dist.types import Group
 from grpo_dist.workers import Workers

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.recorder import LedgerEntry
 from grpo_dist.runtime.metering import Span, Usage
+from grpo_dist.runtime.recorder import LedgerEntry
 from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.trace import SimulationTrace
 from grpo_dist.types import Group

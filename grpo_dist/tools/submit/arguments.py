@@ -39,6 +39,10 @@ def _add_submit(commands: Any) -> None:
         "--driver-cpus", type=float, metavar="N",
         help="ray: CPUs reserved for the driver on the head (default 1; 0 for a head without CPUs)",
     )  # fmt: skip
+    _add_slurm_and_kuberay(sub)
+
+
+def _add_slurm_and_kuberay(sub: Any) -> None:
     sub.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="slurm, kuberay: 0 for nodes without GPUs"
     )
