@@ -24,6 +24,7 @@ _SCRIPTS = (
     "data.js",
     "widgets.js",
     "series.js",
+    "charts.js",
     "curves.js",
     "timeline.js",
     "index.js",
