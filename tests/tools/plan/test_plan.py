@@ -489,6 +489,13 @@ def test_what_does_not_fit_is_planned_with_the_best_split():
     assert "as configured: does not fit: " in text and "best split: 4 GPU(s)" in text
 
 
+def test_what_every_policy_rank_refuses_is_planned_as_refused():
+    """bfloat16 needs a ZeRO stage, which keeps the float32 weights; on processors the dtype is float32."""
+    zero = {"policy": {"num_workers": 2, "zero_stage": 0}, "rollout": {"num_workers": 2}}
+    with pytest.raises(UserError, match=r"`?policy\.zero_stage`? = 0"):
+        make_plan(wide(**zero), "1x4xH100", prompt_tokens=100, splits="none")
+
+
 def test_a_sweep_shows_the_best_of_every_batch_and_staleness():
     c = wide()
     made = make_plan(c, "1x2xH100", prompt_tokens=100, splits="sweep")
