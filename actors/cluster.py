@@ -240,7 +240,7 @@ class Cluster:
                 policy,
                 rollouts,
                 self._config.weight_sync,
-                beside=shared.beside if shared else None,
+                colocated_ranks=shared.colocated_ranks if shared else None,
                 timeout_s=timeout_s,
             )
         reference_sync = await self._reference_sync(policy, reference)

@@ -59,7 +59,7 @@ class SharedDevices:
     """GPUs of each engine, and for each process of the engines the policy rank on its GPU."""
 
     engines: list[Devices]
-    beside: list[int]
+    colocated_ranks: list[int]
 
 
 class Factory:

@@ -96,14 +96,14 @@ class TransferGroup:
         workers: Sequence[Any],
         spec: TransferSpec,
         *,
-        beside: Sequence[int] | None = None,
+        colocated_ranks: Sequence[int] | None = None,
         timeout_s: float,
         ranks_busy_s: float = 0.0,
     ) -> TransferGroup:
         """Join the policy's ranks and all processes of ``workers``; the caller holds the deadline.
 
         Args:
-            beside: for each receiving process the policy rank on its GPU; None: they have their own GPUs.
+            colocated_ranks: for each receiving process the policy rank on its GPU; None: GPUs of their own.
             ranks_busy_s: the ranks may join this much later than the workers, which wait for them. No other
                 wait exceeds ``timeout_s``, so that a lost worker does not keep the ranks from their work.
         """
@@ -112,11 +112,11 @@ class TransferGroup:
             settings.backend,
             policy.device,
             one_host=await on_one_host([policy.ranks[0], *workers]),
-            colocated=beside is not None,
+            colocated=colocated_ranks is not None,
         )
         senders = [0] * (each * len(workers))
-        if beside is not None and backend in _MAPPED:
-            senders = list(beside)
+        if colocated_ranks is not None and backend in _MAPPED:
+            senders = list(colocated_ranks)
         seats = await _seats(policy, senders)
         joining = [
             policy.ranks[rank].open_transfer.remote(name, backend, seat, timeout_s)

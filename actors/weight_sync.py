@@ -46,12 +46,12 @@ class WeightSync:
         rollouts: RolloutPool,
         settings: WeightSyncConfig,
         *,
-        beside: Sequence[int] | None = None,
+        colocated_ranks: Sequence[int] | None = None,
         timeout_s: float,
     ) -> WeightSync:
         """Join the policy and all engine processes in a transfer group.
 
-        ``beside``: see `TransferGroup.open`.
+        ``colocated_ranks``: see `TransferGroup.open`.
         """
         all_of_them = policy.team.named() | rollouts.team.named()
         stage = "weight sync: policy and engines join the transfer group"
@@ -63,7 +63,7 @@ class WeightSync:
                 policy,
                 rollouts.workers,
                 spec,
-                beside=beside,
+                colocated_ranks=colocated_ranks,
                 timeout_s=timeout_s,
             )
         return cls(group, rollouts, timeout_s)

@@ -65,7 +65,8 @@ class Team:
         self.catch_up: Callable[[Any], Coroutine[Any, Any, None]] | None = None
         self.on_lost: Callable[[int], None] = lambda _: None
         self._budgets = [Budget(spec.restarts) for _ in self.workers]
-        self._counted = -min(spec.generation, 1)
+        # Starts at -1 for a role that was itself restarted, so that `restarted` counts it once.
+        self._reported_restarts = -min(spec.generation, 1)
         self.failed = asyncio.Event()
         self._replacing: dict[int, asyncio.Task[None]] = {}
         self._watching: list[asyncio.Task[None]] = []
@@ -117,9 +118,9 @@ class Team:
 
     def restarted(self) -> float:
         """Return how many actors were replaced since the last call."""
-        total, counted = sum(budget.used for budget in self._budgets), self._counted
-        self._counted = total
-        return float(total - counted)
+        total, reported = sum(budget.used for budget in self._budgets), self._reported_restarts
+        self._reported_restarts = total
+        return float(total - reported)
 
     async def call(self, method: str, *arguments: Any, attempts: int | None = None) -> Any:
         """Call the actor with the fewest calls in flight; if it is lost meanwhile, call another.

@@ -56,8 +56,8 @@ class ActorUsage:
 
     async def _read_one(self, role: str, actor: Any) -> Usage | None:
         """Return the usage of one actor; None: it is lost, which its team notices by itself."""
-        beside = role in self._queueing
-        ask = actor.usage.options(concurrency_group=BESIDE) if beside else actor.usage
+        in_parallel = role in self._queueing
+        ask = actor.usage.options(concurrency_group=BESIDE) if in_parallel else actor.usage
         try:
             usage: Usage = await ask.remote()
         except LOST:

@@ -1,4 +1,4 @@
-"""Authenticated connections between rank 0 of a transfer group and all other processes of it.
+"""Authenticated connections between rank 0 of a transfer group and its other processes.
 
 They carry control messages next to the weights. A process that dies is noticed at once, a host that is cut
 off within `_SILENT_S`, and a process that hangs by the deadline.
@@ -50,18 +50,19 @@ class Connections:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(each)
 
-    def tell(self, word: bytes) -> None:
+    def send(self, message: bytes) -> None:
+        """Send ``message`` over every connection."""
         with self._failures():
             for each in self._sockets:
-                each.sendall(word)
+                each.sendall(message)
 
-    def hear(self, count: int) -> bytes:
+    def receive(self, count: int) -> bytes:
         """Receive ``count`` bytes from every connection, and return the last one's."""
-        heard = b""
+        received = b""
         with self._failures():
             for each in self._sockets:
-                heard = receive(each, count)
-        return heard
+                received = receive(each, count)
+        return received
 
     def check(self) -> None:
         """Raise TransferLost when a process is gone. Reads nothing, and does not wait."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from actors.transfer.connections import Connections, Seat
 from grpo_dist.policy.ranks import Rank
 
-_WORD = struct.Struct("<I32s")  # port of the store, challenge
+_MESSAGE = struct.Struct("<I32s")  # port of the store, challenge
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class GroupStore:
     """
 
     port: int
-    question: bytes
+    challenge: bytes
     listening: int | None
 
 
@@ -39,12 +39,12 @@ def agree_on_store(seat: Seat, timeout_s: float) -> GroupStore:
     connections = Connections(seat, timeout_s)
     try:
         if seat.rank != 0:
-            port, question = _WORD.unpack(connections.hear(_WORD.size))
-            return GroupStore(port, question, None)
-        listening, question = socket.create_server((seat.host, 0)), secrets.token_bytes(32)
+            port, challenge = _MESSAGE.unpack(connections.receive(_MESSAGE.size))
+            return GroupStore(port, challenge, None)
+        listening, challenge = socket.create_server((seat.host, 0)), secrets.token_bytes(32)
         port = listening.getsockname()[1]
-        connections.tell(_WORD.pack(port, question))
-        return GroupStore(port, question, listening.detach())
+        connections.send(_MESSAGE.pack(port, challenge))
+        return GroupStore(port, challenge, listening.detach())
     finally:
         connections.close()
 
@@ -55,4 +55,4 @@ def with_store(rank: Rank) -> Rank:
         return rank
     seat = Seat(rank.host, rank.port, rank.index, rank.world_size, rank.secret)
     found = agree_on_store(seat, rank.timeout_s)
-    return replace(rank, port=found.port, question=found.question, listening=found.listening)
+    return replace(rank, port=found.port, challenge=found.challenge, listening=found.listening)

@@ -35,20 +35,20 @@ class _Pending:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        self._connection, self._challenge, self._heard = connection, secrets.token_bytes(_SIZE), b""
+        self._connection, self._challenge, self._received = connection, secrets.token_bytes(_SIZE), b""
         connection.send(self._challenge)  # an empty buffer takes it whole
 
-    def hear(self, secret: bytes) -> bool:
+    def read(self, secret: bytes) -> bool:
         """Read what has arrived; return whether the proof is complete, and answered. Raises ConnectionError
         when it is wrong.
         """
-        piece = self._connection.recv(2 * _SIZE - len(self._heard))  # bounded: it does not block
+        piece = self._connection.recv(2 * _SIZE - len(self._received))  # bounded: it does not block
         if not piece:
             raise Unauthenticated("it closed the connection")
-        self._heard += piece
-        if len(self._heard) < 2 * _SIZE:
+        self._received += piece
+        if len(self._received) < 2 * _SIZE:
             return False
-        challenge, proof = self._heard[:_SIZE], self._heard[_SIZE:]
+        challenge, proof = self._received[:_SIZE], self._received[_SIZE:]
         if not hmac.compare_digest(proof, _proof(secret, _CONNECTS, self._challenge, challenge)):
             raise Unauthenticated("its proof is wrong")
         self._connection.send(_proof(secret, _LISTENS, self._challenge, challenge))
@@ -70,7 +70,7 @@ def admit(server: socket.socket, count: int, secret: bytes, timeout_s: float) ->
                     if connection is server:
                         connection, _ = server.accept()  # bounded: it does not block
                         pending[connection] = _Pending(connection)
-                    elif pending[connection].hear(secret):
+                    elif pending[connection].read(secret):
                         del pending[connection]
                         admitted.append(connection)
                 except (ConnectionError, BlockingIOError):
@@ -104,13 +104,13 @@ def authenticate(connection: socket.socket, secret: bytes) -> None:
 
 def receive(connection: socket.socket, count: int) -> bytes:
     """Receive exactly ``count`` bytes. Raises ConnectionError when the other side closes before."""
-    heard = b""
-    while len(heard) < count:  # with a timeout set, MSG_WAITALL may return less
-        piece = connection.recv(count - len(heard))  # bounded: by the socket's own timeout
+    received = b""
+    while len(received) < count:  # with a timeout set, MSG_WAITALL may return less
+        piece = connection.recv(count - len(received))  # bounded: by the socket's own timeout
         if not piece:
             raise ConnectionResetError("it closed the connection")
-        heard += piece
-    return heard
+        received += piece
+    return received
 
 
 def _proof(secret: bytes, side: bytes, asked: bytes, answered: bytes) -> bytes:

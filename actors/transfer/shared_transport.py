@@ -58,29 +58,29 @@ class _Shared:
         if not self._buffers or len(self._buffers[0]) < max(sizes):
             self._buffers = []  # freed before others are made
             self._offer = self._make(max(sizes))
-        self._connections.tell(_LENGTH.pack(len(self._offer)) + self._offer)
+        self._connections.send(_LENGTH.pack(len(self._offer)) + self._offer)
         for i, (size, buffer) in enumerate(zip(sizes, cycle(self._buffers), strict=False)):
             if i >= 2:
-                self._connections.hear(len(_DONE))
+                self._connections.receive(len(_DONE))
             yield buffer[:size]
             self._settle()
-            self._connections.tell(_FILLED)
+            self._connections.send(_FILLED)
         for _ in range(min(2, len(sizes))):
-            self._connections.hear(len(_DONE))
+            self._connections.receive(len(_DONE))
 
     def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        (length,) = _LENGTH.unpack(self._connections.hear(_LENGTH.size))
+        (length,) = _LENGTH.unpack(self._connections.receive(_LENGTH.size))
         if length > _LONGEST:
             raise _Malformed(f"of {length} bytes")
-        offer = self._connections.hear(length)
+        offer = self._connections.receive(length)
         if offer != self._offer or not self._buffers:
             self._buffers = []
             self._buffers, self._offer = self._map(offer), offer
         for size, buffer in zip(sizes, cycle(self._buffers), strict=False):
-            self._connections.hear(len(_FILLED))
+            self._connections.receive(len(_FILLED))
             yield buffer[:size]
             self._settle()
-            self._connections.tell(_DONE)
+            self._connections.send(_DONE)
 
     def close(self) -> None:
         self._connections.close()

@@ -120,7 +120,7 @@ class GlooTransport(_Broadcasts):
             dist.PrefixStore("weights", self._store), rank, world_size, options
         )
         self._timeout = timeout
-        check_members(self._gathered, seat.secret, found.question, rank)
+        check_members(self._gathered, seat.secret, found.challenge, rank)
 
     def _gathered(self, own: Tensor) -> list[Tensor]:
         gathered = [torch.empty_like(own) for _ in range(self._group.size())]
@@ -192,9 +192,9 @@ def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> A
     if seat.rank == 0:
         made = NCCLLibrary().ncclGetUniqueId()
         unique_id = ctypes.string_at(ctypes.addressof(made.internal), NCCL_UNIQUE_ID_BYTES)
-        connections.tell(unique_id)
+        connections.send(unique_id)
     else:
-        unique_id = connections.hear(NCCL_UNIQUE_ID_BYTES)
+        unique_id = connections.receive(NCCL_UNIQUE_ID_BYTES)
     return uid_init_process_group(unique_id, seat.rank, seat.world_size, device.index)
 
 

@@ -21,8 +21,8 @@ class Rank:
     """This process among the ranks, and the address where they meet.
 
     ``timeout_s``: longest any collective may take. ``secret``: of the group; empty: ranks need not prove that
-    they know one. ``question``: the challenge that they answer with it. ``listening``: rank 0's descriptor of
-    a socket at ``port``; None: rank 0 opens one.
+    they know one. ``challenge``: the input of that proof, the same for all ranks. ``listening``: rank 0's
+    descriptor of a socket at ``port``; None: rank 0 opens one.
     """
 
     index: int
@@ -31,7 +31,7 @@ class Rank:
     port: int
     timeout_s: float
     secret: bytes = field(default=b"", repr=False)
-    question: bytes = field(default=b"", repr=False)
+    challenge: bytes = field(default=b"", repr=False)
     listening: int | None = None
 
 
@@ -61,7 +61,7 @@ def join(rank: Rank) -> None:
         timeout=timedelta(seconds=rank.timeout_s),
     )
     if rank.secret:
-        check_members(_gathered, rank.secret, rank.question, rank.index)
+        check_members(_gathered, rank.secret, rank.challenge, rank.index)
 
 
 def _gathered(own: Tensor) -> list[Tensor]:

@@ -47,22 +47,22 @@ def own_address(host: str, port: int) -> str:
 
 
 def check_members(
-    gather: Callable[[Tensor], Sequence[Tensor]], secret: bytes, question: bytes, rank: int
+    gather: Callable[[Tensor], Sequence[Tensor]], secret: bytes, challenge: bytes, rank: int
 ) -> None:
     """Raise NotAMember unless every process of a group knows ``secret``.
 
-    A collective: all ranks call it with the same new ``question``. ``gather`` takes this rank's uint8 [32]
+    A collective: all ranks call it with the same new ``challenge``. ``gather`` takes this rank's uint8 [32]
     and returns those of all ranks. The store, gloo and NCCL authenticate nobody, so this check runs over them
     before anything else is sent.
     """
-    own = torch.frombuffer(bytearray(_proof(secret, question, rank)), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(_proof(secret, challenge, rank)), dtype=torch.uint8)
     for other, proof in enumerate(gather(own)):
-        if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, question, other)):
+        if not hmac.compare_digest(bytes(proof.tolist()), _proof(secret, challenge, other)):
             raise NotAMember(
                 f"rank {other} of a process group does not know the secret of the group: another program "
                 "of this network has joined in its place; nothing was sent to it"
             )
 
 
-def _proof(secret: bytes, question: bytes, rank: int) -> bytes:
-    return hmac.digest(secret, b"member" + question + rank.to_bytes(4, "little"), "sha256")
+def _proof(secret: bytes, challenge: bytes, rank: int) -> bytes:
+    return hmac.digest(secret, b"member" + challenge + rank.to_bytes(4, "little"), "sha256")

@@ -33,17 +33,17 @@ class Receiver:
         return got, [seat.port for seat in self.seats]
 
 
-async def exchange(model_dir, *, beside):
+async def exchange(model_dir, *, colocated_ranks):
     policy = start(model_dir, ranks=2, stage=3)
     actor = ray.remote(Receiver).options(num_cpus=0)
-    receivers = [actor.remote() for _ in beside]
+    receivers = [actor.remote() for _ in colocated_ranks]
     await policy.ready()
     group = await TransferGroup.open(
         "rollout",
         policy,
         receivers,
         TransferSpec(WeightSyncConfig(bucket_mb=1, backend="shared_memory")),
-        beside=beside,
+        colocated_ranks=colocated_ranks,
         timeout_s=HANG_S,
     )
     receiving = [receiver.receive.remote(group.parameters, group.bucket_bytes) for receiver in receivers]
@@ -68,7 +68,7 @@ async def exchange(model_dir, *, beside):
 
 @pytest.mark.evidence
 def test_every_process_gets_the_weights_from_the_rank_beside_it(ray_cluster, tiny_model):
-    ports = asyncio.run(exchange(tiny_model, beside=[1, 0]))
+    ports = asyncio.run(exchange(tiny_model, colocated_ranks=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # groups of their own
 
 

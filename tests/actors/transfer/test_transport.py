@@ -193,7 +193,7 @@ def test_who_does_not_know_the_secret_neither_joins_nor_holds_up_nor_ends_a_tran
         _, got = out.get(timeout=HANG_S)
         assert len(made) == 3 * count and refused.wait(HANG_S)
         for intruder in made:
-            assert len(all_of(intruder)) <= 32  # a question, and the end
+            assert len(all_of(intruder)) <= 32  # a challenge, and the end
     assert all(torch.equal(torch.from_numpy(got[name]), held[name].float()) for name in held)
     assert time.monotonic() - begin < HANG_S  # nobody's deadline was waited for
     transport.close()
@@ -275,7 +275,7 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
             thread.join(60)
 
     together(SECRET, SECRET, timeout_s=60.0)
-    assert found[0].port == found[1].port != port and found[0].question == found[1].question
+    assert found[0].port == found[1].port != port and found[0].challenge == found[1].challenge
     os.close(found[0].listening)
     assert SECRET.decode() not in repr(found[0]) and found[1].listening is None
     together(SECRET, b"another", timeout_s=1.0)
@@ -414,7 +414,7 @@ def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
 
     def rank_0(port, offer):
         connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0)
-        connections.tell(len(offer).to_bytes(4, "little") + offer)
+        connections.send(len(offer).to_bytes(4, "little") + offer)
         ended.wait(60)
         connections.close()
 
@@ -481,7 +481,7 @@ def one_beside_nccl(port, up):
     with suppress(TransferLost):
         connections = Connections(Seat("127.0.0.1", port, 1, 2, SECRET), HANG_S)
         up.set()
-        connections.hear(1)
+        connections.receive(1)
 
 
 def test_a_peer_that_dies_does_not_leave_the_others_in_nccl(nccl):
