@@ -35,7 +35,7 @@ from actors.lifecycle.calls import LOST, reason
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.usage import ActorUsage
 from actors.lifecycle.watchdog import where_stuck
-from actors.placement.demands import Demand, describe, is_colocated, placement, ranks_beside, share_out
+from actors.placement.demands import Demand, colocated_ranks, describe, is_colocated, placement, share_out
 from actors.placement.fitting import bundles, too_large
 from actors.placement.reservation import Reservation, expected
 from actors.reference_sync import ReferenceSync
@@ -257,7 +257,7 @@ class Cluster:
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
             held = await policy.devices()
         engines = share_out(held, self._config.rollout.tensor_parallel_size)
-        return SharedDevices(engines, ranks_beside(held, engines))
+        return SharedDevices(engines, colocated_ranks(held, engines))
 
     async def _reference_sync(
         self, policy: PolicyGroup, reference: ReferencePool | None

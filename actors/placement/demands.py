@@ -217,7 +217,7 @@ def share_out(held: Sequence[Devices], tensor_parallel_size: int) -> list[Device
     return engines
 
 
-def ranks_beside(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
+def colocated_ranks(held: Sequence[Devices], engines: Sequence[Devices]) -> list[int]:
     """Return for each process of ``engines``, one a GPU, the policy rank that holds its GPU in ``held``."""
     ranks = {(node, gpu): rank for rank, (node, gpus) in enumerate(held) for gpu in gpus}
     return [ranks[node, gpu] for node, gpus in engines for gpu in gpus]

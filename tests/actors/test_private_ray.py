@@ -22,7 +22,7 @@ def home(tmp_path, monkeypatch):
     os.umask(before)
 
 
-def test_the_token_is_readable_by_its_user_alone(home):
+def test_only_its_user_can_read_the_token(home):
     prepare_token()
     token = home / ".ray/auth_token"
     text = token.read_text()
@@ -48,7 +48,7 @@ def test_a_token_somewhere_else_is_left_as_it_is_with_a_warning(home, monkeypatc
     assert mode(other) == 0o644 and "can be read by others; chmod 600 it" in caplog.text
 
 
-def test_nobody_else_enters_a_session_or_renames_it(tmp_path):
+def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
     shared = tmp_path / "ray"
     (shared / "session_1").mkdir(parents=True)
     for path in (shared, shared / "session_1"):

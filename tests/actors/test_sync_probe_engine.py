@@ -87,7 +87,7 @@ def test_an_engine_that_is_the_policys_model_passes_in_float32(changed):
     assert events[0]["message"].endswith(" tokens (bound 0.001 in float32)")
 
 
-def test_an_engine_with_one_changed_tensor_ends_the_run_before_its_samples_are_trained_on(changed):
+def test_an_engine_with_one_changed_tensor_ends_the_run_before_any_update(changed):
     code, metrics, events = changed
     assert code == 3
     assert metrics[1]["policy/grad_norm"] > 0  # the weights have moved before

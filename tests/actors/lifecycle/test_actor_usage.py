@@ -31,7 +31,7 @@ class Slow(Metered):
 
 
 class Whole:
-    """A team of actors that all serve."""
+    """A team whose actors all serve."""
 
     def __init__(self, *actors):
         self._actors = actors
@@ -43,7 +43,7 @@ class Whole:
         return 0.0
 
 
-def test_an_actor_with_a_queue_tells_what_it_did_without_working_it_off(ray_cluster):
+def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
     actor = one_at_a_time(Slow).options(num_cpus=0).remote()
     queued = [actor.work.remote(number) for number in range(4)]
     usage = ActorUsage({"reference": [Whole(actor)]}, queueing={"reference"}, timeout_s=HANG_S)
@@ -56,7 +56,7 @@ def test_an_actor_with_a_queue_tells_what_it_did_without_working_it_off(ray_clus
 
 
 class Method:
-    """Stands for one of an actor that answers, or is dead."""
+    """Stands for a method of an actor that answers or is dead."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -68,7 +68,7 @@ class Method:
 
 
 class Restarted:
-    """A team of which one actor serves, one has just died, and one is being replaced."""
+    """A team with one serving actor, one that has just died, and one being replaced."""
 
     def __init__(self, *answers):
         self._actors = [type("Actor", (), {"usage": Method(answer)})() for answer in answers]
@@ -81,7 +81,7 @@ class Restarted:
         return self._restarts.pop(0)
 
 
-def test_restarts_are_counted_and_a_lost_actor_holds_nobody_up():
+def test_restarts_are_counted_and_a_lost_actor_delays_no_reading():
     team = Restarted(Usage({"sample": 2.0}), ActorDiedError())
     usage = ActorUsage({"rollout": [team], "reference": []}, queueing=(), timeout_s=HANG_S)
     metrics = asyncio.run(usage.read())

@@ -26,7 +26,7 @@ OBJECT_LOST = ObjectLostError("00" * 28, b"", "")
 
 
 def in_an_actor(error):
-    """As Ray hands on what was raised there."""
+    """Wrap an error as Ray does when an actor raises it."""
     return RayTaskError("score", f"a traceback: {error}", error).as_instanceof_cause()
 
 
@@ -65,7 +65,7 @@ def nobody_is_killed(monkeypatch):
 
 
 async def asked(*errors):
-    """The answer, and how many restarts it took."""
+    """Return the answer, and how many restarts it took."""
     left = list(errors)
     team = Team(
         "reward", [lambda name: Worker(left)], ActorSpec(restarts=RestartsConfig(backoff_s=0.01), start_s=5)
@@ -81,17 +81,17 @@ async def asked(*errors):
     "error",
     [ActorDiedError(), OutOfMemoryError("its node's memory"), NodeDiedError("gone"), WorkerCrashedError()],
 )
-def test_an_actor_is_replaced_however_ray_says_that_it_is_gone(error):
+def test_an_actor_is_replaced_whichever_error_ray_raises_for_its_loss(error):
     assert asyncio.run(asked(error)) == (42, 1)
 
 
 @pytest.mark.parametrize("error", [OBJECT_LOST, in_an_actor(OBJECT_LOST)])
-def test_samples_that_are_gone_are_no_fault_of_who_should_have_read_them(error):
+def test_lost_samples_do_not_count_as_a_failure_of_the_actor_that_reads_them(error):
     with pytest.raises(SamplesLost, match="reward-0"):
         asyncio.run(asked(error))
 
 
-def test_what_an_actor_refuses_is_raised_as_it_is():
+def test_an_error_raised_by_an_actor_is_raised_unchanged():
     with pytest.raises(ValueError, match="no such answer"):
         asyncio.run(asked(in_an_actor(ValueError("no such answer"))))
 
@@ -120,7 +120,7 @@ def test_an_unrecoverable_failure_goes_back_to_the_checkpoint(error, told):
 
 
 class LosesSamples(fakes.World):
-    """Of every third group, once, the samples are gone before somebody has read them."""
+    """Loses the samples of every third group once, before they are read."""
 
     def __init__(self, who):
         super().__init__()
@@ -151,7 +151,7 @@ DYNAMIC = {"dynamic_sampling": {"enabled": True}}  # whose reference is given th
 @pytest.mark.parametrize(
     ("who", "changes"), [("score", {}), ("logprobs", {}), (None, {}), ("score", DYNAMIC), (None, DYNAMIC)]
 )
-def test_samples_that_are_lost_are_drawn_again_the_same(who, changes, caplog):
+def test_lost_samples_are_drawn_again_identically(who, changes, caplog):
     def trained(world):
         prompts = fakes.prompts(24)
         asyncio.run(run(fakes.config(**changes), world.workers(reference=True), prompts, [], world, world))

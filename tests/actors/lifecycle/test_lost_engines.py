@@ -1,4 +1,4 @@
-"""Two real engines and a real policy rank: an engine is killed while it samples, and while weights travel."""
+"""Two real engines and a real policy rank: an engine is killed during sampling and during a transfer."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_new_tokens=100)
 
 
 class MortalWorker(RolloutWorker):
-    """An engine that dies with a part of the next weights."""
+    """An engine that dies after it received a part of the next weights."""
 
     async def process(self):
         return os.getpid()
@@ -70,12 +70,12 @@ class World(OnALoop):
         return await asyncio.gather(*(one(p) for p in PROMPTS))
 
     async def sample_on(self, worker):
-        """The first group of `sample_all`, of this engine."""
+        """Return the first group of `sample_all`, sampled by this engine."""
         _, rollouts = worker.sample.options(num_returns=2).remote(PROMPTS[0], SEEDS, SAMPLING)
         return await rollouts
 
     async def move(self, seed):
-        """The policy's weights, and with them the trainer's that engines are compared with."""
+        """Change the policy's weights, and those of the trainer that engines are compared with."""
         weights = await self.policy.ranks[0].move.remote(seed)
         self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
@@ -85,7 +85,7 @@ class World(OnALoop):
             await asyncio.sleep(0.1)
 
     async def check(self, version):
-        """Both engines have the policy's weights, and call them ``version``."""
+        """Assert that both engines hold the policy's weights under ``version``."""
         await self.all_serve()
         groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
         assert same(*groups)
@@ -101,7 +101,7 @@ def world(ray_cluster, tiny_model):
     world.close()
 
 
-def test_requests_of_a_killed_engine_come_out_as_if_nothing_had_happened(world):
+def test_requests_of_a_killed_engine_give_the_same_samples(world):
     async def session():
         await world.move(1)
         await world.sync.push(1)
@@ -121,7 +121,7 @@ def test_requests_of_a_killed_engine_come_out_as_if_nothing_had_happened(world):
     world.run(session())
 
 
-def test_an_engine_killed_with_half_of_the_weights_is_left_out_and_gets_them_later(world):
+def test_an_engine_killed_in_mid_transfer_is_skipped_and_gets_the_weights_later(world):
     async def session():
         await world.check(2)
         survivor = world.rollouts.workers[1]
@@ -141,8 +141,8 @@ def test_an_engine_killed_with_half_of_the_weights_is_left_out_and_gets_them_lat
     world.run(session())
 
 
-def test_weights_that_an_engine_gets_behind_an_update_are_called_the_next_version(world):
-    """The rank is asked to send after it was asked to update, so what comes is what the next push brings."""
+def test_weights_sent_after_an_update_get_the_next_version(world):
+    """The rank runs the send after the queued update, so it sends the weights of the next push."""
 
     async def session():
         await world.move(5)
@@ -158,8 +158,8 @@ def test_weights_that_an_engine_gets_behind_an_update_are_called_the_next_versio
     world.run(session())
 
 
-def test_a_broken_connection_alone_is_made_again_once(world):
-    """Nobody is lost: the weights travel again, in a new group. One that breaks twice is no chance."""
+def test_a_broken_connection_is_reopened_once(world):
+    """No process is lost: a new group sends the weights again. A second break is an error."""
 
     async def session():
         rank = world.policy.ranks[0]
@@ -179,8 +179,8 @@ def test_a_broken_connection_alone_is_made_again_once(world):
     world.run(session())
 
 
-def test_weights_that_came_from_a_policy_that_is_gone_do_not_count(world):
-    """All engines have version 8 whole when the policy is lost: the one in its place brings 3 again."""
+def test_weights_of_a_lost_policy_are_replaced_by_those_of_the_new_one(world):
+    """All engines hold version 8 when the policy is lost; its replacement sends version 3 again."""
 
     async def session():
         await world.move(8)
@@ -198,8 +198,8 @@ def test_weights_that_came_from_a_policy_that_is_gone_do_not_count(world):
     world.run(session())
 
 
-def test_weights_of_the_wrong_sum_still_end_the_run(world):
-    """Last in this file: the engines are of no use afterwards."""
+def test_a_wrong_checksum_still_ends_the_run(world):
+    """Last in this file: the engines are unusable afterwards."""
 
     async def session():
         await world.policy.ranks[0].corrupt_next_transfer.remote()

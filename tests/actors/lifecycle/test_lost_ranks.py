@@ -1,4 +1,4 @@
-"""Real ZeRO ranks of which one dies, hangs, or loses its connection in the middle of an update."""
+"""Real ZeRO ranks: one dies, hangs, or loses its connection in the middle of an update."""
 
 import asyncio
 import os
@@ -45,7 +45,7 @@ class MortalRank(OpenWorker):
 def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait_for_it(
     ray_cluster, tiny_model, tmp_path, what, words
 ):
-    """The other rank is in a collective that does not end by itself for half an hour."""
+    """The other rank is in a collective that would block for half an hour."""
 
     async def lose():
         restarts = RestartsConfig(health_s=1, hang_s=10)
@@ -67,7 +67,7 @@ def test_every_caller_of_the_policy_learns_of_a_lost_rank_while_other_ranks_wait
     assert not alive  # the one that was stopped, and the one that waited, too
 
 
-def test_what_a_rank_refuses_is_not_a_loss(ray_cluster, tiny_model):
+def test_an_error_raised_by_a_rank_is_not_a_lost_rank(ray_cluster, tiny_model):
     async def refuse():
         group = start(tiny_model, ranks=1, stage=2, worker=MortalRank)
         await group.ready()

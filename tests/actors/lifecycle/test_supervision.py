@@ -1,4 +1,6 @@
-"""Actors that die or hang, as real processes without engines: what is repeated, and when it ends."""
+"""Actors that die or hang, as real processes without engines: which calls are repeated, and when retries
+end.
+"""
 
 import asyncio
 import logging
@@ -48,7 +50,7 @@ async def fetched(rollouts, uid):
 
 
 async def with_one_lost(rollouts, lose, groups=30):
-    """Groups sampled while engine 0 is lost by ``lose(worker, process id)``; its process, and the results."""
+    """Sample groups while ``lose(worker, process id)`` takes engine 0; return its process and the results."""
     worker = rollouts.workers[0]
     process = await worker.process.remote()
     tasks = [asyncio.create_task(fetched(rollouts, f"p{i}")) for i in range(groups)]
@@ -74,8 +76,8 @@ async def failed(worker, process):
     await worker.fail.remote()
 
 
-def test_what_a_lost_engine_had_in_hand_is_sampled_once_all_the_same(ray_cluster, caplog):
-    """Killed, stopped, stuck in a step, and failed in one, one after the other."""
+def test_requests_of_a_lost_engine_are_sampled_exactly_once(ray_cluster, caplog):
+    """Engines are killed, stopped, stuck in a step, and failed in a step, one after the other."""
 
     async def session():
         rollouts = pool(2, HANGS.model_copy(update={"max_per_worker": 4}))
@@ -139,7 +141,7 @@ def test_a_restarted_engine_samples_nothing_before_it_has_caught_up(ray_cluster)
 
 
 def test_a_caller_that_waited_for_an_engine_to_catch_up_finds_it_serving(ray_cluster):
-    """A push that waits for the same lock must not take the engine for one that is still away."""
+    """A push that waits for the same lock must not consider the engine still away."""
 
     async def session():
         rollouts, lock, found = pool(1), asyncio.Lock(), []
@@ -184,7 +186,7 @@ def test_an_engine_that_hangs_while_it_catches_up_is_replaced_again(ray_cluster)
     asyncio.run(session())
 
 
-def test_when_no_restart_is_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
+def test_without_restarts_left_every_waiting_caller_learns_which_engine_failed(ray_cluster):
     async def session(restarts, losses):
         rollouts = pool(1, restarts)
         await rollouts.ready()
@@ -214,7 +216,7 @@ def test_when_no_restart_is_left_every_waiting_caller_learns_which_engine_failed
         assert "after 1 restart(s) within 3600 s, all of `cluster.restarts.max_per_worker`" in str(error)
 
 
-def test_long_work_is_no_hang(ray_cluster):
+def test_long_work_is_not_a_hang(ray_cluster):
     async def session():
         actor = one_at_a_time(Busy)
         team = Team(
@@ -233,7 +235,7 @@ def test_long_work_is_no_hang(ray_cluster):
     asyncio.run(session())
 
 
-def test_a_group_over_which_two_reward_workers_die_is_not_scored_and_the_next_one_is(
+def test_a_group_that_kills_two_reward_workers_is_left_unscored_and_the_next_is_scored(
     ray_cluster, tmp_path, caplog
 ):
     settings = RewardsConfig.model_validate({"processes_per_worker": 1, "functions": [{"function": "math"}]})

@@ -69,14 +69,14 @@ class StuckLoop(Probeable):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """A busy machine takes longer to say where actors are. A loop that is blocked never says."""
+    """Allow a busy machine more time. A blocked event loop never answers."""
     for name in LIMITS_S:
         monkeypatch.setattr(actors.lifecycle.watchdog, name, 10.0 if name == "_CALLS_S" else LONG_S)
 
 
 @pytest.fixture(scope="module")
 def stuck(ray_cluster, tmp_path_factory):
-    """Actors by name, each stuck in another way, and their processes."""
+    """Actors by name, each stuck in a different way, and their processes."""
     mark = tmp_path_factory.mktemp("stuck") / "constructor"
     sync, loop = one_at_a_time(Stuck).options(num_cpus=0), ray.remote(StuckLoop).options(num_cpus=0)
     names = ["python", "c", "stopped", "dead", "idle"]
@@ -103,13 +103,13 @@ def stuck(ray_cluster, tmp_path_factory):
     kill(made.values())
 
 
-def told_of(stuck, *names):
+def report_of(stuck, *names):
     made, _ = stuck
     return asyncio.run(where_stuck({name: made[name] for name in names}))
 
 
-def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
-    """Whatever hangs: Ray's table, a look, an actor's event loop."""
+def test_a_report_takes_at_most_ten_seconds(stuck, monkeypatch):
+    """Even if Ray's table, a stack dump and the actor's event loop all hang."""
 
     async def never(*_):
         await asyncio.sleep(LONG_S)
@@ -118,14 +118,14 @@ def test_it_takes_ten_seconds_at_most(stuck, monkeypatch):
     monkeypatch.setattr(actors.lifecycle.watchdog, "look", never)
     for name in ("_LOOK_S", "_CALLS_S"):
         monkeypatch.setattr(actors.lifecycle.watchdog, name, LIMITS_S[name])
-    text = told_of(stuck, "python", "waits")
+    text = report_of(stuck, "python", "waits")
     assert text.count("its node does not answer within 6 s") == 1
     assert sum(LIMITS_S.values()) <= 10
 
 
 def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
     made, pids = stuck
-    text = told_of(stuck, *made)
+    text = report_of(stuck, *made)
     begins = {f"{name} (node {ray.util.get_node_ip_address()}, pid " for name in made}
     told = {line.partition(" ")[0]: line for line in text.splitlines() if line.startswith(tuple(begins))}
     assert told.keys() == made.keys(), text
@@ -144,8 +144,8 @@ def test_each_actor_is_reported_with_its_node_process_and_stack(stuck):
         ("waits", "in within\n      await asyncio.get_running_loop().create_future()"),
     ],
 )
-def test_of_a_stack_the_way_into_the_actor_is_left_out_and_the_most_recent_call_comes_last(stuck, name, last):
-    text = told_of(stuck, name)
+def test_stacks_omit_the_frames_of_ray_and_end_with_the_most_recent_call(stuck, name, last):
+    text = report_of(stuck, name)
     assert last in text and "ray/_private" not in text and "threading.py" not in text
     in_test = [line for line in text.splitlines() if "  File " in line and "test_watchdog.py" in line]
     assert last.startswith(in_test[-1].rpartition(", ")[2])
@@ -165,15 +165,15 @@ def test_actors_at_the_same_place_share_one_entry(stuck):
     assert text.count("hold_the_interpreter") == 1
 
 
-def test_another_node_looks_itself(stuck, monkeypatch):
-    """The one node there is, through a task on it."""
+def test_actors_of_another_node_are_inspected_there(stuck, monkeypatch):
+    """Runs a task on the only node of the cluster."""
 
     class Elsewhere:
         def get_node_id(self):
             return "another"
 
     monkeypatch.setattr(actors.lifecycle.watchdog.ray, "get_runtime_context", Elsewhere)
-    text = told_of(stuck, "c", "stopped")
+    text = report_of(stuck, "c", "stopped")
     assert "hold_the_interpreter" in text and "stopped, as by SIGSTOP" in text
 
 
@@ -199,10 +199,8 @@ time.sleep(600)
 """
 
 
-def test_processes_that_an_actor_started_are_looked_at_where_they_listen():
-    """As the workers of an engine that is spread over devices; one forked and never told to would only repeat
-    its parent.
-    """
+def test_child_processes_that_can_dump_stacks_are_inspected_too():
+    """Such as the workers of an engine over several devices. A plain fork would only repeat its parent."""
     with subprocess.Popen([sys.executable, "-c", _FAMILY], stdout=subprocess.PIPE, text=True) as family:
         deaf, child = (int(pid) for pid in family.stdout.readline().split())
         time.sleep(0.2)
@@ -236,7 +234,7 @@ main_thread()
 
 @contextmanager
 def starved(program):
-    """A process of ``program`` that has printed a line, and shares a CPU with four that never rest."""
+    """Start ``program``, wait for a line of output, and let four busy loops share its CPU."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(own)})  # which processes inherit
     try:
@@ -254,16 +252,16 @@ def starved(program):
             process.communicate()
 
 
-def test_a_process_that_gets_little_of_the_processor_is_read_to_the_end():
-    """Its main thread, the last that it writes of, too: a pause in what it writes is not the end."""
+def test_the_dump_of_a_process_starved_of_cpu_is_read_to_the_end():
+    """Includes the main thread, which is written last: a pause in the output is not its end."""
     with starved(_LONG_DUMP) as slow:
         texts = [asyncio.run(look([slow.pid]))[slow.pid] for _ in range(10)]
     assert all(text.startswith("in\n") and text.endswith("in main_thread") for text in texts)
 
 
 @pytest.mark.parametrize("look_number", [1, 2])
-def test_a_process_that_dies_while_it_is_looked_at_hides_no_other(monkeypatch, look_number):
-    """Before the signal, or while its dump is waited for."""
+def test_a_process_that_dies_during_inspection_hides_no_other(monkeypatch, look_number):
+    """It dies before the signal, or before its dump arrives."""
     program = (
         "import time; from grpo_dist.runtime.stacks import listen; "
         "listen(); print(flush=True); time.sleep(600)"
@@ -292,7 +290,7 @@ def test_a_process_that_dies_while_it_is_looked_at_hides_no_other(monkeypatch, l
     assert found[dies.pid] == "dead" and found[other.pid].startswith("in\n")
 
 
-def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
+def test_concurrent_reports_agree(stuck):
     made, _ = stuck
 
     async def session():
@@ -303,11 +301,11 @@ def test_whoever_looks_at_the_same_time_sees_the_same(stuck):
     assert "hold_the_interpreter" in first and others == [first] * 3
 
 
-def test_what_cannot_be_found_out_is_said_and_hides_nothing(ray_cluster):
+def test_an_unknown_position_is_reported_and_hides_no_other(ray_cluster):
     assert asyncio.run(where_stuck({"rollout-0": object()})) == "rollout-0: Ray does not know where"
 
 
-def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(stuck):
+def test_a_deadline_reports_where_its_workers_are_and_keeps_the_message_of_an_inner_one(stuck):
     made, _ = stuck
 
     async def session(seconds, body):
@@ -329,8 +327,8 @@ def test_a_deadline_says_where_its_workers_are_and_an_inner_one_keeps_its_words(
 
 
 @pytest.mark.parametrize("budget", [1, 0])
-def test_of_an_actor_that_hangs_the_stack_is_kept_before_it_is_replaced(ray_cluster, caplog, budget):
-    """In the log, or in the error that ends the role."""
+def test_the_stack_of_a_hung_actor_is_reported_before_it_is_replaced(ray_cluster, caplog, budget):
+    """The log has it, or the error that ends the role."""
     restarts = RestartsConfig(max_per_worker=budget, backoff_s=0.05, health_s=0.5, hang_s=10)
 
     async def session():

@@ -36,7 +36,7 @@ def test_engines_on_the_ranks_gpus_take_none():
     assert demands["rollout"].shared and {b.role for b in bundles(demands)} == {"policy", "rewards"}
 
 
-def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
+def test_ranks_that_share_gpus_with_one_engine_are_on_one_node():
     """Of nodes with 6 GPUs, 8 ranks would otherwise take 6 and 2, where no two engines of 4 fit."""
     demands = placement(shape(8, 2, 4, where="colocated"), Resources(64, 12, shared=True), training=True)
     wanted = [bundle for bundle in bundles(demands) if bundle.role == "policy"]
@@ -52,7 +52,7 @@ def test_ranks_on_whose_gpus_one_engine_samples_are_on_one_node():
     assert indices == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_what_computes():
+def test_a_private_cluster_without_gpus_reserves_nothing_and_a_shared_one_reserves_compute():
     wanted = shape(1, 1, where="separate")
     assert bundles(placement(wanted, Resources(4, 0), training=True)) == []
     two_nodes = Resources(5, 0, node_cpus=3, shared=True)  # one CPU is the driver's
@@ -87,7 +87,7 @@ def test_cpus_count_as_gpus_do():
     assert fits([GPU, GPU], [node("a", 8, 8, cpus=2)]) and not fits([GPU] * 3, [node("a", 8, 8, cpus=2)])
 
 
-def test_what_no_node_is_large_enough_for_is_said_at_once():
+def test_a_worker_larger_than_every_node_is_reported_at_once():
     wide = [Bundle("rollout", 16, 1)]
     assert too_large(wide, [node("a", 8, 8), node("b", 16, 0)]) is None  # when b is free
     problem = too_large(wide, [node("10.0.0.1", 8, 8), node("10.0.0.2", 8, 3)])
@@ -140,7 +140,7 @@ def test_without_gpus_fewer_threads_are_near():
     assert nearest(asked, taken, training=True) is None
 
 
-def test_gpus_that_suffice_in_all_but_not_on_nodes_are_reported_at_once():
+def test_gpus_that_suffice_in_total_but_not_per_node_are_reported_at_once():
     """Four engines of 4 GPUs and two ranks are 18 GPUs, and three nodes of 6 take one engine each."""
     wanted = bundles(placement(shape(2, 4, 4, where="separate"), Resources(99, 18, 33), training=True))
     problem = too_large(wanted, [node(name, 6, 6) for name in "abc"])
@@ -187,7 +187,7 @@ def test_a_cluster_of_the_runs_own_does_not_grow(monkeypatch):
             starts(asked)
 
 
-def test_an_evaluation_has_engines_alone():
+def test_an_evaluation_needs_only_engines():
     asked = shape(4, 4, where="separate")
     assert nearest(asked, [node("a", 8, 2)], training=False) == {"rollout.num_workers": 2}
     wanted = bundles(placement(asked, Resources(64, 8, shared=True), training=False))
@@ -195,7 +195,7 @@ def test_an_evaluation_has_engines_alone():
     assert told.endswith("There is room for rollout.num_workers=2")
 
 
-def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(monkeypatch):
+def test_a_run_that_lost_a_node_waits_for_another_and_a_new_run_does_not(monkeypatch):
     a, b = node("a", 8, 8), node("b", 8, 8)
     there = iter([[a], [a], [a, b]])
     monkeypatch.setattr(cluster, "_POLL_S", 0.0)
@@ -207,7 +207,7 @@ def test_a_run_that_lost_a_node_waits_for_another_and_one_that_begins_does_not(m
     assert asyncio.run(ours._placed(training=True))["policy"].workers == 8
 
 
-def test_the_address_of_a_job_server_is_refused_in_words(here):
+def test_the_address_of_a_job_server_is_refused_with_an_explanation(here):
     """As it is set to submit; Ray itself raises ValueError. In a process that has not joined a cluster."""
     command = [sys.executable, "-m", "grpo_dist.cli", "train", "config.yaml"]
     environment = os.environ | {"RAY_ADDRESS": "http://127.0.0.1:1"}
@@ -216,7 +216,7 @@ def test_the_address_of_a_job_server_is_refused_in_words(here):
     assert "error: cluster.address = http://127.0.0.1:1: no Ray cluster answers there" in done.stderr
 
 
-def test_the_message_has_what_is_asked_what_is_free_and_what_would_fit():
+def test_the_message_names_what_is_needed_what_is_free_and_what_would_fit():
     asked = shape(4, 2, 2, where="separate")
     nodes = [node("10.0.0.1", 8, 4, free_cpus=60), node("10.0.0.2", 8, 2)]
     demands = placement(asked, Resources(128, 16, shared=True), training=True)

@@ -1,4 +1,4 @@
-"""Who gets which devices, on clusters that need not be there."""
+"""Assignment of devices to workers, computed without a cluster."""
 
 import asyncio
 
@@ -9,10 +9,10 @@ from actors.placement.demands import (
     Demand,
     Devices,
     Resources,
+    colocated_ranks,
     describe,
     is_colocated,
     placement,
-    ranks_beside,
     share_out,
 )
 from actors.placement.fitting import Node
@@ -86,7 +86,7 @@ def test_a_reference_takes_gpus_of_its_own_in_either_placement():
         ),
     ],
 )
-def test_what_gpus_cannot_give_is_refused(wanted, words):
+def test_more_gpus_than_there_are_is_refused(wanted, words):
     with pytest.raises(UserError) as refusal:
         placement(wanted, NODE, training=True)
     assert all(word in str(refusal.value) for word in words), refusal.value
@@ -130,12 +130,12 @@ def test_engines_get_neighbouring_gpus_of_one_node():
     ]
 
 
-def test_each_process_of_an_engine_is_beside_the_rank_on_its_gpu():
+def test_each_engine_process_is_paired_with_the_rank_on_its_gpu():
     held = [Devices("b", ("4",)), Devices("a", ("0",)), Devices("b", ("5",)), Devices("a", ("1",))]
     engines = share_out(held, 2)
     assert engines == [Devices("b", ("4", "5")), Devices("a", ("0", "1"))]
-    assert ranks_beside(held, engines) == [0, 2, 1, 3]
-    assert ranks_beside(held, share_out(held, 1)) == [0, 2, 1, 3]
+    assert colocated_ranks(held, engines) == [0, 2, 1, 3]
+    assert colocated_ranks(held, share_out(held, 1)) == [0, 2, 1, 3]
 
 
 def test_an_engine_that_would_span_nodes_is_refused():
@@ -148,9 +148,7 @@ def test_an_engine_that_would_span_nodes_is_refused():
     ("connects", "address", "shared"),
     [(True, None, False), (True, "10.0.0.1:6379", True), (False, None, True), (False, "10.0.0.1:6379", True)],
 )
-def test_what_computes_has_cpus_reserved_in_every_cluster_that_is_not_the_runs_own(
-    monkeypatch, connects, address, shared
-):
+def test_compute_workers_reserve_cpus_in_every_shared_cluster(monkeypatch, connects, address, shared):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "connect", lambda config: connects)
     monkeypatch.setattr(cluster, "expected", lambda config: [Node("a", 4, 0, 4, 0)])

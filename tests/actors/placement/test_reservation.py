@@ -61,6 +61,6 @@ def test_nodes_that_an_autoscaler_adds_are_counted_and_waited_for():
 
 
 @pytest.mark.evidence
-def test_batches_beyond_the_object_store_are_spilled_and_come_to_their_rank_whole():
+def test_batches_beyond_the_object_store_are_spilled_and_reach_their_rank_intact():
     run = on_nodes("multi_node_spilling")
     assert re.search(r"spilled \d+ MiB, [1-9]\d* objects", run.stdout), run.stdout[-3000:]

@@ -1,4 +1,4 @@
-"""Who sends to whom where engines share the policy's devices: two ranks under ZeRO-3, two receivers."""
+"""Sender of each receiver where engines share the policy's devices: two ZeRO-3 ranks, two receivers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.machine
 
 
 class Receiver:
-    """The processes of an engine, as far as the transfer goes: each has its seat."""
+    """Stands for an engine in a transfer: each of its processes has a seat."""
 
     def open_transfer(self, backend, seats, timeout_s):
         self.seats = seats
         self.transports = [open_transport(backend, seat, timeout_s=timeout_s) for seat in seats]
 
     def receive(self, specs, bucket_bytes):
-        """What each process got, and the port its group met at."""
+        """Return the tensors each process received, and the port of its group."""
         got = []
         for transport in self.transports:
             buckets = receive(transport, specs, bucket_bytes)
@@ -67,13 +67,13 @@ async def exchange(model_dir, *, colocated_ranks):
 
 
 @pytest.mark.evidence
-def test_every_process_gets_the_weights_from_the_rank_beside_it(ray_cluster, tiny_model):
+def test_every_process_gets_the_weights_from_the_rank_on_its_gpu(ray_cluster, tiny_model):
     ports = asyncio.run(exchange(tiny_model, colocated_ranks=[1, 0]))
     assert len(set(ports)) == len(ports) == 2  # groups of their own
 
 
 class Called:
-    """In the place of an actor: how long it is told to wait for the others."""
+    """Replaces an actor; records how long it may wait for the others."""
 
     def __init__(self):
         self.waits = []
@@ -87,8 +87,8 @@ class Called:
         return SimpleNamespace(remote=call)
 
 
-def test_ranks_do_not_wait_for_an_engine_as_long_as_it_waits_for_them():
-    """It may be lost while it does, and they have an update to make."""
+def test_ranks_wait_less_for_an_engine_than_it_waits_for_them():
+    """An engine that is lost meanwhile must not keep the ranks from their update."""
     rank, engine = Called(), Called()
     policy = SimpleNamespace(ranks=[rank], device="cpu")
 

@@ -65,7 +65,7 @@ def receiver(backend, port, rank, size, rounds, out):
 
 
 def one_that(backend, port, action, up, reached):
-    """A receiver that reads one bucket and then does something else."""
+    """Return a receiver that reads one bucket and then does something else."""
     up.set()  # everything is imported
     transport = join(backend, port, 1, 2)
     next(receive(transport, MANY, 1))
@@ -120,8 +120,8 @@ def test_a_peer_that_dies_or_hangs_ends_the_sending_by_the_deadline(backend, act
     other.join()
 
 
-def test_who_cannot_send_any_more_still_gathers_with_the_other_ranks():
-    """Under ZeRO-3 they wait for this one in every bucket that is left."""
+def test_a_rank_that_can_no_longer_send_still_gathers_with_the_other_ranks():
+    """Under ZeRO-3 the others wait for this rank in every remaining bucket."""
 
     class Broken:
         def outgoing(self, sizes):
@@ -140,7 +140,7 @@ def test_who_cannot_send_any_more_still_gathers_with_the_other_ranks():
     assert gathered == [["a", "b", "c"], ["big"], ["d"]]
 
 
-def test_nobody_there_is_said_by_the_deadline():
+def test_missing_peers_are_reported_by_the_deadline():
     with pytest.raises(TimeoutError):
         join("shared_memory", free_port("127.0.0.1"), 0, 2, timeout_s=0.2)
     with pytest.raises(ConnectionRefusedError):
@@ -149,7 +149,7 @@ def test_nobody_there_is_said_by_the_deadline():
 
 @contextmanager
 def intruders(port, *openings, count=1):
-    """Connections that say something of no use, once somebody listens; yields them as they are made."""
+    """Send useless bytes to whatever listens; yield the connections."""
     made, stop = [], threading.Event()
 
     def intrude():
@@ -179,8 +179,8 @@ def of_another_group(port, refused):
 
 
 @pytest.mark.parametrize("count", [1, 50])
-def test_who_does_not_know_the_secret_neither_joins_nor_holds_up_nor_ends_a_transfer(count):
-    """Some say nothing, some anything, one tries with another secret; 50 of each are more than are kept."""
+def test_a_process_without_the_secret_cannot_join_delay_or_end_a_transfer(count):
+    """Intruders are silent, send noise or use another secret; 50 of each exceed the pending limit."""
     context = multiprocessing.get_context("spawn")
     port, out, refused = free_port("127.0.0.1"), context.Queue(), context.Event()
     held, begin = weights(1), time.monotonic()
@@ -211,8 +211,8 @@ def all_of(connection):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_with_another_secret_is_in_no_group_of_gloo(rank):
-    """Nor is one that finds no member: neither is sent weights, or sends any."""
+def test_a_rank_with_another_secret_cannot_join_a_gloo_group(rank):
+    """A rank that finds no member cannot either. Neither receives or sends weights."""
     port, ended = free_port("127.0.0.1"), {}
 
     def join_as(own, secret):
@@ -231,8 +231,8 @@ def test_a_rank_with_another_secret_is_in_no_group_of_gloo(rank):
     assert isinstance(ended[0], TimeoutError) and isinstance(ended[1], ConnectionError)
 
 
-def test_who_found_the_store_of_gloo_is_refused_before_weights_are_sent(monkeypatch):
-    """Its port is no secret: whoever looks for it can join in a rank's place."""
+def test_an_intruder_in_the_gloo_store_is_refused_before_weights_are_sent(monkeypatch):
+    """The port of the store is no secret: any process that finds it can take a rank's place."""
     listening = socket.create_server(("127.0.0.1", 0))
     port, refused = listening.getsockname()[1], []
     found = GroupStore(port, b"q" * 32, listening.detach())
@@ -283,7 +283,7 @@ def test_only_members_learn_where_the_policys_ranks_find_their_store(monkeypatch
 
 
 def rank_of_the_policy(port, rank, out):
-    """Says what it adds up with the others, and the addresses at which it listens."""
+    """Put the sum over all ranks, and the addresses at which this one listens."""
     join_ranks(with_store(Rank(rank, 2, "127.0.0.1", port, 60.0, SECRET)))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
@@ -291,7 +291,7 @@ def rank_of_the_policy(port, rank, out):
     torch.distributed.barrier()
 
 
-def test_ranks_that_know_the_secret_join_and_listen_at_the_address_they_meet_at_alone():
+def test_ranks_with_the_secret_join_and_listen_only_at_their_meeting_address():
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
     ranks = [start(rank_of_the_policy, port, rank, out) for rank in range(2)]
     assert [out.get(timeout=300) for _ in ranks] == [(2.0, {"127.0.0.1"})] * 2
@@ -299,7 +299,7 @@ def test_ranks_that_know_the_secret_join_and_listen_at_the_address_they_meet_at_
         rank.join(60)
 
 
-def test_a_rank_without_the_secret_fails_the_proof_of_all():
+def test_a_rank_without_the_secret_fails_the_membership_check_everywhere():
     proofs = []
     check_members(lambda own: proofs.append(own) or [own], SECRET, b"q" * 32, 0)
     check_members(lambda own: [proofs[0], own], SECRET, b"q" * 32, 1)
@@ -310,8 +310,8 @@ def test_a_rank_without_the_secret_fails_the_proof_of_all():
         check_members(lambda own: [proofs[0], own], SECRET, b"p" * 32, 1)
 
 
-def test_who_listens_in_the_place_of_rank_0_is_not_believed():
-    """None of its words is read."""
+def test_an_impostor_of_rank_0_is_refused():
+    """The ranks read none of its messages."""
 
     def impostor(server):
         with suppress(OSError):
@@ -327,18 +327,18 @@ def test_who_listens_in_the_place_of_rank_0_is_not_believed():
             join("shared_memory", server.getsockname()[1], 1, 2, timeout_s=3.0)
 
 
-def test_a_secret_is_not_written_with_its_seat():
+def test_the_repr_of_a_seat_hides_the_secret():
     seat = Seat("127.0.0.1", 1, 0, 2, SECRET)
     assert "secret" not in repr(seat) and SECRET.decode() not in f"{seat} {[seat]}"
     assert pickle.loads(pickle.dumps(seat)).secret == SECRET
 
 
 def listening():
-    """Addresses at which this process does; Ray's are among them when other tests have started it."""
+    """Return the addresses at which this process listens; Ray adds its own when other tests started it."""
     return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_group_of_gloo_meets_at_the_address_it_was_given_alone():
+def test_a_gloo_group_listens_only_at_the_given_address():
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
     before = listening()
     other = start(receiver, "gloo", port, 1, 2, 1, out)
@@ -350,7 +350,7 @@ def test_a_group_of_gloo_meets_at_the_address_it_was_given_alone():
     assert addresses == {"127.0.0.1"}
 
 
-def test_shared_memory_has_no_name_that_could_stay_behind():
+def test_shared_memory_leaves_no_named_segment_behind():
     before = set(os.listdir("/dev/shm"))
     port, out = free_port("127.0.0.1"), multiprocessing.get_context("spawn").Queue()
     other = start(receiver, "shared_memory", port, 1, 2, 2, out)
@@ -365,10 +365,8 @@ def test_shared_memory_has_no_name_that_could_stay_behind():
     transport.close()
 
 
-def test_cuda_handles_go_instead_of_bytes(monkeypatch):
-    """Up to the calls of CUDA: what is offered, and what the other side rebuilds on its own number of the
-    GPU.
-    """
+def test_cuda_transport_sends_handles_instead_of_bytes(monkeypatch):
+    """Stops short of CUDA: checks the offer, and what the other side rebuilds on its own GPU index."""
     made, rebuilt = [], []
 
     def reduce_tensor(tensor):
@@ -400,7 +398,7 @@ def test_cuda_handles_go_instead_of_bytes(monkeypatch):
 
 
 class Runs:
-    """A pickle that makes a directory when it is read."""
+    """A pickle that makes a directory when it is loaded."""
 
     def __init__(self, path):
         self.path = path
@@ -409,8 +407,8 @@ class Runs:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
-    """Also not of one who knows the secret: rank 0 offers something else than its buffers."""
+def test_messages_of_a_group_member_are_never_executed(tmp_path):
+    """Even a rank 0 that knows the secret can offer nothing but its buffers."""
 
     def rank_0(port, offer):
         connections = Connections(Seat("127.0.0.1", port, 0, 2, SECRET), 60.0)
@@ -436,7 +434,7 @@ def test_what_a_member_of_the_group_says_is_not_run(tmp_path):
 
 
 class Communicator:
-    """In the place of vLLM's, on a GPU whose broadcasts are done when ``done`` says so."""
+    """Replaces vLLM's communicator; its broadcasts finish when ``done`` returns True."""
 
     def __init__(self, done):
         self.done, self.sent, self.destroyed = done, [], 0
@@ -461,7 +459,7 @@ class Communicator:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """Makes the transport of a seat, up to the calls of CUDA and NCCL."""
+    """Make the transport of a seat without calling CUDA or NCCL."""
 
     def make(seat, done=lambda: True, timeout_s=HANG_S):
         group = Communicator(done)
@@ -477,17 +475,17 @@ def nccl(monkeypatch):
     return make
 
 
-def one_beside_nccl(port, up):
+def peer_outside_nccl(port, up):
     with suppress(TransferLost):
         connections = Connections(Seat("127.0.0.1", port, 1, 2, SECRET), HANG_S)
         up.set()
         connections.receive(1)
 
 
-def test_a_peer_that_dies_does_not_leave_the_others_in_nccl(nccl):
-    """Its broadcast is never done: NCCL waits for the one who is gone."""
+def test_a_dead_peer_does_not_leave_the_others_blocked_in_nccl(nccl):
+    """The broadcast never finishes, since NCCL waits for the dead peer."""
     up, port = multiprocessing.get_context("spawn").Event(), free_port("127.0.0.1")
-    peer = start(one_beside_nccl, port, up)
+    peer = start(peer_outside_nccl, port, up)
     transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: False)
     assert up.wait(HANG_S)
     sending = iter(transport.outgoing([100, 50]))
@@ -500,7 +498,7 @@ def test_a_peer_that_dies_does_not_leave_the_others_in_nccl(nccl):
     assert group.destroyed == 1
 
 
-def test_who_is_left_by_rank_0_leaves_nccl_too(nccl):
+def test_a_receiver_leaves_nccl_when_rank_0_does(nccl):
     port = free_port("127.0.0.1")
     first = threading.Thread(
         target=lambda: Connections(Seat("127.0.0.1", port, 0, 2, SECRET), HANG_S).close(), daemon=True
@@ -515,7 +513,7 @@ def test_who_is_left_by_rank_0_leaves_nccl_too(nccl):
 def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
     port = free_port("127.0.0.1")
     up = threading.Event()
-    other = threading.Thread(target=one_beside_nccl, args=(port, up), daemon=True)
+    other = threading.Thread(target=peer_outside_nccl, args=(port, up), daemon=True)
     other.start()
     done = True
     transport, group = nccl(Seat("127.0.0.1", port, 0, 2, SECRET), done=lambda: done, timeout_s=3.0)
@@ -528,8 +526,8 @@ def test_nccl_moves_both_buffers_and_has_a_deadline(nccl):
     other.join(HANG_S)  # it notices
 
 
-def test_the_id_of_an_nccl_group_goes_to_its_members_alone(monkeypatch):
-    """Also with bytes of 0 in it, and to those alone who know the secret."""
+def test_only_members_receive_the_id_of_an_nccl_group(monkeypatch):
+    """The id may contain zero bytes."""
     own = bytes(range(128))
 
     class Library:
@@ -555,7 +553,7 @@ def test_the_id_of_an_nccl_group_goes_to_its_members_alone(monkeypatch):
     assert made == {rank: (own, rank, 3, rank + 4) for rank in range(3)}
 
 
-def test_the_way_follows_from_devices_and_hosts_unless_it_is_named():
+def test_the_backend_follows_from_devices_and_hosts_unless_it_is_set():
     assert transfer_backend("auto", "cpu", one_host=True) == "shared_memory"
     assert transfer_backend("auto", "cpu", one_host=False) == "gloo"
     assert transfer_backend("auto", "cuda", one_host=True) == "nccl"
@@ -585,7 +583,7 @@ def checksum(*parts):
 
 
 @pytest.mark.parametrize("count", [1, 3, 511, 512, 513, 5000])
-def test_the_checksum_notices_what_can_happen_to_bytes(count):
+def test_the_checksum_detects_damaged_bytes(count):
     generator = torch.Generator().manual_seed(count)
     flat = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
     right = checksum(flat)
@@ -606,18 +604,18 @@ def test_the_checksum_notices_what_can_happen_to_bytes(count):
         assert (checksum(swapped) == right) == bool(flat[i] == flat[j])
 
 
-def test_the_checksum_notices_buckets_out_of_order():
+def test_the_checksum_detects_buckets_out_of_order():
     a, b = (torch.full((1000,), n, dtype=torch.uint8) for n in (1, 2))
     assert len({checksum(a, b), checksum(b, a), checksum(a, a), checksum(b, b), checksum(a)}) == 5
 
 
-def test_the_checksum_is_the_one_of_a_device_without_matrix_products_of_integers():
+def test_the_checksum_is_the_same_on_devices_without_integer_matrix_products():
     words = torch.randint(-(2**31), 2**31, (40, 128)).to(torch.int32)
     weights_of_row = Checksum()._weights
     assert torch.equal(words.mv(weights_of_row), (words * weights_of_row).sum(1, dtype=torch.int32))
 
 
-def test_what_does_not_fill_its_bucket_is_refused():
+def test_a_bucket_of_the_wrong_size_is_refused():
     with pytest.raises(ValueError, match="the tensors have 12 bytes and their bucket 16"):
         pack([torch.zeros(3)], torch.empty(16, dtype=torch.uint8))
     with pytest.raises(ValueError, match="more than the 8 bytes"):

@@ -85,14 +85,14 @@ def test_the_samples_of_a_group_share_one_prefill_of_their_prompt(world):
     assert sorted(world.cached()) == [0] + [192] * 7
 
 
-def test_a_sample_has_exactly_the_length_asked_for(world):
+def test_a_sample_has_exactly_the_requested_length(world):
     lengths = (1, 7, 100)
     [group] = world.sample_all(PROMPTS[:1], lengths=lengths, max_new_tokens=100)
     assert tuple(len(r.completion_ids) for r in group) == lengths
     assert [r.finish_reason for r in group] == ["length"] * 3
 
 
-def test_one_long_sample_keeps_no_place_of_its_finished_siblings(world):
+def test_one_long_sample_does_not_hold_the_slots_of_its_finished_siblings(world):
     """Two groups of 16 fill the pool's room, each with one sample of 200 tokens. The next batch is sampled
     while those two run: the engine does not wait for the longest.
     """
@@ -126,7 +126,7 @@ def test_after_a_sync_the_engine_samples_from_the_moved_weights(world, trainer_m
             assert all((r.policy_versions == world.version).all() for r in new)
 
 
-def test_requests_in_flight_go_on_under_the_new_weights_and_say_so(world, trainer_model):
+def test_requests_in_flight_continue_under_the_new_weights_and_record_the_version(world, trainer_model):
     old_weights = {n: p.detach().clone() for n, p in trainer_model.named_parameters()}
     new_weights = world.move(13)
 
@@ -165,7 +165,7 @@ def test_requests_in_flight_go_on_under_the_new_weights_and_say_so(world, traine
     trainer_model.tie_weights()
 
 
-def test_a_transfer_that_changed_on_the_way_ends_the_run(world):
+def test_a_transfer_corrupted_on_the_way_ends_the_run(world):
     """Last in this file: the engine is of no use afterwards."""
     ray.get(world.policy.ranks[0].corrupt_next_transfer.remote())
     with pytest.raises(Exception, match=r"received bytes with checksum \d+, the policy sent \d+"):

@@ -36,20 +36,20 @@ def problems(engine, device="cuda", **sections):
         ("kv_transfer_config", {}, "after a weight sync"),
     ],
 )
-def test_arguments_that_would_make_numbers_wrong_are_refused_with_the_key_to_use(name, value, words):
+def test_arguments_that_would_make_numbers_wrong_are_refused_with_the_right_key(name, value, words):
     (said,) = problems({name: value})
     assert said.startswith(f"`rollout.engine.{name}` = {value}") and words in said
     assert said.endswith("; remove it")
 
 
-def test_every_argument_that_this_project_sets_is_refused_but_for_those_that_change_no_number():
+def test_arguments_that_the_project_sets_are_refused_unless_they_change_no_number():
     own = {**arguments("cpu"), **arguments("cuda", colocated=True)}
     free = {"block_size", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens"}
     free |= {"disable_log_stats"}
     assert {name for name in own if not problems({name: own[name]})} == free
 
 
-def test_prompts_in_pieces_are_refused_where_the_engine_dies_of_them():
+def test_chunked_prefill_is_refused_where_it_crashes_the_engine():
     assert not problems({"enable_chunked_prefill": True}, "cuda")
     assert "dies" in problems({"enable_chunked_prefill": True}, "cpu")[0]
 
@@ -78,7 +78,7 @@ def test_names_and_types_are_those_of_the_engine():
     assert truth.endswith("input should be int, not bool")
 
 
-def test_vllm_itself_is_asked_about_what_is_set(tiny_model):
+def test_vllm_itself_validates_what_is_set(tiny_model):
     """In a process of its own: names and types of its arguments, and then the engine's configuration."""
     short = fakes.config(rollout={"engine": {"max_num_batched_tokens": 12}})
     (said,) = vllm_problems(short, "cpu", tiny_model)
@@ -92,7 +92,7 @@ def test_without_further_arguments_vllm_is_not_started(monkeypatch, tiny_model):
     assert not list(vllm_problems(refused, "cpu", tiny_model))
 
 
-def test_an_engine_that_cannot_be_asked_is_a_problem(monkeypatch):
+def test_a_failure_to_validate_with_the_engine_is_a_problem(monkeypatch):
     broken = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no vllm")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: broken)
     (said,) = vllm_problems(fakes.config(rollout={"engine": {"block_size": 64}}), "cpu", None)

@@ -19,7 +19,7 @@ def test_bytes_of_a_token():
 
 
 @pytest.mark.parametrize(("in_flight", "sequences"), [(0, 256), (128, 256), (500, 500), (9000, 1024)])
-def test_an_engine_decodes_what_may_be_in_flight(in_flight, sequences):
+def test_an_engine_can_decode_all_requests_in_flight(in_flight, sequences):
     assert arguments(in_flight=in_flight)["max_num_seqs"] == sequences
     assert arguments(in_flight=in_flight, max_num_seqs=7)["max_num_seqs"] == 7
 

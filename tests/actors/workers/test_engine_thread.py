@@ -139,7 +139,7 @@ def test_a_burst_of_requests_is_decoded_together(monkeypatch):
     assert with_engine(monkeypatch, use) == [50, 50, 50]
 
 
-def test_a_burst_that_is_over_before_it_is_waited_for_holds_nobody_up():
+def test_a_burst_that_ends_before_the_wait_delays_no_request():
     """As when the thread is off the processor meanwhile. `queue.SimpleQueue` waits for ever then, once in
     some ten thousand of these.
     """
@@ -190,7 +190,7 @@ class Forgetful(Engine):
         """It is lost."""
 
 
-def test_an_engine_that_owes_something_and_does_nothing_stands_still(monkeypatch):
+def test_an_engine_with_pending_work_and_no_step_counts_as_stalled(monkeypatch):
     async def use(thread, engine):
         assert thread.work() is None  # nobody waits for it
         waiting = asyncio.create_task(thread.generate([3], None))
@@ -281,7 +281,7 @@ def test_a_step_that_runs_ahead_is_delivered_before_the_pause(monkeypatch):
     assert with_engine(monkeypatch, use, EngineAhead) == []
 
 
-def test_an_engine_that_sleeps_in_part_is_not_resumed(monkeypatch):
+def test_a_partly_asleep_engine_is_not_resumed(monkeypatch):
     async def use(thread, engine):
         await thread.pause(drain=True)
         engine.is_sleeping = True
@@ -306,15 +306,15 @@ def test_pending_requests_fail_when_the_engine_is_shut_down(monkeypatch):
     with_engine(monkeypatch, use)
 
 
-def test_a_drained_engine_has_finished_what_it_decoded_and_begins_nothing(monkeypatch):
+def test_a_drained_engine_finishes_its_requests_and_starts_none(monkeypatch):
     assert with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=True))
 
 
-def test_a_kept_request_stands_still_and_goes_on(monkeypatch):
+def test_a_kept_request_pauses_and_resumes(monkeypatch):
     assert not with_engine(monkeypatch, lambda t, e: pause_in_flight(t, e, drain=False))
 
 
-def test_who_no_longer_waits_disturbs_nobody(monkeypatch):
+def test_a_cancelled_caller_disturbs_no_other(monkeypatch):
     async def use(thread, engine):
         gone = asyncio.create_task(thread.generate([500], None))
         await asyncio.sleep(0)
@@ -324,7 +324,7 @@ def test_who_no_longer_waits_disturbs_nobody(monkeypatch):
     assert with_engine(monkeypatch, use).finished
 
 
-def test_what_is_asked_of_nccl_is_what_this_vllm_has():
+def test_this_vllm_has_the_nccl_functions_in_use():
     """Its transport cannot be run without GPUs; see `test_transport` for the rest."""
     names = ["nccl_unique_id_bytes", "rank", "world_size", "device"]
     assert list(inspect.signature(uid_init_process_group).parameters) == names

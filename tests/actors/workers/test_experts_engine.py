@@ -96,7 +96,7 @@ def test_engine_and_trainer_are_the_same_model_before_and_after_updates(ray_clus
         ("mixtral", {}, {"lora": LoRAConfig(rank=4, alpha=8, sync="adapter")}),
     ],
 )
-def test_so_are_they_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
+def test_they_are_also_the_same_for_other_shapes_and_adapters(ray_cluster, tmp_path, kind, changes, settings):
     own, moved = differences(expert_model(tmp_path, kind, **changes), trained(**settings))
     assert max(own) < LIMIT
     assert min(moved) > 0.01
@@ -140,7 +140,7 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
     AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
 
 
-def test_only_kernels_that_read_packed_weights_are_made_again_by_a_sync():
+def test_a_sync_rebuilds_only_kernels_that_read_packed_weights():
     """A GPU's kernel stays: captured graphs hold on to it, and its weights are shuffled at every reload."""
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod

@@ -28,7 +28,7 @@ class MovingAdapters(PolicyWorker):
         return {name: t.clone() for bucket in self._trainer.weights.buckets(1 << 20) for name, t in bucket}
 
     def logits(self, ids):
-        """Of the model with its adapters beside the base weights, as it trains."""
+        """Return the logits of the model with unmerged adapters, as it trains."""
         model = self._trainer.engine.module.model
         model.set_attn_implementation("sdpa")  # rows as they stand
         with torch.no_grad():
@@ -81,7 +81,7 @@ def samples_as_the_trainer(world, tiny_model, seed):
 
 
 @pytest.mark.parametrize("seed", [21, 22])
-def test_adapters_alone_travel_and_the_engine_samples_as_the_trainer(world, tiny_model, seed):
+def test_only_adapters_are_sent_and_the_engine_matches_the_trainer(world, tiny_model, seed):
     """Twice: the second merge starts from the checkpoint again, not from the first."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     linear = {m.weight.shape for n, m in model.named_modules() if n.endswith("_proj")}
@@ -90,6 +90,6 @@ def test_adapters_alone_travel_and_the_engine_samples_as_the_trainer(world, tiny
     assert samples_as_the_trainer(world, tiny_model, seed) == sum(sizes) * 4 * 4
 
 
-def test_merged_weights_travel_and_the_engine_samples_as_the_trainer(world, tiny_model, merged_sync):
+def test_merged_weights_are_sent_and_the_engine_matches_the_trainer(world, tiny_model, merged_sync):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert samples_as_the_trainer(world, tiny_model, 23) == sum(p.numel() * 4 for p in model.parameters())

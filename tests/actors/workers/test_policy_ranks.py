@@ -325,7 +325,7 @@ def near_the_models(model_dir, batch):
 @pytest.mark.parametrize(
     "how", [{"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3, "micro_batch_tokens": 40}]
 )
-def test_ranks_tell_what_each_row_that_has_an_id_was_given_before_it_moved_the_weights(
+def test_ranks_report_the_values_of_each_row_with_an_id_from_before_the_update(
     forked_ranks, tiny_model, batch, how
 ):
     marked = replace(batch, row_ids=torch.arange(len(batch)))
@@ -373,7 +373,7 @@ def test_a_rank_without_rows_takes_part_in_every_collective(forked_ranks, tiny_m
     # On the CPU the optimiser is compiled first.
     [(2, "none"), *(pytest.param(*how, marks=pytest.mark.evidence) for how in ((1, "none"), (3, "cpu")))],
 )
-def test_states_that_were_away_come_back_bit_by_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
+def test_offloaded_states_return_bit_for_bit(forked_ranks, tiny_model, batch, stage, optimizer_on):
     """Two steps with all states moved to host memory in between are two steps."""
 
     async def two_steps(*, away):

@@ -76,7 +76,7 @@ def start(ray_cluster, tiny_model):
 
 
 @pytest.mark.evidence
-def test_it_takes_on_a_share_of_the_policy_and_comes_back_from_a_checkpoint(start, tiny_model, tmp_path):
+def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_model, tmp_path):
     async def session():
         spec = PolicySpec(
             PolicyConfig(zero_stage=2),

@@ -96,7 +96,7 @@ def offloaded(*what, ranks, stage):
         1,
     ),
 )  # fmt: skip
-def test_every_number_arrives_and_training_goes_on(forked_ranks, tiny_model, tmp_path, chain, exact):
+def test_every_number_arrives_and_training_continues(forked_ranks, tiny_model, tmp_path, chain, exact):
     told = trained(tiny_model, tmp_path / "0", **chain[0])
     for number, now in enumerate(chain[1:]):
         (was, steps), (then, _) = told

@@ -85,7 +85,7 @@ def groups(ray_cluster, tiny_model, tmp_path_factory):
     return asyncio.run(run())
 
 
-def test_functions_and_models_come_to_one_reward(groups):
+def test_functions_and_models_combine_into_one_reward(groups):
     """Completions of 6 tokens: 1, 2 line breaks, the box of \\boxed{, 2, }, and EOS make 7; 4 are free of
     punishment, so overlong is -(7 - 4) / 20. quality is read at "}": 0. steps at "}": 0, too.
     """
