@@ -37,7 +37,7 @@ def build(directory: Path) -> subprocess.Popen:
     )
 
 
-def test_who_was_killed_while_building_holds_nobody_up(tmp_path):
+def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
     first, second = build(tmp_path), build(tmp_path)  # at once: one waits for the other
     found = [process.communicate(timeout=HANG_S)[0].split() for process in (first, second)]
     library = Path(found[0][1])
@@ -57,7 +57,7 @@ def test_who_was_killed_while_building_holds_nobody_up(tmp_path):
     assert waiting.communicate(timeout=HANG_S)[0].split()[0] == "42"
 
 
-def test_a_kernel_that_is_never_built_is_told(tmp_path, monkeypatch):
+def test_a_kernel_that_is_never_built_is_reported(tmp_path, monkeypatch):
     from grpo_dist.policy import extensions
 
     monkeypatch.setattr(extensions, "_DEADLINE_S", 0.1)

@@ -108,7 +108,7 @@ def test_chunk_size_and_row_split_leave_values_alone():
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
-def test_what_is_not_wanted_is_not_looked_at(garbage):
+def test_unwanted_positions_are_never_computed(garbage):
     (hidden, weight, _), tokens, mask = problem()
     mask[:, 0] = True  # nothing predicts the first token, whatever the mask says
     used = torch.zeros(B, T, dtype=torch.bool)

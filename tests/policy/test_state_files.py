@@ -9,7 +9,7 @@ import torch
 from grpo_dist.policy.state_files import PolicyFiles, snapshot
 
 
-def test_a_file_written_beside_training_holds_what_was_saved(tmp_path):
+def test_a_file_written_in_the_background_holds_the_state_at_the_call(tmp_path):
     files = PolicyFiles()
     weight = torch.arange(6.0).view(2, 3)
     state = {"w": weight, "tied": weight, "part": weight[0], "steps": [1, {"lr": 0.1}], "none": None}

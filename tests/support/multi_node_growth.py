@@ -1,5 +1,6 @@
-"""Run by `test_room` in a process of its own: a cluster whose head has no GPU, and whose autoscaler starts
-nodes that have some when room is asked for (Ray's own stand-in for a cloud: its nodes are processes here).
+"""A cluster whose head has no GPU and whose autoscaler adds GPU nodes; run by `test_reservation`.
+
+Ray's fake node provider stands for the cloud: its nodes are processes of this machine.
 """
 
 import asyncio

@@ -1,6 +1,4 @@
-"""Run by `test_room` in a process of its own: a cluster of two nodes, each with processes of its own, which
-another job shares.
-"""
+"""A cluster of two nodes that another job shares; `test_reservation` runs it as a process."""
 
 import asyncio
 

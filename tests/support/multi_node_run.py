@@ -1,5 +1,6 @@
-"""Run by `evidence_nodes` in a process of its own: a whole training run on a cluster of several nodes that
-another job shares; first the node of an engine is lost, then that of the policy.
+"""A training run on several nodes that another job shares; `test_lost_nodes` runs it as a process.
+
+First the node of an engine is lost, then that of the policy.
 """
 
 import json

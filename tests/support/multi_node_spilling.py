@@ -1,6 +1,4 @@
-"""Run by `test_room` in a process of its own: batches that no node's object store has room for, staged ahead
-for a rank on another node.
-"""
+"""Batches larger than any object store, staged for a rank on another node; `test_reservation` runs it."""
 
 import asyncio
 import re

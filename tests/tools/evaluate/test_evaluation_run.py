@@ -154,7 +154,7 @@ def test_what_was_interrupted_goes_on_and_ends_with_the_same_bytes(here, capsys)
     assert f"{2 * len(done)} of 10 problems are done" in capsys.readouterr().out
 
 
-def test_samples_that_were_written_without_their_verdicts_are_made_anew(here):
+def test_samples_written_without_their_verdicts_are_sampled_again(here):
     whole = evaluate()
     last = Path("out/verdicts/data/part_00004.jsonl")
     last.unlink()
@@ -198,7 +198,7 @@ def test_another_model_or_setting_is_refused_in_the_same_directory_and_has_one_o
     assert len(list(Path("runs/evaluations").iterdir())) == 2
 
 
-def test_fresh_moves_aside_and_samples_anew(here, capsys):
+def test_fresh_keeps_a_backup_and_samples_again(here, capsys):
     _, result, _ = evaluate()
     assert evaluate("--fresh")[1] == result and len(here.worlds) == 2
     assert Path("out.old-1/result.json").read_text() == result

@@ -25,7 +25,7 @@ def terminal(request, monkeypatch):
     return out
 
 
-def test_no_number_of_a_result_is_cut_off(terminal):
+def test_no_number_of_a_result_is_truncated(terminal):
     found = {name: Estimate(0.5 + i / 100, 0.05, 0.41, 0.62, 50) for i, name in enumerate(MEASURES)}
     sets = [
         Measured("math500", None, None, 500, 8000, 3, 0.02, 1234.0, found),

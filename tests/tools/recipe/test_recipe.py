@@ -116,7 +116,7 @@ def test_stages_run_in_order_once_and_are_then_skipped(world):
     ]
 
 
-def test_an_interrupted_stage_is_gone_on_with_and_its_time_adds_up(world):
+def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
     world.fail_in = "reject"
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -129,7 +129,7 @@ def test_an_interrupted_stage_is_gone_on_with_and_its_time_adds_up(world):
     assert Path("runs/p/03_reject/sft.jsonl").read_text() == "4\n"
 
 
-def test_a_stage_that_was_killed_outright_is_gone_on_with(world):
+def test_a_killed_stage_resumes(world):
     """SIGKILL leaves the record as it was written at the start."""
     run()
     path = Path("runs/p/02_reason/stage.json")

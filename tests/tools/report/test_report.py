@@ -356,7 +356,7 @@ def test_ranges_of_steps():
         steps_of("9-3")
 
 
-def test_only_lines_that_changed_are_read_anew(tmp_path):
+def test_only_changed_lines_are_read_again(tmp_path):
     encoded = []
 
     def encode(lines):
@@ -455,7 +455,7 @@ def test_a_server_gives_nothing_but_its_pieces(served, path):
         ask(served[1] + path)
 
 
-def test_a_run_that_cannot_be_read_is_told_of_by_a_server(served):
+def test_a_server_reports_a_run_that_it_cannot_read(served):
     run, url = served
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
@@ -465,7 +465,7 @@ def test_a_run_that_cannot_be_read_is_told_of_by_a_server(served):
     assert refused.value.read().decode() == f"{run}/metrics.jsonl: Is a directory"
 
 
-def test_a_defect_of_a_server_is_told_and_a_client_that_went_away_is_not(served, monkeypatch, capsys):
+def test_a_server_logs_its_own_errors_and_no_disconnected_client(served, monkeypatch, capsys):
     def raising(error):
         def answer(self, *_):
             raise error

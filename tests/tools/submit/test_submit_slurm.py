@@ -217,7 +217,7 @@ def test_a_job_is_not_over_because_the_controller_does_not_answer(slurm, tmp_pat
     assert "COMPLETED, exit code 0" in command(capsys, "status", tmp_path / "runs/tiny")[1]
 
 
-def test_whoever_follows_asks_the_controller_now_and_then(slurm, tmp_path, monkeypatch, capsys):
+def test_following_a_job_polls_the_controller_sparingly(slurm, tmp_path, monkeypatch, capsys):
     (slurm / "queue").write_text("RUNNING|1:00|node1")
     (tmp_path / "log").write_text("step 1\n")
     slept = []
