@@ -1,4 +1,4 @@
-"""What training made of each token finds its way to the sample that it is a token of."""
+"""The values that training computes for a token are recorded with its sample."""
 
 import asyncio
 from dataclasses import replace

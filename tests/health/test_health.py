@@ -38,7 +38,7 @@ def scored_by(world, rewards_of):
 
 
 def updates_say(world, **by_step):
-    """``world``'s updates return these metrics, a list with one value a step."""
+    """Make ``world``'s updates return these metrics, a list with one value per step."""
     update, names = world.update, {name.replace("__", "/"): values for name, values in by_step.items()}
 
     async def updated(batches, *, kl_coef, bounds):
@@ -356,7 +356,7 @@ def test_with_action_warn_the_run_continues():
 
 
 def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
-    """Step 4 is a collapse only to whoever knows that step 1 had reward 1."""
+    """Step 4 is a collapse only in comparison with the reward 1 of step 1."""
     rewards = [1.0, 0.9, 0.9, 0.1]
     health = {"action": "warn", "reward_below_share": 0.5, "min_signal_groups": 0}
     config = fakes.config(steps=4, checkpoint={"every": 2}, health=health)

@@ -1,4 +1,4 @@
-"""The next batch staged while the optimiser runs: earlier, and the same numbers."""
+"""The next batch is staged while the optimiser runs; the numbers stay the same."""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,4 @@
-"""Checkpoint files of a rank: what they hold is the moment they were asked for, and reading runs nothing."""
+"""Checkpoint files of a rank: they hold the state at the time of the call, and loading executes nothing."""
 
 import os
 import pickle

@@ -1,1 +1,1 @@
-"""What tests share: fake workers, made data, real processes of several kinds."""
+"""Shared by the tests: fake workers, generated data, real processes of several kinds."""

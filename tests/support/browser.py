@@ -61,7 +61,7 @@ class Page:
         self.run("document.querySelector(arguments[0]).click()", selector)
 
     def set(self, selector, value):
-        """As a person would: the field has the value, and those who listen are told."""
+        """Enter the value as a person would, and fire the events."""
         self.run(
             "const e = document.querySelector(arguments[0]); e.value = arguments[1];"
             "e.dispatchEvent(new Event('input', {bubbles: true}));"
@@ -78,6 +78,6 @@ class Page:
         )
 
     def console(self):
-        """Errors and warnings since it was last asked, but for what tests cause that look at pixels."""
+        """Return errors and warnings since the last call, except those that tests of pixels cause."""
         found = [line for line in self.browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
         return [line for line in found if "willReadFrequently" not in line["message"]]

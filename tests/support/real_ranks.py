@@ -32,7 +32,7 @@ ALGORITHM = AlgorithmConfig(
 
 
 class OpenWorker(PolicyWorker):
-    """A rank that lets its gradients be looked at."""
+    """A rank that exposes its gradients."""
 
     def gradients(self, own):
         metrics = self._trainer.accumulate(own)
@@ -122,7 +122,7 @@ def relative(a, b):
 
 
 class AdaptedWorker(OpenWorker):
-    """A rank whose adapters and optimiser state can be looked at."""
+    """A rank that exposes its adapters and optimiser state."""
 
     def adapters(self):
         buckets = self._trainer.weights.buckets(10_000, adapters_only=True)

@@ -13,7 +13,7 @@ NETWORK = "10.77.0"
 
 
 def refusal():
-    """Why there can be none here; None: there can."""
+    """Return why this machine cannot make hosts; None: it can."""
     if os.geteuid() != 0:
         return "network namespaces are made by root alone"
     name = f"grpo{os.getpid()}try"

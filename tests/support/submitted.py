@@ -38,7 +38,7 @@ def config_in(directory, text=TINY, output=None):
 
 
 def command(capsys, *arguments):
-    """Exit code, and what was printed on both streams."""
+    """Return the exit code, and the output of both streams."""
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
     said = capsys.readouterr()

@@ -12,7 +12,7 @@ from tests.support import fakes
 
 
 def quiet(message: str) -> None:
-    """Nothing is said."""
+    """Ignore the message."""
 
 
 def stage(kind, directory: Path, **changes) -> ResolvedStage:
