@@ -2,7 +2,7 @@
 up (`ratios.ratio_stats`).
 
 All take log-probs in nats, advantages and a mask; what stands where the mask is False, NaN included, reaches
-neither loss nor gradient. Keywords are a loss's own settings; `POLICY_LOSS_SETTINGS` names them.
+neither loss nor gradient. Keywords are a loss's own settings; `loss_settings` names them.
 
     loss             ratio            what bounds a step
     policy_gradient  none, always 1   nothing: on-policy
@@ -161,13 +161,4 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Stats]]] = {
     "dppo_tv": dppo_tv,
     "gspo": gspo,
     "gmpo": gmpo,
-}
-# Keyword arguments of each loss; one that is not here takes none.
-POLICY_LOSS_SETTINGS: dict[str, tuple[str, ...]] = {
-    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo_tv": ("clip_low", "clip_high", "ratio_cap"),
-    "gspo": ("clip_low", "clip_high"),
-    "gmpo": ("clip_low", "clip_high"),
 }

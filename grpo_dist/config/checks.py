@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.config.sections import Sections
 
 # What each choice of `algorithm` reads; any other setting would be ignored silently.
 _USE_STD = ("grpo", "gdpo", "process")
-_OWN_SETTINGS = {
-    "policy_gradient": (),
-    "ppo_clip": ("clip_low", "clip_high", "dual_clip"),
-    "cispo": ("clip_low", "clip_high"),
-    "sapo": ("tau_positive", "tau_negative"),
-    "dppo_tv": ("clip_low", "clip_high", "ratio_cap"),
-    "gspo": ("clip_low", "clip_high"),
-    "gmpo": ("clip_low", "clip_high"),
-}
-
-
 # Estimators that can learn from a group of equal rewards, which dynamic sampling would drop.
 _EQUAL_REWARDS_TEACH = ("remax", "gdpo", "process", "reinforce_pp")
 # Estimators that read something other than the sample's own reward as it is.
@@ -212,11 +202,12 @@ def _of_the_algorithm(config: Sections) -> Iterator[str]:
             f"`algorithm.std` = {a.std} contradicts `algorithm.advantage` = {a.advantage}, which does not "
             "divide by a deviation; remove `algorithm.std` or use advantage grpo"
         )
-    for name in sorted({n for own in _OWN_SETTINGS.values() for n in own} - set(_OWN_SETTINGS[loss])):
+    own = POLICY_LOSS_SETTINGS.get(loss, ())
+    for name in sorted({n for names in POLICY_LOSS_SETTINGS.values() for n in names} - set(own)):
         if getattr(a, name) is not None:
             yield (
                 f"`algorithm.{name}` = {getattr(a, name)} is no setting of `algorithm.policy_loss` = {loss}, "
-                f"which has {', '.join(_OWN_SETTINGS[loss]) or 'none'}; remove it"
+                f"which has {', '.join(own) or 'none'}; remove it"
             )
     if a.advantage == "pass_at_k" and a.pass_k >= config.batch.samples_per_prompt:
         yield (

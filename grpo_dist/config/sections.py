@@ -4,12 +4,10 @@ against another: `checks` reads this class, and `root.Config` adds the checks to
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from pydantic import Field, PositiveInt
 
 from grpo_dist.config.algorithm import AlgorithmConfig
-from grpo_dist.config.base import Count, Section
+from grpo_dist.config.base import Count, DirectoryName, Section, Seed
 from grpo_dist.config.bench import BenchConfig
 from grpo_dist.config.cluster import ClusterConfig
 from grpo_dist.config.data import BatchConfig, DataConfig, DynamicSamplingConfig, ModelConfig, SamplingConfig
@@ -28,13 +26,9 @@ from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfi
 class Sections(Section):
     """The fields of `Config`."""
 
-    name: str = Field(
-        "run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="of the run and of its directory in `output_dir`",
-    )
+    name: DirectoryName = Field("run", description="of the run and of its directory in `output_dir`")
     output_dir: str = Field("runs", description="where run directories are made")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    seed: Seed = Field(
         0, description="of the prompt order, of every sample, and of models this project makes"
     )
     steps: PositiveInt = Field(100, description="training steps of the whole run")

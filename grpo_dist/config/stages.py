@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Temperature
+from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed, Temperature
 
 
 class RejectionConfig(Section):
@@ -89,7 +89,7 @@ class SFTConfig(Section):
     max_length: PositiveInt = Field(
         1024, description="longest prompt + completion, tokens; longer is refused"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    seed: Seed = Field(
         0, description="of the order of demonstrations, of generated ones, and of a demo model's weights"
     )
     threads: Count = Field(0, description="CPU threads; 0: all")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import equal_rewards_teach
@@ -98,13 +99,11 @@ class HealthWatch:
                 f"step {step}: the weights are not finite after the update (gradient norm "
                 f"{metrics.get(GRAD_NORM, math.nan):.4g})"
             )
-            kept = self._recorder.quarantine(step, groups)
-            self._roll_back(step, found, kept)
-            raise Unhealthy(
-                f"{found}; the batch is kept in {kept}. Rerun the same command to resume from the last "
-                "checkpoint; lower `policy.optimizer.lr` in a new run, or set `model.dtype=float32` to see "
-                "whether precision is the cause"
-            )
+            self._stop(
+                step, found, groups,
+                "Rerun the same command to resume from the last checkpoint; lower `policy.optimizer.lr` in a "
+                "new run, or set `model.dtype=float32` to see whether precision is the cause",
+            )  # fmt: skip
 
     def examine(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Bound], dict[str, float]]:
         """Compare the metrics of a finished step with the steps before it, and remember them.
@@ -155,13 +154,12 @@ class HealthWatch:
         if self._settings.action == "warn":
             self._recorder.warn(f"{found}; its batch is in {self._keep(step, groups)}")
             return
-        kept = self._recorder.quarantine(step, groups)
-        self._roll_back(step, found, kept)
-        raise Unhealthy(
-            f"{found}. Stopped (`health.action` = {self._settings.action}); the batch is kept in {kept}. "
-            "This step was not saved: rerunning the same command resumes from the previous checkpoint, and "
-            "will pass this bound again unless you change it"
-        )
+        self._stop(
+            step, found, groups,
+            f"Stopped (`health.action` = {self._settings.action}). This step was not saved: rerunning the "
+            "same command resumes from the previous checkpoint, and will pass this bound again unless you "
+            "change it",
+        )  # fmt: skip
 
     def _stop_if_idle(self, step: int, metrics: Mapping[str, float]) -> None:
         """Raise Unhealthy if too many steps in a row trained on nothing, whatever `health.action` is.
@@ -185,10 +183,14 @@ class HealthWatch:
             return f"samples/step_{step:06d}.parquet"
         return self._recorder.quarantine(step, groups)
 
-    def _roll_back(self, step: int, found: str, kept: str) -> None:
-        """Raise Rollback if `health.action` is rollback and `health.max_rollbacks` allows another one."""
+    def _stop(self, step: int, found: str, groups: list[Group], remedy: str) -> NoReturn:
+        """Quarantine the batch. Raises Rollback if `health.action` is rollback and `health.max_rollbacks`
+        allows another one, else Unhealthy.
+        """
+        kept = self._recorder.quarantine(step, groups)
         if self._settings.action == "rollback" and len(self.state.avoid) < self._settings.max_rollbacks:
             raise Rollback(f"{found}; the batch is kept in {kept}, and not trained on", step)
+        raise Unhealthy(f"{found}; the batch is kept in {kept}. {remedy}")
 
 
 def _describe(beyond: Sequence[Bound], metrics: Mapping[str, float]) -> str:

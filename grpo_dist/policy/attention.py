@@ -88,9 +88,9 @@ class BlockKernel:
         return BlockSpans(tuple(blocks), torch.from_numpy(back).to(device))
 
 
-# (q [N, H, D], k [N, H', D], v, cumulative lengths int32 [R + 1], longest, scale, window, dropout) -> [N, H,
-# D]
-VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, float], Tensor]
+# (q [N, H, D], k [N, H', D], v, cumulative lengths int32 [R + 1], longest, scale, tokens to the left that a
+# token sees or -1 for all, dropout) -> [N, H, D]
+VarlenFunction = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int, float], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class VarlenSpans:
     ) -> Tensor:
         if self.indices is not None:
             q, k, v = (t.index_select(0, self.indices) for t in (q, k, v))
-        out = self.function(q, k, v, self.ends, self.longest, scale, window, dropout)
+        left = -1 if window is None else window - 1
+        out = self.function(q, k, v, self.ends, self.longest, scale, left, dropout)
         return out if self.back is None else out.index_select(0, self.back)
 
 
@@ -131,14 +132,7 @@ class VarlenKernel:
 
 
 def torch_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, left: int, dropout: float
 ) -> Tensor:
     """Call torch's own kernel. Raises ValueError for dropout, which it does not support."""
     from torch.nn.attention.varlen import varlen_attn
@@ -147,31 +141,22 @@ def torch_varlen(
         raise ValueError(
             f"attention dropout {dropout}: set the model's attention_dropout to 0, or model.packing=false"
         )
-    back = -1 if window is None else window - 1
     gqa = q.shape[1] != k.shape[1]
     out: Any = varlen_attn(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(back, 0), enable_gqa=gqa
+        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=gqa
     )
     return out
 
 
 def flash_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    longest: int,
-    scale: float,
-    window: int | None,
-    dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, left: int, dropout: float
 ) -> Tensor:
     """Call the flash-attn package's kernel."""
     from flash_attn import flash_attn_varlen_func
 
-    back = -1 if window is None else window - 1
     return flash_attn_varlen_func(
         q, k, v, ends, ends, longest, longest,
-        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(back, 0),
+        dropout_p=dropout, softmax_scale=scale, causal=True, window_size=(left, 0),
     )  # fmt: skip
 
 

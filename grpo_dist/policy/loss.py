@@ -23,8 +23,9 @@ from torch import Tensor
 from grpo_dist.algorithms.aggregation import aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
-from grpo_dist.algorithms.policy_losses import POLICY_LOSS_SETTINGS, POLICY_LOSSES
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
 from grpo_dist.types import TrainBatch
 

@@ -13,6 +13,8 @@ from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
 
+TO_TRAINING = ["engines.sleep(keep_weights=False)", "policy.reload_states()"]
+
 
 class EventRecorder:
     """Stands for the policy, the engines or a sync; every call is an event."""
@@ -76,8 +78,7 @@ def test_a_step_drops_the_engines_weights_and_pushes_new_ones():
 
     asyncio.run(step())
     assert events == [
-        "engines.sleep(keep_weights=False)",
-        "policy.reload_states()",
+        *TO_TRAINING,
         "policy.update([], kl_coef=None, bounds=())",
         "engines.wake_up(weights)",
         "sync.push(1)",
@@ -95,12 +96,7 @@ def test_a_sync_probe_is_compared_in_the_turn_of_the_update_that_follows():
         await policy.update([])
 
     asyncio.run(step())
-    assert events == [
-        "engines.sleep(keep_weights=False)",
-        "policy.reload_states()",
-        "policy.logprobs(batch)",
-        "policy.update([], kl_coef=None, bounds=())",
-    ]
+    assert events == [*TO_TRAINING, "policy.logprobs(batch)", "policy.update([], kl_coef=None, bounds=())"]
 
 
 def test_a_checkpoint_or_a_new_reference_between_steps_keeps_the_engines_weights():
@@ -127,7 +123,7 @@ def test_a_resumed_run_loads_and_pushes():
         await sync.push(5)
 
     asyncio.run(resume())
-    assert events[:2] == ["engines.sleep(keep_weights=False)", "policy.reload_states()"]
+    assert events[:2] == TO_TRAINING
     assert events[3:] == ["sync.push(5)", "policy.offload_states()", "engines.wake_up(kv_cache)"]
 
 

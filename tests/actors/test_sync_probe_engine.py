@@ -1,7 +1,6 @@
 """The sync probe on the real parts: a whole run in which one tensor of the engine is changed after a sync."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -9,20 +8,14 @@ import actors.factory
 from actors.workers.rollout import RolloutWorker
 from actors.workers.rollout_pool import RolloutPool
 from grpo_dist.cli import main
+from tests.support.real_runs import TINY
 
 pytestmark = pytest.mark.machine
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = """
-name: run
-model: {path: "demo:tiny"}
+CONFIG = (
+    TINY
+    + """
 data: {train: [{path: "demo:add3"}], max_prompt_tokens: 32}
-batch: {prompts_per_step: 4, samples_per_prompt: 4, micro_batch_tokens: 256}
-sampling: {max_new_tokens: 16}
-rewards:
-  functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
-  code_paths: [REWARDS]
-rollout: {kv_cache_gib: 0.25, enforce_eager: true}
 policy: {zero_stage: 2, optimizer: {lr: 1.0e-3}}
 evaluation: {before: false, after: false}
 checkpoint: {export: false, every: 1}
@@ -30,6 +23,7 @@ health: {min_signal_groups: 0, action: warn}
 weight_sync: {probe_every: 2}
 steps: 3
 """
+)
 
 
 class ChangedWorker(RolloutWorker):
@@ -49,7 +43,7 @@ def scale_norm(model):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("probed")
-    (directory / "config.yaml").write_text(CONFIG.replace("REWARDS", str(ROOT / "tests/support")))
+    (directory / "config.yaml").write_text(CONFIG)
     return directory
 
 

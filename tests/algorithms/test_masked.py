@@ -10,8 +10,9 @@ from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS, ADVANTAGES
 from grpo_dist.algorithms.aggregation import MODES, aggregate
 from grpo_dist.algorithms.kl import KL_ESTIMATORS
 from grpo_dist.algorithms.lookup import named
+from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
-from grpo_dist.algorithms.policy_losses import POLICY_LOSS_SETTINGS, POLICY_LOSSES, ppo_clip
+from grpo_dist.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
 from grpo_dist.batch.credit_assignment import PROCESS
 from grpo_dist.config import AlgorithmConfig, KLConfig
 from tests.support.numbers_by_hand import INF, NAN, mask_of

@@ -22,7 +22,6 @@ from grpo_dist.runtime.json_files import kept_lines
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.recipe.record import read_record
 from grpo_dist.tools.submit.job import read_record as read_submission
-from tests.support.good_inputs import CONFIG, GOOD, write
 
 BASE = 'model: {path: "demo:tiny"}\ndata: {train: [{path: "demo:add3"}]}\n'
 _BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9))
@@ -253,19 +252,11 @@ def test_a_done_file_without_a_number_is_refused(tmp_path, content):
         finished_steps(tmp_path)
 
 
-@pytest.fixture
-def inputs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write("train.jsonl", GOOD)
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     "name", ["config.yaml", "environment.json", "metrics.jsonl", "events.jsonl", "ledger.jsonl"]
 )
-def test_a_directory_in_place_of_a_file_of_a_run_is_refused_before_anything_starts(inputs, capsys, name):
-    (inputs / "runs/run" / name / "inside").mkdir(parents=True)
+def test_a_directory_in_place_of_a_file_of_a_run_is_refused_before_anything_starts(here, capsys, name):
+    (here / "runs/run" / name / "inside").mkdir(parents=True)
     assert main(["train", "config.yaml"]) == 2
     said = capsys.readouterr().err
     assert f"{name}" in said and "Is a directory" in said and "Traceback" not in said

@@ -13,6 +13,7 @@ from grpo_dist.batch.sharding import packed_micro_batches, shard
 from grpo_dist.policy.attention import (
     BlockKernel,
     VarlenKernel,
+    VarlenSpans,
     choose_kernel,
     flash_varlen,
     register,
@@ -96,11 +97,11 @@ def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_
         torch.testing.assert_close(a, b)
 
 
-def varlen_stand_in(q, k, v, ends, longest, scale, window, dropout):
+def varlen_stand_in(q, k, v, ends, longest, scale, left, dropout):
     """What a variable-length kernel is specified to do."""
     assert ends.dtype == torch.int32 and longest == int(ends.diff().max()) and dropout == 0.0
     rows = [np.arange(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
-    return row_by_row(q, k, v, rows, scale=scale, window=window)
+    return row_by_row(q, k, v, rows, scale=scale, window=None if left < 0 else left + 1)
 
 
 @pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
@@ -153,12 +154,13 @@ def test_torchs_kernel_is_called_as_its_signature_asks(monkeypatch):
 
     monkeypatch.setattr(varlen.torch.ops.torch_attn, "_varlen_attn", operator, raising=False)
     q, k, ends = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
-    assert torch_varlen(q, k, k, ends, 3, 0.5, None, 0.0) is q
+    spans = VarlenSpans(torch_varlen, ends, 3, None, None)
+    assert spans.attend(q, k, k, scale=0.5, window=None, dropout=0.0) is q
     assert (seen["causal"], seen["window"], seen["gqa"], seen["scale"]) == (True, [-1, 0], True, 0.5)
-    torch_varlen(q, q, q, ends, 3, 0.5, 2, 0.0)
+    spans.attend(q, q, q, scale=0.5, window=2, dropout=0.0)
     assert (seen["causal"], seen["window"], seen["gqa"]) == (False, [1, 0], False)
     with pytest.raises(ValueError, match="attention_dropout"):
-        torch_varlen(q, q, q, ends, 3, 0.5, None, 0.1)
+        spans.attend(q, q, q, scale=0.5, window=None, dropout=0.1)
 
 
 def architectures():

@@ -17,6 +17,7 @@ from grpo_dist.rewards.pool import Failure, GraderPool
 from tests.support.made_completions import boxed
 from tests.support.patience import in_time
 from tests.support.processes import children_of, wait_until_gone
+from tests.support.reward_code import code_directory
 
 BOMBS = ["9^{9^{9^9}}", "((100!)!)!", "\\binom{1000000000}{500000000}"]
 
@@ -77,11 +78,7 @@ def has_a_child(completion, answer):
 """
 
 
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("code")
-    (directory / "reward_samples.py").write_text(REWARDS)
-    return str(directory)
+code = code_directory(reward_samples=REWARDS)
 
 
 @pytest.fixture(scope="module")

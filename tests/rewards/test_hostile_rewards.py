@@ -12,6 +12,7 @@ import pytest
 from grpo_dist.rewards.pool import Failure, GraderPool
 from tests.support.made_completions import boxed
 from tests.support.processes import alive, children_of, wait_until_gone
+from tests.support.reward_code import code_directory
 
 HOSTILE = """
 import gc, json, os, signal, subprocess, sys, threading, time
@@ -143,11 +144,7 @@ def wait_for(path, lines):
 """
 
 
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("hostile")
-    (directory / "hostile.py").write_text(HOSTILE)
-    return str(directory)
+code = code_directory(hostile=HOSTILE)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, check_rewards, reward_specs
 from tests.support.made_completions import completion_group, spec
 from tests.support.patience import HANG_S, in_time
+from tests.support.reward_code import code_directory
 
 CODE = """
 import math
@@ -42,12 +43,7 @@ not_a_function = 3
 """
 
 
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("code")
-    (directory / "my_rewards.py").write_text(CODE)
-    (directory / "broken_rewards.py").write_text("import no_such_package\n")
-    return str(directory)
+code = code_directory(my_rewards=CODE, broken_rewards="import no_such_package\n")
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,18 @@ def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
     asyncio.run(session())
 
 
+async def full_balancer():
+    """A balancer whose only worker is full, and a task that waits to be admitted."""
+    load_balancer = LoadBalancer(1, room=1)
+    await load_balancer.admit(1, 1)
+    waiting = asyncio.create_task(load_balancer.admit(1, 1))
+    await asyncio.sleep(0)
+    return load_balancer, waiting
+
+
 def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
     async def session():
-        load_balancer = LoadBalancer(1, room=1)
-        await load_balancer.admit(1, 1)
-        waiting = asyncio.create_task(load_balancer.admit(1, 1))
-        await asyncio.sleep(0)
+        load_balancer, waiting = await full_balancer()
         load_balancer.release(0, 1, 1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -86,10 +92,7 @@ def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back
 
 def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
     async def session():
-        load_balancer = LoadBalancer(1, room=1)
-        await load_balancer.admit(1, 1)
-        waiting = asyncio.create_task(load_balancer.admit(1, 1))
-        await asyncio.sleep(0)
+        load_balancer, waiting = await full_balancer()
         load_balancer.fail(RuntimeError("no engine is left"))
         for late in (waiting, load_balancer.admit(1, 1)):
             with pytest.raises(RuntimeError, match="no engine is left"):

@@ -52,26 +52,28 @@ class Parent:
         self._process.kill()
         self._process.wait()
 
+    def _remote_class(self, worker):
+        return _Remote(lambda *arguments: Forked(self.address, worker, arguments))
+
     @contextmanager
     def in_the_place_of_ray(self):
         """Fork the ranks of every `PolicyGroup` made in the block."""
         from actors.workers import policy_group
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(policy_group, "one_at_a_time", lambda worker: _Class(self.address, worker))
+            patch.setattr(policy_group, "one_at_a_time", self._remote_class)
             patch.setattr(policy_group, "kill", lambda ranks: [rank.end() for rank in ranks])
             yield
 
 
-class _Class:
-    def __init__(self, address, worker):
-        self._address, self._worker = address, worker
+class _Remote:
+    """Replaces an actor's class or method: ``remote`` calls ``function``."""
+
+    def __init__(self, function):
+        self.remote = function
 
     def options(self, **_):
         return self
-
-    def remote(self, *arguments):
-        return Forked(self._address, self._worker, arguments)
 
 
 class Forked:
@@ -85,7 +87,7 @@ class Forked:
     def __getattr__(self, method):
         if method.startswith("_"):
             raise AttributeError(method)
-        return _Method(self, method)
+        return _Remote(lambda *arguments: _Answer(self._thread.submit(self.call, method, arguments)))
 
     def end(self):
         """End the rank; replaces `ray.kill`."""
@@ -101,17 +103,6 @@ class Forked:
 
     def _send(self, *message):
         self._connection.send_bytes(pickle.dumps(message))
-
-
-class _Method:
-    def __init__(self, actor, name):
-        self._actor, self._name = actor, name
-
-    def options(self, **_):
-        return self
-
-    def remote(self, *arguments):
-        return _Answer(self._actor._thread.submit(self._actor.call, self._name, arguments))
 
 
 class _Answer:

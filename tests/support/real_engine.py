@@ -96,14 +96,20 @@ class CountingWorker(RolloutWorker):
         return values
 
 
-def one_rank(model, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker):  # noqa: B008
+def one_rank(
+    model,
+    model_dir,
+    settings=PolicyConfig(zero_stage=2),  # noqa: B008
+    worker=MovingWorker,
+    temperature=1.0,
+):
     spec = PolicySpec(
         settings,
         model,
         str(model_dir),
         TrainerSettings(
             loss=loss_settings(AlgorithmConfig()),
-            temperature=1.0,
+            temperature=temperature,
             token_budget=1000,
             epochs=1,
             total_updates=1,

@@ -13,14 +13,10 @@ import psutil
 
 from tests.support.patience import HANG_S, wait_for_end
 
-ROOT = Path(__file__).resolve().parents[2]
-BASE = """
+# Of every run: a model with random weights and little memory.
+TINY = """
 name: run
 model: {path: "demo:tiny"}
-data:
-  train: [{path: "demo:add3"}]
-  eval: [{path: "demo:add3", split: test, max_rows: 8}]
-  max_prompt_tokens: 32
 batch: {prompts_per_step: 4, samples_per_prompt: 4, micro_batch_tokens: 256}
 sampling: {max_new_tokens: 16}
 # Random weights never answer right: the reward counts what they do say, so that advantages are not all zero.
@@ -28,11 +24,20 @@ rewards:
   functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
   code_paths: [REWARDS]
 rollout: {kv_cache_gib: 0.25, enforce_eager: true}
+""".replace("REWARDS", str(Path(__file__).parent))
+BASE = (
+    TINY
+    + """
+data:
+  train: [{path: "demo:add3"}]
+  eval: [{path: "demo:add3", split: test, max_rows: 8}]
+  max_prompt_tokens: 32
 policy: {num_workers: 2, zero_stage: 2, optimizer: {lr: 1.0e-3, schedule: linear, warmup_steps: 2}}
 evaluation: {after: false, samples_per_prompt: 2, k: [1, 2]}
 checkpoint: {export: false, every: 3}
 algorithm: {kl: {coef: 0.05}}
 """
+)
 
 KILLED: list[str] = []  # marks of killed runs whose processes have not been looked for yet
 CLOCK = ("time/", "throughput/", "memory/")
@@ -45,7 +50,7 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     Fails when a process of the run outlives it.
     """
     path = directory / "config.yaml"
-    path.write_text(BASE.replace("REWARDS", str(ROOT / "tests/support")))
+    path.write_text(BASE)
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "grpo_dist.cli", "train", str(path), *overrides]
     environment = os.environ | {"GRPO_DIST_TEST_RUN": mark}

@@ -16,7 +16,7 @@ from pathlib import Path
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import STAGE, EvalSet
+from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
 from grpo_dist.runs.prepare import (
     check_scoring,
     check_writable,
@@ -34,7 +34,7 @@ from grpo_dist.tools.evaluate.store import Identity, Store, default_directory
 from grpo_dist.tools.evaluate.table import print_comparison, print_result
 from grpo_dist.tools.evaluate.target import configuration
 from grpo_dist.tools.evaluate.verdicts import Verdict, VerdictMaker, key_of
-from grpo_dist.tools.sampling import sample_with_model
+from grpo_dist.tools.sampling import evaluation_workers
 from grpo_dist.types import Group, Prompt
 
 _SAMPLES_PER_PART = 64  # at most this much sampling (or one problem) is lost to a kill
@@ -172,16 +172,12 @@ async def _sample(
             store.add(parts[number][0], groups, verdicts)
             progress.add(len(groups))
 
-        await sample_with_model(
-            config,
-            config.evaluation,
-            model_dir,
-            {number: prompts for number, (_, prompts) in enumerate(parts)},
-            finished,
-            stage=STAGE,
-            what="evaluate",
-            shown=stage("evaluation", f"{total} problems"),
-        )
+        chunks = {number: prompts for number, (_, prompts) in enumerate(parts)}
+        async with evaluation_workers(config, model_dir) as workers:
+            with stage("evaluation", f"{total} problems"):
+                await sample_chunks(
+                    config, config.evaluation, workers, chunks, finished, stage=STAGE, what="evaluate"
+                )
 
 
 class _Progress:

@@ -28,13 +28,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, model_validator
 
 from grpo_dist.config import Config, Section
+from grpo_dist.config.base import DirectoryName, Seed
 from grpo_dist.config.files import (
     ConfigError,
     checked,
@@ -73,13 +74,11 @@ class StageFile(Section):
 class PipelineFile(Section):
     """A pipeline as written."""
 
-    name: str = Field(
-        "pipeline",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
-        description="name of the pipeline and of its directory in `output_dir`",
+    name: DirectoryName = Field(
+        "pipeline", description="name of the pipeline and of its directory in `output_dir`"
     )
     output_dir: str = Field("runs", description="parent of the pipeline's directory")
-    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+    seed: Seed | None = Field(
         None, description="seed of every stage and of its `sft` section; null: the seed in each configuration"
     )
     stages: tuple[StageFile, ...] = Field(min_length=1, description="the stages, in order")

@@ -20,6 +20,7 @@ from grpo_dist.config import Config
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
+from grpo_dist.evaluation.sampling import sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
@@ -27,7 +28,7 @@ from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.runtime.stage_log import stage
 from grpo_dist.tools.recipe.rejection import Selection
-from grpo_dist.tools.sampling import sample_with_model
+from grpo_dist.tools.sampling import evaluation_workers
 from grpo_dist.types import Group, Prompt
 
 SFT_FILE = "sft.jsonl"
@@ -100,13 +101,9 @@ async def _sample_missing(
         samples = sum(len(g.rollouts) for g in groups)
         say(f"rejection sampling: {chunk}: {samples} samples of {len(groups)} prompts")
 
-    await sample_with_model(
-        config,
-        config.rejection,
-        model_dir,
-        {number: chunks[number] for number in missing},
-        finished,
-        stage=_STAGE,
-        what="rejection sampling",
-        shown=stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"),
-    )
+    left = {number: chunks[number] for number in missing}
+    async with evaluation_workers(config, model_dir) as workers:
+        with stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"):
+            await sample_chunks(
+                config, config.rejection, workers, left, finished, stage=_STAGE, what="rejection sampling"
+            )

@@ -80,6 +80,12 @@ class World(OnALoop):
         self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
 
+    async def push_and_check(self, version):
+        """Push new weights as ``version``; both engines get them."""
+        await self.move(version)
+        await self.sync.push(version)
+        await self.check(version)
+
     async def all_serve(self):
         while len(self.rollouts.team.alive()) < 2:
             await asyncio.sleep(0.1)
@@ -90,8 +96,11 @@ class World(OnALoop):
         groups = await asyncio.gather(*(self.sample_on(worker) for worker in self.rollouts.workers))
         assert same(*groups)
         for group in groups:
-            assert all((r.policy_versions == version).all() for r in group)
-            assert difference(self.model, PROMPTS[0], group) < 1e-5
+            self.check_group(group, version)
+
+    def check_group(self, group, version):
+        assert all((r.policy_versions == version).all() for r in group)
+        assert difference(self.model, PROMPTS[0], group) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +123,7 @@ def test_requests_of_a_killed_engine_give_the_same_samples(world):
         disturbed = await under_way
         assert all(same(a, b) for a, b in zip(undisturbed, disturbed, strict=True))
         await world.check(1)
-        await world.move(2)
-        await world.sync.push(2)
-        await world.check(2)
+        await world.push_and_check(2)
 
     world.run(session())
 
@@ -131,12 +138,9 @@ def test_an_engine_killed_in_mid_transfer_is_skipped_and_gets_the_weights_later(
         assert metrics["sync/bytes"] > 0
         assert world.rollouts.team.alive() == [survivor]
         group = await world.sample_on(survivor)
-        assert difference(world.model, PROMPTS[0], group) < 1e-5
-        assert all((r.policy_versions == 3).all() for r in group)
+        world.check_group(group, 3)
         await world.check(3)
-        await world.move(4)
-        await world.sync.push(4)
-        await world.check(4)
+        await world.push_and_check(4)
 
     world.run(session())
 
@@ -150,8 +154,7 @@ def test_weights_sent_after_an_update_get_the_next_version(world):
         worker = world.rollouts.workers[0]
         await world.sync.catch_up(worker)
         group = await world.sample_on(worker)
-        assert all((r.policy_versions == 5).all() for r in group)
-        assert difference(world.model, PROMPTS[0], group) < 1e-5
+        world.check_group(group, 5)
         await world.sync.push(5)
         await world.check(5)
 
@@ -165,9 +168,7 @@ def test_a_broken_connection_is_reopened_once(world):
         rank = world.policy.ranks[0]
         await rank.cut_transfers.remote(1)
         world.sync._is_open = False
-        await world.move(6)
-        await world.sync.push(6)
-        await world.check(6)
+        await world.push_and_check(6)
         await rank.cut_transfers.remote(2)
         world.sync._is_open = False
         with pytest.raises(TransferLost, match="a process of the transfer group is gone"):

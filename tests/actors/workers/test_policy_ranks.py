@@ -161,6 +161,18 @@ def test_checkpoint_restores_weights_optimiser_and_schedule(forked_ranks, tiny_m
     assert all(torch.equal(p.data, weights[name]) for name, p in exported.named_parameters())
 
 
+async def before_and_after(group, first, second, path):
+    """Update on ``first``, then on ``second``, and return to the state between. Returns that state's weights,
+    and the metrics and weights of the second update.
+    """
+    await group.ready()
+    await group.update(group.stage([first]))
+    await group.save(path)
+    expected = await group.update(group.stage([second])), await on_all(group, "weights")
+    await group.load(path)
+    return await on_all(group, "weights"), expected
+
+
 @pytest.mark.parametrize(
     ("ranks", "stage", "how"),
     drawn("not finite", [(2, 0, {}), (2, 2, {}), (2, 3, {}), (1, 1, BF16)], 2),
@@ -179,12 +191,7 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(
 
     async def steps():
         group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
-        await group.ready()
-        await group.update(group.stage([first]))
-        await group.save(tmp_path)
-        expected = await group.update(group.stage([second])), await on_all(group, "weights")
-        await group.load(tmp_path)
-        before = await on_all(group, "weights")
+        before, expected = await before_and_after(group, first, second, tmp_path)
         metrics = [await group.update(group.stage([lost]))]
         await on_all(group, "spoil", ranks - 1)
         metrics.append(await group.update(group.stage([second])))
@@ -217,12 +224,7 @@ def test_an_update_beyond_a_bound_changes_nothing_on_any_rank(
 
     async def steps():
         group = start(tiny_model, ranks=ranks, stage=stage, schedule="linear", warmup_steps=2, **how)
-        await group.ready()
-        await group.update(group.stage([first]))
-        await group.save(tmp_path)
-        expected = await group.update(group.stage([second])), await on_all(group, "weights")
-        await group.load(tmp_path)
-        before = await on_all(group, "weights")
+        before, expected = await before_and_after(group, first, second, tmp_path)
         kl, norm = expected[0]["ref/kl"], expected[0]["policy/grad_norm"]
         beyond = [
             Bound("kl_above", "ref/kl", kl / 2, above=True),

@@ -7,45 +7,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.lifecycle.actor_spec import ActorSpec
 from actors.reference_sync import ReferenceSync
-from actors.workers.policy import PolicyWorker, loss_settings
-from actors.workers.policy_group import PolicyGroup, PolicySpec
 from actors.workers.reference import ReferencePool
-from grpo_dist.config import (
-    AlgorithmConfig,
-    ModelConfig,
-    PolicyConfig,
-    ReferenceConfig,
-    TimeoutsConfig,
-    WeightSyncConfig,
-)
+from grpo_dist.config import ModelConfig, ReferenceConfig, WeightSyncConfig
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
-from grpo_dist.policy.trainer import TrainerSettings
-from grpo_dist.runtime.hardware import thread_environment
 from grpo_dist.types import Prompt, Rollout
 from tests.support.patience import HANG_S
+from tests.support.real_engine import ACTORS, one_rank
 
 pytestmark = pytest.mark.machine
 
-ACTORS = ActorSpec({"num_cpus": 0, "runtime_env": {"env_vars": thread_environment(1)}})
 PROMPT = Prompt("p", np.array([11, 12, 13], np.int32), "1", "made")
 ROLLOUTS = tuple(
     Rollout("p", i, np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", "", np.zeros(len(ids)))
     for i, ids in enumerate(([20, 21, 22, 1], [30, 1], [40]))
 )
-
-
-class MovedWorker(PolicyWorker):
-    """A rank whose weights can be moved away from the checkpoint's."""
-
-    def move(self):
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for parameter in self._trainer.engine.module.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-        return {n: p.detach().clone() for n, p in self._trainer.engine.module.model.named_parameters()}
 
 
 @torch.no_grad()
@@ -78,24 +55,11 @@ def start(ray_cluster, tiny_model):
 @pytest.mark.evidence
 def test_a_refresh_mixes_in_the_policy_and_checkpoints_restore_it(start, tiny_model, tmp_path):
     async def session():
-        spec = PolicySpec(
-            PolicyConfig(zero_stage=2),
-            ModelConfig(path="tiny"),
-            str(tiny_model),
-            TrainerSettings(
-                loss=loss_settings(AlgorithmConfig()),
-                temperature=0.7,
-                token_budget=1000,
-                epochs=1,
-                total_updates=1,
-                seed=0,
-            ),
-        )
-        policy = PolicyGroup(spec, ACTORS, timeouts=TimeoutsConfig(), worker=MovedWorker)
+        policy = one_rank(ModelConfig(path="tiny"), tiny_model, temperature=0.7)
         pool = start()
         await asyncio.gather(policy.ready(), pool.ready())
         frozen = await pool.logprobs(PROMPT, ROLLOUTS)
-        moved = await policy.ranks[0].move.remote()
+        moved = await policy.ranks[0].move.remote(3)
         settings = WeightSyncConfig(bucket_mb=1, backend="gloo")
         sync = await ReferenceSync.connect(policy, pool, settings, mix=0.25, timeout_s=HANG_S)
         await sync.refresh()
