@@ -101,9 +101,8 @@ def fit(config: Config, *, training: bool = True) -> Fit:
         raise UserError(f"cluster: {problem}")
     if training and has.gpus and config.weight_sync.backend == "ipc":
         colocated = is_colocated(config, has)
-        transfer_backend(
-            "ipc", "cuda", one_host=True, colocated=colocated
-        )  # raises UserError unless they are colocated
+        # Raises UserError unless they are colocated.
+        transfer_backend("ipc", "cuda", one_host=True, colocated=colocated)
     return Fit(describe(demands, has), has.gpus)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from grpo_dist.errors import RunEnded, UserError
 from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.secrets import masked, masked_command
+from grpo_dist.tools.arguments import add_command, print_line
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
@@ -98,7 +99,7 @@ def _sft(path: str, overrides: list[str]) -> None:
 
     with refusals(), stages_logged():
         with stage("supervised", "unless cached"):
-            directory = run_sft(config.sft, _say)
+            directory = run_sft(config.sft, print_line)
         print(directory)
 
 
@@ -117,7 +118,7 @@ def _sample(path: str, overrides: list[str], again_from: str | None, check_only:
     from grpo_dist.tools.recipe.run import run_pipeline
 
     with stages_logged():
-        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+        run_pipeline(pipeline, print_line, again_from=again_from, check_only=check_only)
 
 
 def _pipeline(path: str, overrides: list[str], again_from: str | None, check_only: bool) -> None:
@@ -127,7 +128,7 @@ def _pipeline(path: str, overrides: list[str], again_from: str | None, check_onl
     from grpo_dist.tools.recipe.run import run_pipeline
 
     with stages_logged():
-        run_pipeline(pipeline, _say, again_from=again_from, check_only=check_only)
+        run_pipeline(pipeline, print_line, again_from=again_from, check_only=check_only)
 
 
 def _bench(path: str | None, overrides: list[str], compare: list[str] | None) -> None:
@@ -169,14 +170,10 @@ def _check(path: str, overrides: list[str], *, cluster: str | None, show_config:
     found = []
     for result in run_checks(config, cluster=cluster):
         found.append(result)
-        _say(str(result))
+        print_line(str(result))
     if wrong := problems(found):
         raise wrong
-    _say(summary(found))
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)
+    print_line(summary(found))
 
 
 def _peer_settings(flags: Sequence[str]) -> str:
@@ -203,12 +200,11 @@ def command_parser() -> argparse.ArgumentParser:
             "run the supervised cold start of the `sft` section and print the model's directory",
         ),
     ):
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = add_command(commands, name, text, command)
         sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
         sub.add_argument(
             "overrides", nargs="*", metavar="key=value", help="e.g. steps=50 policy.optimizer.lr=1e-5"
         )
-        sub.set_defaults(command=command)
     _add_check(commands)
     _add_bench(commands)
     _add_plan(commands)
@@ -223,7 +219,7 @@ def command_parser() -> argparse.ArgumentParser:
 
 def _add_check(commands: Any) -> None:
     text = "check all input and report what a run needs and every problem; start nothing"
-    sub = commands.add_parser("check", help=text, description=text)
+    sub = add_command(commands, "check", text, _check)
     sub.add_argument("config", help="YAML file, e.g. configs/demo.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. steps=50")
     sub.add_argument(
@@ -235,12 +231,11 @@ def _add_check(commands: Any) -> None:
         action="store_true",
         help="first print the resolved configuration with every default",
     )
-    sub.set_defaults(command=_check)
 
 
 def _add_bench(commands: Any) -> None:
     text = "measure the throughput of the whole loop and how close each stage is to the machine's limit"
-    sub = commands.add_parser("bench", help=text, description=text)
+    sub = add_command(commands, "bench", text, _bench)
     sub.add_argument("config", nargs="?", help="YAML file, e.g. configs/bench/cpu_13m.yaml")
     sub.add_argument(
         "overrides", nargs="*", metavar="key=value", help="e.g. bench.steps=10 bench.lengths.kind=natural"
@@ -248,12 +243,11 @@ def _add_bench(commands: Any) -> None:
     sub.add_argument(
         "--compare", nargs=2, metavar=("A.json", "B.json"), help="print the ratios of two results instead"
     )
-    sub.set_defaults(command=_bench)
 
 
 def _add_plan(commands: Any) -> None:
     text = "predict memory, step time, cost and the best split of GPUs on a cluster, by simulating the loop"
-    sub = commands.add_parser("plan", help=text, description=text)
+    sub = add_command(commands, "plan", text, _plan)
     sub.add_argument("config", help="YAML file, e.g. configs/gsm8k_qwen2.5_1.5b.yaml")
     sub.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. bench.lengths.kind=fixed")
     sub.add_argument("--cluster", required=True, help="NODESxGPUSxKIND, e.g. 8x8xH100; 1x0xCPU with --bench")
@@ -273,11 +267,10 @@ def _add_plan(commands: Any) -> None:
         type=float,
         default=1.0,
         metavar="FACTOR",
-        help="slow down the slowest policy rank by FACTOR, e.g. 1.5",
+        help="make one policy rank FACTOR times slower, e.g. 1.5",
     )
     sub.add_argument("--sweep", action="store_true", help="also simulate other batch sizes and staleness")
     sub.add_argument("--timeline", metavar="FILE", help="write the simulated steps as a trace for Perfetto")
-    sub.set_defaults(command=_plan)
 
 
 def _add_recipes(commands: Any) -> None:
@@ -300,7 +293,7 @@ def _add_recipes(commands: Any) -> None:
             "seed=..., name=..., output_dir=... of the pipeline, or STAGE.key=value, e.g. reasoning.steps=50",
         ),
     ):
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = add_command(commands, name, text, command)
         sub.add_argument("config", help=file)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help=override)
         sub.add_argument(
@@ -312,7 +305,6 @@ def _add_recipes(commands: Any) -> None:
         sub.add_argument(
             "--check", dest="check_only", action="store_true", help="report problems; start nothing"
         )
-        sub.set_defaults(command=command)
 
 
 if __name__ == "__main__":

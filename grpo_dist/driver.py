@@ -73,7 +73,7 @@ async def run(
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
             with timer("sample"):
                 batch = await pipeline.next(unless=stop_requested)
-            if batch is None:
+            if batch is None:  # asked to stop
                 await chores.preempt(step)
             with timer("stage"):
                 staged = await staging.take(step, batch, kl_coef=kl.coef)

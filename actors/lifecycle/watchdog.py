@@ -54,9 +54,8 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
         if not place.unknown:
             on_nodes[place.node].append(place.process)
     texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
-    in_hand = await gather(
-        _calls(worker) for worker in workers.values()
-    )  # after the stacks, in which these calls would appear
+    # After the stacks, in which these calls would appear.
+    in_hand = await gather(_calls(worker) for worker in workers.values())
     seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
     together: defaultdict[str, list[str]] = defaultdict(list)
     for name, waiting in zip(workers, in_hand, strict=True):

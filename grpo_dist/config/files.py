@@ -26,13 +26,13 @@ from yaml import YAMLError
 from grpo_dist.config import Config
 from grpo_dist.config.messages import readable
 from grpo_dist.config.peers import hint
+from grpo_dist.config.presets import PRESETS
 from grpo_dist.config.text import check_characters, check_key, check_nesting
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import masked, masked_setting, masked_text, shown_value
 
 _OVERRIDE = re.compile(r"\+?[A-Za-z_][\w.\-\[\]]*=")
 _UNREADABLE = re.compile(r"(at input |error at: |the tag )'.*?'(?=\s|$)")
-_PRESETS = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 S = TypeVar("S", bound=BaseModel)
 
 
@@ -133,7 +133,7 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: not valid YAML: {parser_reason(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path}: expected a mapping of keys to values, found {type(loaded).__name__}")
-    if path.parent.name == _PRESETS.name:
+    if path.parent.name == PRESETS.name:
         _name_preset(loaded, path.stem)
     parts = [read_tree(path.parent / base, (*seen, resolved)) for base in _bases(loaded, path)]
     try:
@@ -169,7 +169,7 @@ def _bases(loaded: DictConfig, path: Path) -> list[str]:
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     """Apply ``+algorithm=NAME``: the preset next to the configuration file, or that of this project."""
     key, _, name = override.partition("=")
-    directories = [path.parent / "algorithms", _PRESETS]
+    directories = [path.parent / "algorithms", PRESETS]
     known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
     if key != "+algorithm" or name not in known:
         near = difflib.get_close_matches(name, known, n=1)

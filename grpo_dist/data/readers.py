@@ -232,7 +232,7 @@ def _answer(answer: str, location: str, source: DataSourceConfig, pattern: Patte
             raise ValueError(
                 f"{location}: answer_pattern {source.answer_pattern!r} does not finish within "
                 f"{pattern.timeout_s:g} s on `{source.answer_column}` ({len(answer)} characters): "
-                f"...{answer[-60:]!r}; use a pattern without nested repetitions such as (a+)+"
+                f"...{answer[-60:]!r}; use a pattern without nested repetitions ((a+)+ is one)"
             ) from None
         if found is None:
             raise ValueError(

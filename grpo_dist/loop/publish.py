@@ -21,17 +21,17 @@ async def publish(
 ) -> dict[str, float]:
     """Drain, push ``version`` to the engines, and refresh the reference if it is due; return metrics.
 
-    A run that is asked to end does not wait for the drain and skips the push, unless the reference is due: a
-    checkpoint after a refresh must have the new one.
+    A run that is asked to stop does not wait for the drain, and pushes only if it is done. If the reference
+    is due, it waits: a checkpoint after a refresh must have the new one.
     """
-    renews = workers.reference_sync is not None and is_due(version, settings.refresh_every)
+    refreshes = workers.reference_sync is not None and is_due(version, settings.refresh_every)
     metrics: dict[str, float] = {}
     with timer("drain"):
-        drained = await (pipeline.settle() if renews else pipeline.settle(unless=stop_requested))
+        drained = await (pipeline.settle() if refreshes else pipeline.settle(unless=stop_requested))
     with timer("sync"):
         if drained:
             metrics = await workers.sync.push(version=version)
-    if workers.reference_sync and renews:
+    if workers.reference_sync and refreshes:
         with timer("reference"):
             await pipeline.renew_reference(workers.reference_sync.refresh)
     return metrics

@@ -151,7 +151,7 @@ METRICS = (
            "absent"),
     Metric("health/bad_weights", "0 or 1", _STEP, "non-finite weights after the step",
            "0, else the run ends"),
-    Metric("health/alarms", "bounds", "count", "bounds of `health` that the step exceeded", "0"),
+    Metric("health/alarms", "bounds", "count", "bounds of `health` that the step violated", "0"),
     Metric("health/drifting", "metrics", "count",
            "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
            "whose mean over 20 steps is far from the run's best, first 5 steps, or least",

@@ -18,7 +18,7 @@ class MetricsFile:
     """One JSON object per step. NaN is written as null: JSON has no NaN."""
 
     def __init__(self, path: Path, *, keep_through: int) -> None:
-        """Open the file. Lines after step ``keep_through`` are removed: a resumed run repeats the steps."""
+        """Open the file. A resumed run repeats the steps after ``keep_through``: their lines go (0: all)."""
         self._path = path
         self._last: dict[str, Any] | None = None
         kept = kept_lines(path, keep_through) if keep_through > 0 else []

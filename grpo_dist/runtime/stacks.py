@@ -98,7 +98,7 @@ async def _look(process: int) -> str:
         return f"starting: its process still loads the code of a worker (state {status['State']})"
     with memory.open("rb") as file:
         if not await _locked(file):
-            return f"another process has been dumping its stacks for {_TURN_S:g} s"
+            return f"another process has held the lock on its stacks for {_TURN_S:g} s"
         dump = await _dump(process, file)
     if not dump:
         state, kernel = _status(process)["State"], Path(f"/proc/{process}/wchan").read_text()

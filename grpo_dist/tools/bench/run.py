@@ -21,6 +21,7 @@ from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, pre
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type, resolve_dtype
 from grpo_dist.secrets import masked
+from grpo_dist.tools.arguments import print_line
 from grpo_dist.tools.bench.figures import StageLimits, figures
 from grpo_dist.tools.bench.flops import Shape, card_peak
 from grpo_dist.tools.bench.lengths import ForcedLengths
@@ -40,7 +41,7 @@ def bench(config: Config) -> Path:
         directory = choose_run_dir(config)
         check_writable(directory)
         has = fit(config)
-        prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
+        prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
     steps = timed(config, asyncio.run(_loop(config, prepared, directory)))
     result = measured(config, prepared.model_dir, steps)
     directory.mkdir(parents=True)
@@ -49,7 +50,7 @@ def bench(config: Config) -> Path:
 
     draw(result, directory / "bench.png")
     print_result(result)
-    _say(f"written: {directory}/bench.json, {directory}/bench.png")
+    print_line(f"written: {directory}/bench.json, {directory}/bench.png")
     return directory
 
 
@@ -77,7 +78,7 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        recorder = BenchRecorder(config, directory, lambda step, m: _say(step_line(step, m)))
+        recorder = BenchRecorder(config, directory, lambda step, m: print_line(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
         await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
     return recorder.steps
@@ -125,11 +126,11 @@ def _limits(
     from actors.transfer.transport import free_port
 
     demands = local_demands(config)
-    _say("limits: generation")
+    print_line("limits: generation")
     generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
-    _say("limits: training")
+    print_line("limits: training")
     training, matmul, micro = training_limit(config, model_dir, steps, threads=demands["policy"].threads)
-    _say("limits: weight sync")
+    print_line("limits: weight sync")
     sent = int(steps[-1].metrics["sync/bytes"])
     sync = sync_limit(config, sent, port=free_port("127.0.0.1"))
     settings = {
@@ -177,7 +178,3 @@ def _timeline(step: StepRecord) -> list[Bar]:
         for span in usage.spans
         if span.end > step.begin
     ]
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)

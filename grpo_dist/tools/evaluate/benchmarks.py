@@ -16,7 +16,7 @@ from grpo_dist.config import DataSourceConfig
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A benchmark: its ``file`` in the data directory, the keys of its `DataSource` on the hub, and the
+    """A benchmark: its ``file`` in the data directory, the keys of its `DataSourceConfig` on the hub, and the
     columns ``by`` which its results are broken down.
     """
 
@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, Benchmark] = {
 
 
 def data_source(name: str, data_dir: Path | None) -> dict[str, Any]:
-    """Return the keys of the `DataSource` called ``name``: a benchmark, or split `test` of a path or hub id.
+    """Return the `DataSourceConfig` keys of ``name``: a benchmark, or split `test` of a path or hub id.
 
     Raises ValueError for a benchmark that ``data_dir`` lacks.
     """

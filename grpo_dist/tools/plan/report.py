@@ -83,8 +83,8 @@ def _about_reward_models(config: Config, setting: Setting) -> list[str]:
     for model in config.rewards.models:
         if why := setting.unplanned.get(model.name):
             lines.append(
-                f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) have "
-                "GPUs, but neither their memory nor their time is planned"
+                f"warning: reward model {model.name}: {why}; its {model.num_workers} worker(s) are "
+                "placed, but neither their memory nor their time is planned"
             )
         elif model.dtype == "float32" and setting.cluster.card:
             lines.append(

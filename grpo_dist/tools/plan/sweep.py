@@ -73,16 +73,11 @@ class SearchResult:
     tried: list[Tried]
 
 
-def best(config: Config, setting: Setting, cell: Cell) -> Planned | None:
-    """Return the option of ``cell`` with the most tokens a second; None where none fits."""
-    return search(config, setting, cell).best
-
-
 def search(config: Config, setting: Setting, cell: Cell) -> SearchResult:
     """Try all options of ``cell``. The option with the highest bound of each placement and ZeRO stage is
     always simulated, so that the plan can say what bounds it.
     """
-    made = [(c, option_or_reason(config, c, setting)) for c in _changes(config, setting, cell)]
+    made = [(c, option_or_reason(config, c, setting)) for c in changes_of(config, setting, cell)]
     limits = {i: bound(option) for i, (_, option) in enumerate(made) if isinstance(option, Option)}
     found: Planned | None = None
     fastest: dict[tuple[str, int], Planned] = {}
@@ -121,15 +116,7 @@ def _kind(changes: Changes) -> tuple[str, int]:
     return str(changes["cluster.placement"]), int(changes["policy.zero_stage"])
 
 
-def _options(config: Config, setting: Setting, cell: Cell) -> Iterator[Option]:
-    """Yield the options that fit."""
-    for changes in _changes(config, setting, cell):
-        option = option_or_reason(config, changes, setting)
-        if isinstance(option, Option):
-            yield option
-
-
-def _changes(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
+def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes]:
     own = {"batch.prompts_per_step": cell.prompts_per_step, "max_staleness": cell.staleness}
     for changes in _splits(config, setting):
         for stage in stages(config):

@@ -145,7 +145,7 @@ def print_logs(record: SubmissionRecord, follow: bool) -> None:
                 print(file.read(), end="", flush=True)
                 read = file.tell()
         elif over:
-            raise UserError(f"{path}: does not exist yet; state of the job: {state(record).text}")
+            raise UserError(f"{path} does not exist; state of the job: {state(record).text}")
         if over:
             return
         time.sleep(_EVERY_S)

@@ -19,11 +19,11 @@ from grpo_dist.tools.plan.calibration import calibrate
 from grpo_dist.tools.plan.command import _stragglers, make_plan
 from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import model_of
-from grpo_dist.tools.plan.options import Setting, option_of, planned
+from grpo_dist.tools.plan.options import Option, Setting, option_of, option_or_reason, planned
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached, UpdateWork
 from grpo_dist.tools.plan.report import cost_per_million, print_plan, rank_failures_of
 from grpo_dist.tools.plan.stragglers import Stragglers
-from grpo_dist.tools.plan.sweep import Cell, _options, best, bound, longest_s, search
+from grpo_dist.tools.plan.sweep import Cell, bound, changes_of, longest_s, search
 from grpo_dist.tools.plan.workload import Workload, workload_of
 from tests.support.fakes import config
 
@@ -227,12 +227,18 @@ def wide(**changes):
     )
 
 
+def options(config, setting, cell):
+    """The options of ``cell`` that fit."""
+    made = [option_or_reason(config, changes, setting) for changes in changes_of(config, setting, cell)]
+    return [option for option in made if isinstance(option, Option)]
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_the_best_split_is_that_of_simulating_all(staleness):
     c = wide(max_staleness=staleness)
     cell = Cell(16, staleness)
-    found = best(c, setting(c, "1x4xH100"), cell)
-    everything = [planned(o, steps=2) for o in _options(c, setting(c, "1x4xH100"), cell)]
+    found = search(c, setting(c, "1x4xH100"), cell).best
+    everything = [planned(o, steps=2) for o in options(c, setting(c, "1x4xH100"), cell)]
     assert len(everything) >= 4
     most = max(p.simulated.tokens_per_s for p in everything)
     again = planned(found.option, steps=2)
@@ -286,7 +292,7 @@ def test_the_reference_is_named_where_more_of_it_would_shorten_the_step():
 
 def test_options_that_train_alike_keep_batch_and_staleness():
     c = wide()
-    for option in _options(c, setting(c, "1x4xH100"), Cell(32, 1)):
+    for option in options(c, setting(c, "1x4xH100"), Cell(32, 1)):
         own = option.config
         assert (own.batch.prompts_per_step, own.max_staleness) == (32, 1) and not option.problems
         used = own.policy.num_workers + own.rollout.num_workers * own.rollout.tensor_parallel_size
