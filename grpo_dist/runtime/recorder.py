@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.types import Group
+
+if TYPE_CHECKING:  # imports torch, which `grpo-dist report` does not need
+    from grpo_dist.runtime.metering import Span, Usage
 
 # Prompt uids of one step by outcome, e.g. {"trained": ["gsm8k:12"]}; see `loop.ledger`.
 LedgerEntry = Mapping[str, Sequence[str]]

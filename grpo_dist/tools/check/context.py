@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import actors.cluster
-from actors.cluster import Fit
-from actors.connection import address_of
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import DataRow
 from grpo_dist.errors import UserError
@@ -17,6 +15,9 @@ from grpo_dist.runs.prepare import Prepared
 from grpo_dist.runtime.hardware import DeviceType, device_type
 from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.tools.plan.models import ModelShape, model_of
+
+if TYPE_CHECKING:
+    from actors.cluster import Fit
 
 SourceRows = tuple[DataSourceConfig, list[DataRow]]
 
@@ -57,14 +58,18 @@ class Context:
     @cached_property
     def fit(self) -> Fit | UserError:
         """The placement on the cluster that the run would join now, or why it does not fit."""
+        from actors.cluster import fit  # Ray: no module of grpo_dist imports it at its top
+
         try:
-            return actors.cluster.fit(self.config)
+            return fit(self.config)
         except UserError as error:
             return error
 
     @cached_property
     def is_elsewhere(self) -> bool:
         """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
+        from actors.connection import address_of  # Ray, as above
+
         return address_of(self.config) != "local" and device_type() == "cpu"
 
     @property

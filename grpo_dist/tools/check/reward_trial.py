@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.workers.reward import RewardWorker
 from grpo_dist.config import Config
 from grpo_dist.rewards.registry import placed
 from grpo_dist.rewards.thought import thought_for
@@ -54,6 +53,8 @@ def try_rewards(config: Config, prompt: Prompt) -> RewardTrial:
     Where none does, returns the first form that all rewards score. Reward models are not asked. Raises
     ValueError for rewards that cannot be used.
     """
+    from actors.workers.reward import RewardWorker  # Ray: no module of grpo_dist imports it at its top
+
     # Functions that a reward model gates are scored without their gate.
     models = [model.name for model in config.rewards.models]
     functions = tuple(
