@@ -47,7 +47,7 @@ def results(directory: Path) -> tuple[str, str]:
 
 
 @pytest.mark.evidence
-def test_a_killed_evaluation_goes_on_to_the_same_bytes_and_then_answers_from_what_it_kept(tmp_path):
+def test_a_killed_evaluation_resumes_to_the_same_bytes_and_then_reads_its_own_files(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()

@@ -142,7 +142,7 @@ def test_the_same_again_and_other_ks_start_no_engine(here, capsys):
     assert "all 10 problems are done: out" in capsys.readouterr().out
 
 
-def test_what_was_interrupted_goes_on_and_ends_with_the_same_bytes(here, capsys):
+def test_an_interrupted_evaluation_resumes_to_the_same_bytes(here, capsys):
     whole = evaluate(directory="whole")
     here.failing.append("7 + 1")
     with pytest.raises(RuntimeError, match="engine died"):

@@ -54,7 +54,9 @@ def sample(directory, **rejection):
     return report, (directory / "sft.jsonl").read_text()
 
 
-def test_an_interrupted_sampling_goes_on_with_the_missing_chunks_and_ends_the_same(tmp_path, clusters):
+def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_same_result(
+    tmp_path, clusters
+):
     made, failing = clusters
     report, text = sample(tmp_path / "whole")
     order = [uid for uid, _, _ in sorted(made[0].sampled)]

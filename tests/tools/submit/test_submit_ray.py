@@ -80,7 +80,7 @@ def outside(*arguments, **environment):
     return done.returncode, done.stdout
 
 
-def test_a_run_is_submitted_followed_refused_twice_stopped_and_goes_on(project, monkeypatch):
+def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, monkeypatch):
     monkeypatch.setenv("MY_VARIABLE", "of-mine-alone")
     path, run = config_in(project), project / "runs/tiny"
     submit = ("submit", path, "--to", "ray", "--env", "MY_VARIABLE", "rewards.code_paths=[rewards]")

@@ -119,7 +119,9 @@ def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm
         ("JobState=CANCELLED PreemptTime=None", False),
     ],
 )
-def test_preemption_goes_on_and_scancel_does_not(slurm, without_ray, tmp_path, start, state, again):
+def test_a_job_resumes_after_preemption_and_not_after_scancel(
+    slurm, without_ray, tmp_path, start, state, again
+):
     (slurm / "job").write_text(f"JobId=1 {state} EndTime=2026")
     job = start(TEMPLATE.read_text(), "my.yaml", nodes=1)
     job.driver()
@@ -132,7 +134,9 @@ def test_preemption_goes_on_and_scancel_does_not(slurm, without_ray, tmp_path, s
     ("code", "restarts", "again"),
     [("0", "0", False), ("3", "0", False), ("75", "0", True), ("75", "100", False)],
 )
-def test_only_a_run_that_goes_on_is_queued_again(slurm, without_ray, tmp_path, start, code, restarts, again):
+def test_only_a_run_that_will_resume_is_queued_again(
+    slurm, without_ray, tmp_path, start, code, restarts, again
+):
     job = start(
         TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0", DRIVER_CODE=code, SLURM_RESTART_COUNT=restarts
     )
@@ -351,7 +355,7 @@ def test_the_template_is_a_script_as_it_is():
 
 
 @pytest.mark.evidence
-def test_a_whole_run_is_interrupted_queued_again_and_goes_on(slurm, tmp_path, capsys, start):
+def test_a_whole_run_is_interrupted_queued_again_and_resumed(slurm, tmp_path, capsys, start):
     status, said = submit(capsys, tmp_path, "--nodes", "2", "--dry-run", "steps=8", "checkpoint.keep=8")
     assert status == 0
     run, script = tmp_path / "runs/tiny", said
