@@ -1,9 +1,9 @@
-"""The typed configuration tree. Every section is frozen, refuses unknown keys, and is passed to the part it
-is named after.
+"""The typed configuration tree. Every section is frozen, refuses unknown keys, and configures the part of the
+same name.
 
 `config.files.load_config` reads files, defaults, interpolations and command-line overrides. The other modules
-are the shape, the ranges and the checks across sections. It imports neither torch nor ray, so that
-``grpo-dist --help`` stays instant.
+define sections, value ranges and checks across sections. The package imports neither torch nor ray, so that
+``grpo-dist --help`` starts instantly.
 """
 
 from grpo_dist.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig

@@ -10,31 +10,31 @@ from grpo_dist.config.base import Fraction, NonNegative, Section
 
 
 class KLConfig(Section):
-    """The divergence from the reference that is held down."""
+    """The penalty on divergence from the reference."""
 
     coef: NonNegative = Field(0.0, description="weight of the KL term; 0: no reference worker is created")
     estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = Field(
-        "k3", description="k1+, k3+: value of k1, k3 and gradient of k2"
+        "k3", description="k1+, k3+: value of k1 or k3 with the gradient of k2"
     )
     target: PositiveFloat | None = Field(
-        None, description="KL in nats a token that `coef` is steered to; null: `coef` stays"
+        None, description="KL in nats per token that `coef` is adapted to reach; null: `coef` is constant"
     )
-    gain: Fraction = Field(0.1, description="largest change of `coef` a step, as a share of 0.2")
+    gain: Fraction = Field(0.1, description="largest relative change of `coef` per step, as a share of 0.2")
 
 
 class CorrectionConfig(Section):
-    """Importance weights for what the engine computed otherwise, or older weights sampled."""
+    """Importance weights that correct for engine-trainer mismatch and for samples of older weights."""
 
     kind: Literal["none", "tis", "mis", "icepop"] | None = Field(
-        None, description="null: tis, or none where ratios are to the engine's log-probs already"
+        None, description="null: tis, or none if ratios are already computed against the engine's log-probs"
     )
     level: Literal["token", "sequence", "geometric"] = Field(
-        "token", description="the ratio is a token's, the product over its sequence, or the geometric mean"
+        "token", description="the ratio of each token, the product over its sequence, or their geometric mean"
     )
     low: NonNegative = Field(0.0, description="lower bound of the weight; must be below `high`")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
     veto: NonNegative = Field(
-        0.0, description="a token whose ratio is below this drops its sequence, e.g. 1e-4; 0: none does"
+        0.0, description="drop sequences with a token whose ratio is below this, e.g. 1e-4; 0: never"
     )
 
     @model_validator(mode="after")
@@ -55,26 +55,26 @@ class AlgorithmConfig(Section):
 
     preset: str | None = Field(
         None,
-        description="name of the preset that these settings come from; `+algorithm=NAME` and "
-        "`defaults: [algorithms/NAME.yaml]` set it, and it changes nothing",
+        description="name of the preset that these settings come from; set by `+algorithm=NAME` and "
+        "`defaults: [algorithms/NAME.yaml]`; informational only",
     )
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",
         "gdpo", "process",
-    ] = Field("grpo", description="estimator: from the rewards of a group to advantages")  # fmt: skip
+    ] = Field("grpo", description="estimator that turns the rewards of a group into advantages")  # fmt: skip
     std: Literal["group", "batch", "batch_raw", "none"] | None = Field(
         None,
-        description="deviation that a centred reward is divided by: of its group; of all centred rewards of "
-        "the batch; of all rewards of the batch as they are (TRL, ROLL); null: group, where the estimator "
-        "divides",
+        description="standard deviation that divides centred rewards. group: of the group; batch: of all "
+        "centred rewards of the batch; batch_raw: of all uncentred rewards of the batch (TRL, ROLL); null: "
+        "group, if the estimator divides",
     )
-    advantage_eps: PositiveFloat = Field(1e-6, description="added to a deviation that is divided by")
+    advantage_eps: PositiveFloat = Field(1e-6, description="added to the standard deviation that divides")
     pass_k: PositiveInt = Field(4, description="k of advantage pass_at_k; below batch.samples_per_prompt")
-    reward_clip: PositiveFloat | None = Field(None, description="rewards are held within +- this")
+    reward_clip: PositiveFloat | None = Field(None, description="clip rewards to +- this; null: off")
     reward_norm: RewardNorm = Field(
         "none",
         description="normalise rewards before the estimator: over their group, the batch, or all steps so "
-        "far; null: none",
+        "far; null means none",
     )
     reward_shift: bool | None = Field(
         None,
@@ -88,40 +88,48 @@ class AlgorithmConfig(Section):
         "null",
     )
     whiten_advantages: bool | None = Field(
-        None, description="mean 0, deviation 1 over all tokens; null: with reinforce_pp and its baseline form"
+        None,
+        description="scale to mean 0, deviation 1 over all tokens; null: only with reinforce_pp and "
+        "reinforce_pp_baseline",
     )
-    advantage_clip: PositiveFloat | None = Field(None, description="advantages are held within +- this")
-    add_token_level_kl: bool = Field(False, description="the KL term is part of the reward, not of the loss")
+    advantage_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this; null: off")
+    add_token_level_kl: bool = Field(False, description="add the KL term to the rewards instead of the loss")
     policy_loss: Literal["policy_gradient", "ppo_clip", "cispo", "sapo", "dppo_tv", "gspo", "gmpo"] = Field(
-        "ppo_clip", description="loss of a token, and what bounds a step"
+        "ppo_clip", description="loss of a token, and how it bounds the policy's change"
     )
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="lower bound of the policy loss; null: its own, e.g. 0.2 for ppo_clip"
+        None, description="lower clip bound; null: the default of the policy loss, e.g. 0.2 for ppo_clip"
     )
     clip_high: PositiveFloat | None = Field(
-        None, description="upper bound of the policy loss; null: its own; above clip_low: clip-higher (DAPO)"
+        None,
+        description="upper clip bound; null: default of the policy loss; above clip_low: clip-higher (DAPO)",
     )
-    dual_clip: Annotated[float, Field(gt=1)] | None = Field(None, description="of ppo_clip; null: off")
-    tau_positive: PositiveFloat | None = Field(None, description="of sapo; null: 1.0")
-    tau_negative: PositiveFloat | None = Field(None, description="of sapo; null: 1.05")
-    ratio_cap: PositiveFloat | None = Field(None, description="of dppo_tv; null: 20")
+    dual_clip: Annotated[float, Field(gt=1)] | None = Field(
+        None, description="dual-clip bound of ppo_clip; null: off"
+    )
+    tau_positive: PositiveFloat | None = Field(
+        None, description="sapo: temperature for positive advantages; null: 1.0"
+    )
+    tau_negative: PositiveFloat | None = Field(
+        None, description="sapo: temperature for negative advantages; null: 1.05"
+    )
+    ratio_cap: PositiveFloat | None = Field(None, description="dppo_tv: upper bound of the ratio; null: 20")
     old_logprobs: Literal["trainer", "rollout"] = Field(
         "trainer",
-        description="what ratios are taken to; rollout: the engine's, and no forward pass computes others",
+        description="denominator of the ratios; rollout: the engine's log-probs, without a forward pass of "
+        "the trainer",
     )
     entropy_coef: NonNegative = Field(0.0, description="weight of the entropy bonus")
     top_entropy_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="train on this share of an update's tokens, those of the highest entropy"
+        1.0, description="train only on this share of an update's tokens, those with the highest entropy"
     )
-    mask_truncated: bool = Field(False, description="train nothing of completions cut at max_new_tokens")
-    skip_idle_rows: bool = Field(
-        True, description="leave samples out of training that add nothing to the gradient"
-    )
+    mask_truncated: bool = Field(False, description="do not train on completions truncated at max_new_tokens")
+    skip_idle_rows: bool = Field(True, description="skip samples that add nothing to the gradient")
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = Field(
         "token-mean",
-        description="from losses of tokens to one: over all tokens, or by sequence first; "
+        description="how token losses are reduced: over all tokens, or per sequence first; "
         "seq-mean-token-sum-norm divides each sum by sampling.max_new_tokens",
     )
     kl: KLConfig = KLConfig()
@@ -139,7 +147,7 @@ class AlgorithmConfig(Section):
 
 
 def _takes_part(own: bool | None, other: bool | None) -> bool:
-    """ROLL's keys say "only this step": both false is the default there, and means both steps."""
+    """Return whether one of the two steps applies: in ROLL a key means "only this step"; both false: both."""
     if own is None:
         return not other
     return own or other is False

@@ -1,4 +1,4 @@
-"""What every section is, and which numbers its keys may have."""
+"""The base class of all sections, and the number ranges of their keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Count = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-# vLLM raises a temperature below this to it; the trainer would take its log-probs at another.
+# vLLM raises lower temperatures to this one; the trainer would compute log-probs at another temperature.
 LOWEST_TEMPERATURE = 0.01
 Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
 
@@ -20,7 +20,7 @@ Temperature = Annotated[float, Field(ge=LOWEST_TEMPERATURE)]
 def _greedy_or_warm(value: float) -> float:
     if 0 < value < LOWEST_TEMPERATURE:
         raise ValueError(
-            f"{value:g} is below {LOWEST_TEMPERATURE:g}, to which the engine would raise it; set 0 (greedy), "
+            f"{value:g} is below {LOWEST_TEMPERATURE:g}, and the engine would raise it; set 0 (greedy) "
             f"or at least {LOWEST_TEMPERATURE:g}"
         )
     return value
@@ -29,9 +29,9 @@ def _greedy_or_warm(value: float) -> float:
 EvaluationTemperature = Annotated[float, Field(ge=0.0), AfterValidator(_greedy_or_warm)]
 
 _WHOLE = 2**31 - 1
-# By the unit at the end of a key's name. Timers, process limits and sizes in bytes overflow beyond these.
+# Upper limits by the unit suffix of a key. Timers, process limits and sizes in bytes overflow above them.
 _LARGEST = {"_s": 1e8, "_mb": 2**30, "_mib": 2**30, "_gib": 2**20}
-_FLOAT = (1e-30, 1e30)  # float32 has no room for much more, and computes with it
+_FLOAT = (1e-30, 1e30)  # range of magnitudes that float32 can compute with
 
 
 class Section(BaseModel):
@@ -39,13 +39,13 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for 1."""
+    def _bool_is_not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse booleans for numbers: pydantic converts true to 1."""
         kinds = set(_kinds(cls.model_fields[str(info.field_name)].annotation))
         if kinds & {int, float} and bool not in kinds:
             for item in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(item, bool):
-                    raise ValueError(f"{str(item).lower()} is no number; expected one")
+                    raise ValueError(f"{str(item).lower()} is not a number; expected a number")
         return value
 
     @field_validator("*", mode="after")
@@ -59,7 +59,7 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Types of single values that an annotation allows: tuple[int, ...] | None -> int, NoneType"""
+    """Yield the types of single values that an annotation allows: tuple[int, ...] | None -> int, NoneType"""
     inner = get_args(annotation)
     if inner:
         for each in inner:

@@ -1,4 +1,4 @@
-"""What a benchmark does."""
+"""Settings of `grpo-dist bench`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ class LengthsConfig(Section):
     """Lengths of completions, tokens; none is above `sampling.max_new_tokens`."""
 
     kind: Literal["natural", "fixed", "lognormal"] = Field(
-        "natural", description="natural: the model ends its completions; else they have set lengths"
+        "natural",
+        description="natural: the model ends its completions; otherwise lengths are set",
     )
-    tokens: PositiveInt | None = Field(None, description="of fixed; null: sampling.max_new_tokens")
-    mean: PositiveFloat | None = Field(None, description="of lognormal, before it is cut off")
-    sigma: PositiveFloat | None = Field(None, description="of lognormal: deviation of the log; null: 1")
+    tokens: PositiveInt | None = Field(
+        None, description="kind fixed: the length; null: sampling.max_new_tokens"
+    )
+    mean: PositiveFloat | None = Field(None, description="kind lognormal: mean before truncation")
+    sigma: PositiveFloat | None = Field(None, description="kind lognormal: deviation of the log; null: 1")
 
     @model_validator(mode="after")
     def _settings_of_its_kind(self) -> LengthsConfig:
@@ -25,16 +28,16 @@ class LengthsConfig(Section):
         for name in sorted({"tokens", "mean", "sigma"} - set(own)):
             if getattr(self, name) is not None:
                 value = getattr(self, name)
-                raise ValueError(f"{name} = {value} is no setting of kind {self.kind}; remove it")
+                raise ValueError(f"{name} = {value} is not a setting of kind {self.kind}; remove it")
         if self.kind == "lognormal" and self.mean is None:
             raise ValueError("kind lognormal needs a mean, e.g. mean: 32")
         return self
 
 
 class BenchConfig(Section):
-    """What `grpo-dist bench` does with a configuration; nothing else reads it."""
+    """Settings of `grpo-dist bench`; nothing else reads them."""
 
-    warmup_steps: PositiveInt = Field(2, description="steps before the clock starts")
+    warmup_steps: PositiveInt = Field(2, description="untimed steps before the measurement")
     steps: PositiveInt = Field(5, description="timed steps")
     lengths: LengthsConfig = LengthsConfig()
-    limits: bool = Field(True, description="measure what the machine could do at best, too")
+    limits: bool = Field(True, description="also measure the limits of the machine")

@@ -10,54 +10,56 @@ from grpo_dist.config.base import Count, Section
 
 
 class TimeoutsConfig(Section):
-    """Deadlines in seconds. When one passes, the message names what was waited for."""
+    """Deadlines in seconds. When one passes, the message names what the run waited for."""
 
-    room_s: PositiveFloat = Field(300.0, description="room for all actors in a cluster that others use, too")
-    start_s: PositiveFloat = Field(600.0, description="all actors up, models loaded")
+    room_s: PositiveFloat = Field(300.0, description="until a shared cluster has resources for all actors")
+    start_s: PositiveFloat = Field(600.0, description="until all actors have started and loaded their models")
     sample_s: PositiveFloat = Field(1800.0, description="one batch sampled and scored")
-    update_s: PositiveFloat = Field(1800.0, description="one step of the policy, or of the reference worker")
+    update_s: PositiveFloat = Field(1800.0, description="one step of the policy or of a reference worker")
     sync_s: PositiveFloat = Field(300.0, description="one weight sync")
     save_s: PositiveFloat = Field(1800.0, description="one checkpoint or export")
 
     @property
     def up_s(self) -> float:
-        """Until all actors are up: first there is room for them."""
+        """Seconds until all actors have started, including the wait for resources."""
         return self.room_s + self.start_s
 
 
 class RestartsConfig(Section):
-    """Of actors, each alone, or, where it held what only a checkpoint has, with all policy ranks."""
+    """Restarts of failed actors: of one actor alone, or of all policy ranks if their state is lost."""
 
-    max_per_worker: Count = Field(3, description="of one actor within window_s; 0: its loss ends the run")
-    window_s: PositiveFloat = Field(3600.0, description="restarts longer ago than this do not count")
-    backoff_s: PositiveFloat = Field(
-        1.0, description="before the first restart; doubles with each further, up to 60"
+    max_per_worker: Count = Field(
+        3, description="restarts of one actor within window_s; 0: its failure ends the run"
     )
-    health_s: PositiveFloat = Field(3.0, description="between two questions whether an actor is well")
+    window_s: PositiveFloat = Field(3600.0, description="restarts older than this do not count")
+    backoff_s: PositiveFloat = Field(
+        1.0, description="wait before the first restart; doubles with each further restart, up to 60"
+    )
+    health_s: PositiveFloat = Field(3.0, description="interval between health checks of an actor")
     hang_s: PositiveFloat = Field(
-        13.0, description="an actor that neither answers nor makes progress within it is replaced"
+        13.0, description="an actor that neither answers nor makes progress for this long is replaced"
     )
 
     @model_validator(mode="after")
-    def _asked_before_it_is_late(self) -> RestartsConfig:
+    def _hang_exceeds_interval(self) -> RestartsConfig:
         if self.hang_s <= self.health_s:
             raise ValueError(
-                f"hang_s = {self.hang_s:g} must be above health_s = {self.health_s:g}, at which actors are "
-                "asked; raise the one or lower the other"
+                f"hang_s = {self.hang_s:g} must be above health_s = {self.health_s:g}, the interval of "
+                "health checks; raise hang_s or lower health_s"
             )
         return self
 
 
 class AutoscalingConfig(Section):
-    """What an autoscaler makes of the cluster: nodes of one kind."""
+    """The cluster that an autoscaler can create: nodes of one kind."""
 
-    nodes: PositiveInt = Field(description="in all, those among them that are there and have as many GPUs")
-    gpus: PositiveInt = Field(description="of each")
-    cpus: PositiveInt = Field(description="of each")
+    nodes: PositiveInt = Field(description="nodes in all, including existing nodes with this many GPUs")
+    gpus: PositiveInt = Field(description="GPUs per node")
+    cpus: PositiveInt = Field(description="CPUs per node")
 
 
 class ClusterConfig(Section):
-    """Ray, and the placement of workers on devices."""
+    """Ray cluster, placement of workers on devices, deadlines and restarts."""
 
     address: str | None = Field(
         None, description="Ray cluster to join; null: RAY_ADDRESS, else a private local one"
@@ -70,8 +72,8 @@ class ClusterConfig(Section):
     )
     grows_to: AutoscalingConfig | None = Field(
         None,
-        description="an autoscaler adds nodes up to this when actors request resources: they are "
-        "counted as if they were there, and waited for, `timeouts.room_s` at most; null: it is as it is",
+        description="size to which an autoscaler grows the cluster when actors request resources. The run "
+        "counts these nodes as present and waits for them, `timeouts.room_s` at most; null: fixed size",
     )
     timeouts: TimeoutsConfig = TimeoutsConfig()
     restarts: RestartsConfig = RestartsConfig()

@@ -1,4 +1,4 @@
-"""The model, what it is asked, and how it answers."""
+"""Model, data, batches and sampling."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from grpo_dist.config.base import Section, Temperature
 
 
 class ModelConfig(Section):
-    """The model that is trained, and how it is held."""
+    """The trained model and its format."""
 
     path: str = Field(
-        description="local directory, hub id, `demo:<name>` for a model this project makes, or "
-        "`random:<config.json>` for random weights of that shape"
+        description="local directory, hub id, `demo:<name>` for a demo model of this project, or "
+        "`random:<config.json>` for random weights with that configuration"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
     )
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="trainer attention"
+        "auto", description="attention implementation of the trainer"
     )
     packing: bool = Field(
         True,
-        description="trainer and reference see rows end to end without padding, the prompt of a group once; "
+        description="trainer and reference compute packed rows without padding, with a group's prompt once; "
         "false: padded rows",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -39,10 +39,10 @@ class ModelConfig(Section):
 
 
 class DataSourceConfig(Section):
-    """Where problems with their answers come from."""
+    """A source of problems and answers."""
 
     path: str = Field(description="JSONL or Parquet file, local data set directory, hub id, or `demo:<name>`")
-    split: str = Field("train", description="split of a data set that has several")
+    split: str = Field("train", description="split of the data set, if it has several")
     name: str | None = Field(
         None,
         pattern="^[^/]+$",
@@ -50,10 +50,10 @@ class DataSourceConfig(Section):
     )
     subset: str | None = Field(None, description="configuration name of a hub data set")
     problem_column: str = Field("problem", description="column with the text of the problem")
-    answer_column: str = Field("answer", description="column with the answer, or with text that ends in it")
-    answer_pattern: str | None = Field(None, description="regular expression whose group 1 is the answer")
-    columns: tuple[str, ...] = Field((), description="further columns handed to rewards")
-    max_rows: PositiveInt | None = Field(None, description="use the first so many; null: all")
+    answer_column: str = Field("answer", description="column with the answer, or text that ends with it")
+    answer_pattern: str | None = Field(None, description="regular expression; its group 1 is the answer")
+    columns: tuple[str, ...] = Field((), description="further columns passed to rewards")
+    max_rows: PositiveInt | None = Field(None, description="rows to use, from the start; null: all")
 
     @model_validator(mode="after")
     def _pattern_has_a_group(self) -> DataSourceConfig:
@@ -71,62 +71,58 @@ class DataSourceConfig(Section):
 
 
 class DataConfig(Section):
-    """What is asked, in training and in evaluations."""
+    """Prompts for training and evaluation."""
 
     train: tuple[DataSourceConfig, ...] = Field(
-        min_length=1, description="sources of training prompts, together"
+        min_length=1, description="sources of training prompts, concatenated"
     )
-    eval: tuple[DataSourceConfig, ...] = Field(
-        (), description="evaluation sets, each with metrics of its own"
-    )
+    eval: tuple[DataSourceConfig, ...] = Field((), description="evaluation sets, each with separate metrics")
     system_prompt: str | None = Field(
-        None, description="put before every problem: the chat template's system message, or a first line"
+        None, description="text before every problem: the chat template's system message, or a first line"
     )
     instruction: str | None = Field(None, description="appended to every problem")
-    chat_template: Literal["model", "none"] = Field("model", description="none: the problem text as it is")
+    chat_template: Literal["model", "none"] = Field("model", description="none: the plain problem text")
     template_kwargs: dict[str, Any] = Field({}, description="further arguments of the chat template")
-    max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, chat template included")
+    max_prompt_tokens: PositiveInt = Field(512, description="longest prompt, including the chat template")
     overlong: Literal["refuse", "drop"] = Field("refuse", description="what to do with longer prompts")
     order: Literal["epochs", "pass_rate"] = Field(
-        "epochs", description="pass_rate: prompts that are solved now and then come more often"
+        "epochs", description="pass_rate: draw prompts with an intermediate pass rate more often"
     )
     overlap: Literal["refuse", "warn"] = Field(
-        "warn", description="evaluation problems found in the training set"
+        "warn", description="what to do with evaluation problems found in the training set"
     )
 
 
 class BatchConfig(Section):
-    """A step draws prompts_per_step * samples_per_prompt samples."""
+    """Batch sizes: a step draws prompts_per_step * samples_per_prompt samples."""
 
     prompts_per_step: PositiveInt = Field(16, description="prompts, each with a group of samples")
     samples_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        8, description="samples of a prompt, whose rewards are compared: the group size G"
+        8, description="samples per prompt: the group size G"
     )
-    updates_per_step: PositiveInt = Field(
-        1, description="optimiser updates a step is split into; 1 is on-policy"
-    )
-    epochs_per_batch: PositiveInt = Field(1, description="times a step goes through its samples")
+    updates_per_step: PositiveInt = Field(1, description="optimiser updates per step; 1 is on-policy")
+    epochs_per_batch: PositiveInt = Field(1, description="passes over the samples of a step")
     micro_batch_tokens: PositiveInt | None = Field(
-        None, description="tokens a rank holds in one forward; null: 16384 on a GPU, 4096 elsewhere"
+        None, description="tokens of a rank in one forward pass; null: 16384 on a GPU, 4096 elsewhere"
     )
 
 
 class DynamicSamplingConfig(Section):
-    """DAPO: groups whose rewards are all equal are replaced by further prompts, the next of the epoch."""
+    """DAPO: replace groups of equal rewards by groups of extra prompts, the next of the epoch."""
 
-    enabled: bool = Field(False, description="whether they are")
+    enabled: bool = Field(False, description="replace groups of equal rewards")
     max_extra_prompts: PositiveInt | None = Field(
         None,
-        description="most further prompts a step; null: three times batch.prompts_per_step. Of small data "
-        "fewer: batches on their way together take an epoch at most",
+        description="most extra prompts per step; null: three times batch.prompts_per_step. Fewer with small "
+        "data, as all batches in flight take at most one epoch",
     )
     oversample: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="further prompts asked at once for every group that is missing"
+        1.0, description="extra prompts launched at once per missing group"
     )
 
 
 class SamplingConfig(Section):
-    """How the completions of training are drawn: from the whole distribution, by temperature alone."""
+    """Sampling of training completions: from the full distribution, with a temperature only."""
 
-    temperature: Temperature = Field(1.0, description="log-probs of engine and trainer are taken at it")
-    max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are cut off")
+    temperature: Temperature = Field(1.0, description="temperature of samples and of all log-probs")
+    max_new_tokens: PositiveInt = Field(512, description="longest completion; longer ones are truncated")

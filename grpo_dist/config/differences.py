@@ -1,4 +1,4 @@
-"""What differs between two sets of settings, in words."""
+"""Describe differences between two sets of settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def changes(old: Any, new: Any) -> list[str]:
-    """One item for every key of nested mappings and lists: "`steps` was 40 and is 60"."""
+    """Return one item per changed key of nested mappings and lists: "`steps` was 40 and is 60"."""
     before, after = flat(old), flat(new)
     return [
         f"`{key}` was {before.get(key)} and is {after.get(key)}"
@@ -17,12 +17,12 @@ def changes(old: Any, new: Any) -> list[str]:
 
 
 def flat(value: Any) -> dict[str, Any]:
-    """``{"a": {"b": 1}, "c": [{"d": 2}]}`` -> ``{"a.b": 1, "c.0.d": 2}``; what is empty stays as it is."""
+    """Flatten ``{"a": {"b": 1}, "c": [{"d": 2}]}`` to ``{"a.b": 1, "c.0.d": 2}``; keep empty containers."""
     return dict(_entries(value))
 
 
 def listed(items: Sequence[str], most: int = 4) -> str:
-    """The first few, and how many there are besides: ``a, b, c, d, 2 more``"""
+    """Join the first ``most`` items and the number of others: ``a, b, c, d, 2 more``"""
     more = [f"{len(items) - most} more"] if len(items) > most else []
     return ", ".join([*items[:most], *more])
 

@@ -1,7 +1,7 @@
-"""Which arguments of vLLM's engine `rollout.engine` may set.
+"""Arguments of vLLM's engine that `rollout.engine` may not set.
 
-Refused are those that a key of the configuration sets, and those that change what the engine's log-probs are
-of: the trainer would compare them with its own as if both were of one model and one distribution.
+Refused are arguments that a key of the configuration sets, and arguments that change the model or the
+distribution of the engine's log-probs. The trainer compares these with its own log-probs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SET_BY = {
     "override_generation_config": "sampling",
     "enable_lora": "policy.lora",
 }
-_OTHER_MODEL = "the engine would not compute with the trainer's weights as they are"
-_OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the distribution that is sampled from"
+_OTHER_MODEL = "the engine would not use the trainer's weights unchanged"
+_OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
 _CHANGES = {
     "quantization": _OTHER_MODEL,
     "quantization_config": _OTHER_MODEL,
@@ -45,7 +45,7 @@ _CHANGES = {
     "hf_overrides": _OTHER_MODEL,
     "model_class_overrides": _OTHER_MODEL,
     "disable_sliding_window": _OTHER_MODEL,
-    "kv_transfer_config": "keys and values of older weights would be used after a weight sync",
+    "kv_transfer_config": "the engine would reuse keys and values of older weights after a weight sync",
     "logprobs_mode": _OTHER_DISTRIBUTION,
     "logits_processors": _OTHER_DISTRIBUTION,
     "watermark_config": _OTHER_DISTRIBUTION,
@@ -58,12 +58,12 @@ _CHANGES = {
     "runner": "the engine would not generate",
     "convert": "the engine would not generate",
 }
-_WHOLE_PROMPTS = "without a GPU the engine dies of a prompt that is prefilled in pieces"
+_WHOLE_PROMPTS = "without a GPU the engine crashes when it prefills a prompt in chunks"
 
 
 def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> Iterator[str]:
-    """Arguments in `rollout.engine` that cannot be used, by their names alone: no engine is made with them.
-    ``device``: of the engines; None: not known here.
+    """Yield a problem for each refused argument in `rollout.engine`, by its name alone, without an engine.
+    ``device``: the device of the engines; None: unknown.
     """
     for name, value in config.rollout.engine.items():
         setting = f"`rollout.engine.{name}` = {value}"
@@ -81,6 +81,6 @@ def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> It
 
 
 def _corrects(config: Config) -> bool:
-    """Whether the mismatch between engine and trainer is part of the loss."""
+    """Return whether the loss corrects the mismatch between engine and trainer."""
     algorithm = config.algorithm
     return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"

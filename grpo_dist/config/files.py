@@ -1,13 +1,14 @@
-"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` checks the
+"""Configuration files: OmegaConf reads, merges and interpolates; the typed tree of `config` validates the
 result.
 
-A file may name others to build on, relative to itself; later ones win, then the file, then the command line:
+A file may name base files, relative to itself. Later base files override earlier ones, the file overrides its
+base files, and the command line overrides the file:
 
     defaults: [base.yaml, algorithms/grpo.yaml]
     policy: {num_workers: 2}
 
-On the command line ``+algorithm=dapo`` puts the preset configs/algorithms/dapo.yaml in place of the file's
-`algorithm` section; what else the preset sets is merged.
+On the command line ``+algorithm=dapo`` replaces the file's `algorithm` section by that of the preset
+configs/algorithms/dapo.yaml and merges the preset's other sections.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def is_override(text: str) -> bool:
-    """Whether a word of a command line is ``key=value`` or ``+algorithm=PRESET``, and not the path of a file
-    with such a sign in it.
+    """Return whether a command-line argument is ``key=value`` or ``+algorithm=PRESET``, and not the path of
+    an existing file that contains "=".
     """
     return _OVERRIDE.match(text) is not None and not Path(text).exists()
 
 
 def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
-    """``tree`` with ``key=value`` set, or with a preset in place. ``path``: the file it came from."""
+    """Apply ``key=value`` or a preset to ``tree``, which may be modified. ``path``: the file of the tree."""
     if override.startswith("+"):
         return _with_preset(tree, override, path)
     set_from_text(tree, override)
@@ -73,7 +74,7 @@ def overridden(tree: DictConfig, override: str, path: Path) -> DictConfig:
 
 
 def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
-    """``tree``, interpolations resolved, as a ``section``. Raises ConfigError, beginning with ``where``."""
+    """Resolve interpolations of ``tree`` and validate it. Raises ConfigError that begins with ``where``."""
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except (OmegaConfBaseException, RecursionError, ValueError) as error:
@@ -82,7 +83,7 @@ def validated(tree: DictConfig, where: str | Path, section: type[S]) -> S:
 
 
 def checked(plain: Any, where: str | Path, section: type[S]) -> S:
-    """Plain mappings and lists as a ``section``. Raises ConfigError, beginning with ``where``."""
+    """Validate plain mappings and lists. Raises ConfigError that begins with ``where``."""
     try:
         check_characters(plain)
     except ValueError as error:
@@ -90,12 +91,12 @@ def checked(plain: Any, where: str | Path, section: type[S]) -> S:
     try:
         return section.model_validate(plain)
     except ValidationError as error:
-        # A validator's own words may name a value of another key.
+        # A validator's message may contain the value of another key.
         raise ConfigError(masked_text(_explain(error, where, section), plain)) from error
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """Return ``config`` with dotted keys set, validated again. Raises ValueError where that is refused."""
+    """Return ``config`` with dotted keys set, validated again. Raises ValueError if it is invalid."""
     plain: dict[str, Any] = config.model_dump()
     for key, value in changes.items():
         *path, last = key.split(".")
@@ -107,22 +108,22 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML, every default written out, with *** for secrets."""
+    """Return the resolved configuration as YAML, with all defaults, and *** for secrets."""
     return OmegaConf.to_yaml(OmegaConf.create(masked(config.model_dump(mode="json"))))
 
 
 def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """A file merged over its defaults, interpolations not yet resolved. ``seen``: the files it is a default
-    of.
+    """Read a file and merge it over its defaults, without resolving interpolations. ``seen``: the files whose
+    `defaults` led to this one.
     """
     try:
         resolved, is_file = path.resolve(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a name that no file can have, links in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # an invalid file name, or a cycle of links
         reason = error.strerror if isinstance(error, OSError) else str(error)[:200]
         raise ConfigError(f"{ascii(str(path))[:200]}: no configuration file ({reason})") from error
     if resolved in seen:
         raise ConfigError(
-            f"{path}: `defaults` go round in a circle: {' -> '.join(p.name for p in (*seen, resolved))}"
+            f"{path}: `defaults` form a cycle: {' -> '.join(p.name for p in (*seen, resolved))}"
         )
     if not is_file:
         raise ConfigError(f"{path}: no such configuration file; pass a YAML file, e.g. configs/demo.yaml")
@@ -145,13 +146,13 @@ def read_tree(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _name_preset(tree: DictConfig, name: str) -> None:
-    """Settings from a file in a directory of presets carry its name into the run and its report."""
+    """Set `algorithm.preset` in a file from a directory of presets, for the run and its report."""
     if isinstance(tree.get("algorithm"), DictConfig) and tree.algorithm.get("preset") is None:
         OmegaConf.update(tree, "algorithm.preset", name)
 
 
 def _bases(loaded: DictConfig, path: Path) -> list[str]:
-    """Files that ``loaded`` builds on; `defaults` is taken out of it."""
+    """Remove `defaults` from ``loaded`` and return its files."""
     try:
         found = loaded.pop("defaults", None)
         bases = list(found) if isinstance(found, ListConfig) else [] if found is None else [found]
@@ -160,14 +161,14 @@ def _bases(loaded: DictConfig, path: Path) -> list[str]:
     wrong = [base for base in bases if not isinstance(base, str) or not base]
     if wrong:
         raise ConfigError(
-            f"{path}: `defaults`: {wrong[0]!r} names no file; expected a file or a list of files, e.g. "
+            f"{path}: `defaults`: {wrong[0]!r} is not a file name; expected a file or a list of files, e.g. "
             "[base.yaml]"
         )
     return bases
 
 
 def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
-    """Apply ``+algorithm=NAME``: the preset next to the configuration file, or that of this project."""
+    """Apply ``+algorithm=NAME``: a preset next to the configuration file, or one of this project."""
     key, _, name = override.partition("=")
     directories = [path.parent / "algorithms", PRESETS]
     known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
@@ -202,7 +203,7 @@ def set_from_text(tree: DictConfig, override: str) -> None:
 
 
 def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
-    """Set a dotted ``key``; a mapping is merged into what is there. Raises ConfigError, beginning with
+    """Set a dotted ``key``; a mapping is merged into the existing value. Raises ConfigError that begins with
     ``where``.
     """
     try:
@@ -214,7 +215,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
 
 
 def parser_reason(error: BaseException) -> str:
-    """Return a parser's message in one line, without the text it could not read: that may be a secret."""
+    """Return a parser's message in one line, without the unreadable text, which may be a secret."""
     return _UNREADABLE.sub(r"\1'...'", str(error).replace("\n", " "))
 
 
@@ -239,7 +240,7 @@ def _explain(error: ValidationError, path: str | Path, root: type[BaseModel]) ->
 def _suggestion(location: tuple[Any, ...], root: type[BaseModel], value: Any) -> str:
     section = _section(location[:-1], root)
     own = {key.rsplit(".", 1)[-1] for key in _all_keys(root)}
-    # Where another section of ours has the same key, only the whole path tells which project it is from.
+    # If another section has the same key, only the full path identifies the framework it is from.
     elsewhere_named = hint(".".join(map(str, location)), value, ends=location[-1] not in own)
     if root is Config and elsewhere_named:
         return f"; {elsewhere_named}"
@@ -266,7 +267,7 @@ def _description(location: tuple[Any, ...], root: type[BaseModel]) -> str | None
 
 
 def _section(location: tuple[Any, ...], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The section class at a location of the tree; list indices are passed over."""
+    """Return the section class at a location of the tree; list indices are ignored."""
     section = root
     for part in location:
         if isinstance(part, int):

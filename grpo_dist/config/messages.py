@@ -1,7 +1,7 @@
-"""What the validator of the configuration reports, in terms of configuration files.
+"""Convert pydantic's validation errors to terms of configuration files.
 
-It names the alternatives of a union as parts of the path (``weight_sync.backend.literal['auto']``), one error
-for each, and speaks of Python's types.
+Pydantic adds the alternatives of a union to the path (``weight_sync.backend.literal['auto']``), reports one
+error for each, and names Python types.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _EXPECTED = {
 
 
 def readable(errors: Sequence[Mapping[str, Any]], root: type[BaseModel]) -> list[dict[str, Any]]:
-    """``errors`` of a pydantic ValidationError of ``root``, one for each key: `loc` holds keys and positions
-    alone, `msg` tells what is expected.
+    """Merge ``errors`` of a pydantic ValidationError of ``root`` into one per key: `loc` has only keys and
+    positions, `msg` names the expected values.
     """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     own = [(_keys(tuple(error["loc"]), root), error) for error in errors]
     for location, error in own:
         if error["type"] == "too_short" and any(_is_inside(other, location) for other, _ in own):
-            continue  # entries that are wrong were not counted
+            continue  # pydantic does not count invalid entries
         expected = _EXPECTED.get(error["type"])
         message = expected.format(**error.get("ctx", {})) if expected else error["msg"]
         if location in found and error["type"] not in ("missing", "extra_forbidden"):
@@ -47,7 +47,7 @@ def _is_inside(inner: tuple[Any, ...], outer: tuple[Any, ...]) -> bool:
 
 
 def _keys(location: tuple[Any, ...], root: Any) -> tuple[Any, ...]:
-    """``location`` without the names of alternatives: of a union, pydantic adds which of them failed."""
+    """Return ``location`` without the names of union alternatives, which pydantic adds."""
     kept: list[Any] = []
     annotation: Any = root
     for part in location:
@@ -64,7 +64,7 @@ def _keys(location: tuple[Any, ...], root: Any) -> tuple[Any, ...]:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """Of ``A | B | None`` A and B."""
+    """Return the members of a union except None: A and B of ``A | B | None``."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):

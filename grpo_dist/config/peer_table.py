@@ -1,7 +1,7 @@
-"""Settings of verl, TRL, OpenRLHF and ROLL, and the keys of this project that do the same.
+"""Settings of verl, TRL, OpenRLHF and ROLL, and the equivalent keys of this project.
 
-Names were read in the sources of verl 0.10.0.dev, TRL 1.10.0.dev, OpenRLHF 0.11.0 and ROLL 0.3.0. Names that
-older releases of TRL and OpenRLHF had stand beside them. `N` is a position in a list.
+Names are from the sources of verl 0.10.0.dev, TRL 1.10.0.dev, OpenRLHF 0.11.0 and ROLL 0.3.0, with names of
+older releases of TRL and OpenRLHF. `N` is a position in a list.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ FRAMEWORKS = ("verl", "TRL", "OpenRLHF", "ROLL")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``ours``: keys that have the effect together; empty: there is none. ``names``: by framework. ``note``:
-    the conversion, or what there is instead.
+    """One setting. ``ours``: the keys that together have its effect; empty: none. ``names``: by framework.
+    ``note``: the conversion, or the alternative.
     """
 
     ours: tuple[str, ...]
@@ -25,7 +25,7 @@ class Row:
 def _row(
     ours: str, note: str = "", *, verl: str = "", trl: str = "", openrlhf: str = "", roll: str = ""
 ) -> Row:
-    """Names are separated by spaces; ``@`` stands for ``actor_rollout_ref.``."""
+    """Build a row from names separated by spaces; ``@`` abbreviates ``actor_rollout_ref.``."""
     texts = dict(zip(FRAMEWORKS, (verl, trl, openrlhf, roll), strict=True))
     names = {name: tuple(text.replace("@", "actor_rollout_ref.").split()) for name, text in texts.items()}
     return Row(tuple(ours.split()), note, {name: own for name, own in names.items() if own})

@@ -1,4 +1,4 @@
-"""What a setting of verl, TRL, OpenRLHF or ROLL is called here: for error messages, and as a table."""
+"""Translate settings of verl, TRL, OpenRLHF and ROLL to keys of this project, for messages and a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_MEANINGS = 2
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """``name``: the setting as ``framework`` has it."""
+    """A setting ``name`` of ``framework``, found in ``row``."""
 
     framework: str
     name: str
@@ -22,23 +22,23 @@ class Found:
 
 
 def hint(key: str, value: Any = None, *, ends: bool = True) -> str | None:
-    """What to set instead of ``key``, a dotted key that this project does not have. None where no framework
-    has it either. Where ``value`` is a mapping, of each setting in it. ``ends``: see `lookup`.
+    """Return what to set instead of ``key``, an unknown dotted key, or None if no framework has it. If
+    ``value`` is a mapping, return a hint for each setting in it. ``ends``: see `lookup`.
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
     if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in _whole()):
         inside = [(path, lookup(path)) for path in _leaves(value, f"{key}.")]
-        known = "; ".join(f"`{path}`: {_said(found)}" for path, found in inside if found)
+        known = "; ".join(f"`{path}`: {_describe(found)}" for path, found in inside if found)
         if known:
             return known
     found = lookup(key, ends=ends)
-    return _said(found) if found else None
+    return _describe(found) if found else None
 
 
 def lookup(key: str, *, ends: bool = True) -> list[Found]:
-    """Settings that are named ``key``; with ``ends`` also those that end in as much of it as possible. None
-    where that is a word so common that they are of more than two kinds, as `path` is.
+    """Return the settings named ``key``; with ``ends`` also those with the longest common end. Return none
+    for a word with more than two meanings, such as `path`.
     """
     key = key.lstrip("-+").replace("-", "_")
     if not ends:
@@ -54,7 +54,7 @@ def lookup(key: str, *, ends: bool = True) -> list[Found]:
 
 
 def table() -> str:
-    """As markdown, one line for each row of `PEER_TABLE`."""
+    """Return `PEER_TABLE` as a markdown table."""
     lines = [f"| {' | '.join(FRAMEWORKS)} | here | conversion |", "|---|" + "---|" * (len(FRAMEWORKS) + 1)]
     for row in PEER_TABLE:
         names = (_code(row.names.get(framework, ())) for framework in FRAMEWORKS)
@@ -62,8 +62,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def _said(found: list[Found]) -> str:
-    """Of frameworks that agree: once."""
+def _describe(found: list[Found]) -> str:
+    """Describe each row once, with all frameworks that share it."""
     by_row: dict[tuple[str, ...], list[Found]] = {}
     for one in found:
         by_row.setdefault(one.row.ours, []).append(one)
@@ -80,7 +80,7 @@ def _of_row(row: Row, found: list[Found]) -> str:
 
 @lru_cache
 def _whole() -> Mapping[str, list[Found]]:
-    """Settings by their whole names."""
+    """Map full names to settings."""
     found: dict[str, list[Found]] = {}
     for row in PEER_TABLE:
         for framework, names in row.names.items():
@@ -91,7 +91,7 @@ def _whole() -> Mapping[str, list[Found]]:
 
 @lru_cache
 def _ends() -> Mapping[str, list[Found]]:
-    """Settings by every dotted end of their names: of `data.train_batch_size` train_batch_size."""
+    """Map every dotted suffix of a name to its settings: train_batch_size for `data.train_batch_size`."""
     ends: dict[str, list[Found]] = {}
     for name, found in _whole().items():
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Algorithm presets: what each changes from the defaults, and which one a configuration comes from."""
+"""Algorithm presets: their differences from the defaults, and the preset of a configuration."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _DEFAULTS = {
     "batch": BatchConfig().model_dump(mode="json"),
     "dynamic_sampling": DynamicSamplingConfig().model_dump(mode="json"),
 }
-# What null stands for under the default loss and estimator: a preset that writes it out differs in nothing.
+# The meaning of null with the default loss and estimator: a preset with these values does not differ.
 _FILLED = {"algorithm.std": "group", "algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}
 
 
 def names() -> list[str]:
-    """Of the presets of this project."""
+    """Return the names of this project's presets."""
     return sorted(file.stem for file in PRESETS.glob("*.yaml"))
 
 
 @cache
 def settings(name: str) -> dict[str, Any]:
-    """Dotted keys of a preset of this project; {} for a preset of the user's."""
+    """Return the settings of a preset of this project by dotted key; {} for a user's preset."""
     file = PRESETS / f"{name}.yaml"
     if not file.is_file():
         return {}
@@ -38,14 +38,14 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def differences(name: str) -> dict[str, Any]:
-    """What the preset ``name`` sets to another value than the default."""
+    """Return the settings of the preset ``name`` that differ from the defaults."""
     own, defaults = settings(name), flat(_DEFAULTS)
     filled = _FILLED if own.get("algorithm.policy_loss") == _DEFAULTS["algorithm"]["policy_loss"] else {}
     return {k: v for k, v in own.items() if v not in (defaults.get(k), filled.get(k))}
 
 
 def described(config: Config) -> str:
-    """One line: the preset, what it sets outside `algorithm`, and what the configuration changes of it."""
+    """Describe in one line the preset, its settings outside `algorithm`, and the changes to it."""
     name = config.algorithm.preset
     if name is None:
         own = sorted(config.algorithm.model_dump(exclude_unset=True))
@@ -60,7 +60,7 @@ def described(config: Config) -> str:
 
 
 def table() -> str:
-    """Markdown: the default and every preset, by what differs from the default."""
+    """Return a markdown table of the default and of every preset's differences from it."""
     a = AlgorithmConfig()
     default = (
         f"`advantage` {a.advantage}, `std` group, `policy_loss` {a.policy_loss} with `clip_low` and "
@@ -70,7 +70,7 @@ def table() -> str:
     for name in names():
         own = [f"`{key.removeprefix('algorithm.')}` {_word(v)}" for key, v in differences(name).items()]
         rows.append(f"| `{name}` | {', '.join(own) or 'nothing'} |")
-    return "\n".join(["| preset | what it sets otherwise than the default |", "|---|---|", *rows])
+    return "\n".join(["| preset | differences from the default |", "|---|---|", *rows])
 
 
 def _word(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a completion is worth."""
+"""Rewards: functions, reward models, and their weights and gates."""
 
 from __future__ import annotations
 
@@ -10,45 +10,48 @@ from grpo_dist.config.base import Section
 
 
 class GatedConfig(Section):
-    """How a part of the reward counts."""
+    """Weight and gate of one part of the reward."""
 
-    weight: float = Field(1.0, description="factor in the sum; 0: only reported, and it cannot spoil the sum")
-    gate: str | None = Field(
-        None, description="name of another reward; this one is 0 where that is not above `gate_above`"
+    weight: float = Field(
+        1.0,
+        description="factor in the sum; 0: only logged, and its failures leave no sample unscored",
     )
-    gate_above: float = Field(0.0, description="what the gate must be above")
+    gate: str | None = Field(
+        None, description="name of another reward; this one is 0 unless that one is above `gate_above`"
+    )
+    gate_above: float = Field(0.0, description="threshold of the gate")
 
 
 class RewardConfig(GatedConfig):
-    """A reward that is a function of the completion."""
+    """A reward computed by a function of the completion."""
 
     name: str = Field("", description="label in metrics; empty: the function's name")
     function: str = Field(
         description="a built-in reward (grpo_dist/rewards/README.md lists them), or `module:function`"
     )
-    kwargs: dict[str, Any] = Field({}, description="settings of the function")
+    kwargs: dict[str, Any] = Field({}, description="keyword arguments of the function")
 
 
 class RewardModelConfig(GatedConfig):
-    """A reward that a classifier gives."""
+    """A reward computed by a classifier model."""
 
     name: str = Field(min_length=1, description="label in metrics")
     path: str = Field(description="local directory or hub id of a sequence or token classifier")
     revision: str | None = Field(None, description="branch, tag or commit of a hub model")
     kind: Literal["outcome", "process"] = Field(
-        "outcome", description="outcome: one score a completion; process: one a step"
+        "outcome", description="outcome: one score per completion; process: one per reasoning step"
     )
     reduce: Literal["min", "mean", "last"] = Field(
-        "min", description="process: what the scores of the steps come to"
+        "min", description="process: how the step scores become the reward of the completion"
     )
     step_separator: str = Field("\n\n", min_length=1, description="process: text between two steps")
     step_mark: str | None = Field(
         None,
-        description="process: text put behind each step, at whose last token the score is read; null: "
+        description="process: text appended to each step; the score is read at its last token; null: "
         "step_separator",
     )
-    num_workers: PositiveInt = Field(1, description="actors that hold the model, with a GPU each")
-    micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward, padding included")
+    num_workers: PositiveInt = Field(1, description="actors that run the model, one GPU each")
+    micro_batch_tokens: PositiveInt = Field(16384, description="tokens in one forward pass, with padding")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: bfloat16 where the accelerator supports it, else float32"
     )
@@ -67,27 +70,31 @@ class RewardModelConfig(GatedConfig):
 
 
 class RewardsConfig(Section):
-    """What a completion is worth: the sum of weight * reward over functions and models."""
+    """The total reward: the sum of weight * reward over functions and models."""
 
     functions: tuple[RewardConfig, ...] = (RewardConfig(function="math"),)
-    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, workers of their own")
+    models: tuple[RewardModelConfig, ...] = Field((), description="reward models, each with its own workers")
     num_workers: PositiveInt = Field(1, description="reward actors")
     processes_per_worker: PositiveInt = Field(2, description="killable grader processes of each actor")
-    timeout_s: PositiveFloat = Field(5.0, description="deadline of one answer, seconds")
+    timeout_s: PositiveFloat = Field(5.0, description="deadline for grading one answer, seconds")
     memory_mb: PositiveInt = Field(
-        1024, description="address space a grader process may take beyond its start"
+        1024, description="address space a grader process may add after its start, MB"
     )
-    code_paths: tuple[str, ...] = Field((), description="directories added to the path of custom reward code")
+    code_paths: tuple[str, ...] = Field(
+        (), description="directories added to the import path, for custom rewards"
+    )
     accept_arithmetic: bool = Field(
-        False, description="math: arithmetic left undone, 123+456, is right for a plain number, 579"
+        False, description="math: accept unevaluated arithmetic, e.g. 123+456 for 579"
     )
     thought_tags: tuple[str, str] | None = Field(
-        None, description="tags around a thought; null: those of the prompt or chat template, else <think>"
+        None,
+        description="tags around a thought; null: from the prompt or chat template, else <think>",
     )
     prompt_opens_thought: bool | None = Field(
-        None, description="whether the prompt ends with the opening tag; null: read from the rendered prompt"
+        None,
+        description="whether the prompt ends with the opening tag; null: detect in the rendered prompt",
     )
-    shuffle: bool = Field(False, description="control: deal each step's rewards among its samples at random")
+    shuffle: bool = Field(False, description="control: shuffle each step's rewards among its samples")
 
     @model_validator(mode="after")
     def _tags_differ(self) -> RewardsConfig:
@@ -104,15 +111,15 @@ class RewardsConfig(Section):
     def _distinct(self) -> RewardsConfig:
         names = [r.name or r.function for r in self.functions] + [m.name for m in self.models]
         if len(set(names)) != len(names):
-            raise ValueError(f"two rewards share a name: {names}; set `name` of each")
+            raise ValueError(f"two rewards share a name: {names}; set `name` on each")
         if not names:
-            raise ValueError("neither functions nor models; name at least one reward")
+            raise ValueError("no functions and no models; configure at least one reward")
         if sum(m.kind == "process" for m in self.models) > 1:
-            raise ValueError("two models of kind process, but a sample has one list of steps; keep one")
+            raise ValueError("two models of kind process, but a sample has a single list of steps; keep one")
         if self.shuffle and any(m.kind == "process" for m in self.models):
             raise ValueError(
-                "shuffle = true deals out whole rewards, and a model of kind process also gives rewards of "
-                "steps, which would keep their meaning; remove the one or the other"
+                "shuffle = true shuffles total rewards only, but a model of kind process also gives step "
+                "rewards, which would stay unshuffled; remove one of them"
             )
         return self
 
@@ -128,6 +135,6 @@ class RewardsConfig(Section):
                         f"{', '.join(gates)}"
                     )
                 if gate in path:
-                    raise ValueError(f"gates go in a circle: {' -> '.join([*path, gate])}; remove one")
+                    raise ValueError(f"gates form a cycle: {' -> '.join([*path, gate])}; remove one")
                 path.append(gate)
         return self

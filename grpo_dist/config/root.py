@@ -1,4 +1,4 @@
-"""The configuration of a whole run: its sections, which must agree with each other."""
+"""The configuration of a run: all sections, and the checks across them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grpo_dist.config.sections import Sections
 
 
 class Config(Sections):
-    """A whole run."""
+    """The configuration of a run."""
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:

@@ -1,5 +1,5 @@
-"""All sections of a run, and the numbers derived from several of them. Nothing here checks one section
-against another: `checks` reads this class, and `root.Config` adds the checks to it.
+"""All sections of a run, and values derived from several of them. Checks across sections are in `checks`,
+which reads this class; `root.Config` runs them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from grpo_dist.config.workers import PolicyConfig, ReferenceConfig, RolloutConfi
 class Sections(Section):
     """The fields of `Config`."""
 
-    name: DirectoryName = Field("run", description="of the run and of its directory in `output_dir`")
-    output_dir: str = Field("runs", description="where run directories are made")
-    seed: Seed = Field(
-        0, description="of the prompt order, of every sample, and of models this project makes"
-    )
+    name: DirectoryName = Field("run", description="name of the run and of its directory in `output_dir`")
+    output_dir: str = Field("runs", description="directory that contains the run directories")
+    seed: Seed = Field(0, description="random seed of the prompt order, all samples, and demo models")
     steps: PositiveInt = Field(100, description="training steps of the whole run")
     max_staleness: Count = Field(
-        0, description="0: synchronous on-policy; n: sampling runs up to n steps ahead"
+        0, description="0: synchronous, on-policy; n: sampling runs up to n steps ahead"
     )
     model: ModelConfig
     data: DataConfig
@@ -57,7 +55,7 @@ class Sections(Section):
         None, description="the supervised cold start that `model.path: sft` refers to"
     )
     rejection: RejectionConfig = Field(
-        RejectionConfig(), description="how `grpo-dist sample` draws and keeps samples"
+        RejectionConfig(), description="how `grpo-dist sample` draws and selects samples"
     )
 
     @property
@@ -66,7 +64,7 @@ class Sections(Section):
 
     @property
     def samples_in_flight(self) -> int:
-        """Samples that may be drawn at once in training, on all engines together."""
+        """Most training samples in flight at once, over all engines."""
         step = self.batch.prompts_per_step * self.batch.samples_per_prompt
         return step * (1 + self.max_staleness)
 

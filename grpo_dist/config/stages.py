@@ -1,4 +1,4 @@
-"""What is done apart from the loop: a cold start, rejection sampling."""
+"""Stages outside the training loop: the supervised cold start and rejection sampling."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from grpo_dist.config.base import Count, Fraction, NonNegative, Section, Seed, T
 
 
 class RejectionConfig(Section):
-    """Rejection sampling: completions of the prompts of `data.train`, of which the right ones are kept."""
+    """Rejection sampling: draw completions of the prompts of `data.train` and keep the correct ones."""
 
-    samples_per_prompt: PositiveInt = Field(8, description="samples drawn of each prompt")
-    max_prompts: PositiveInt | None = Field(None, description="so many prompts, drawn by seed; null: all")
-    temperature: Temperature = Field(1.0, description="of the samples")
+    samples_per_prompt: PositiveInt = Field(8, description="samples per prompt")
+    max_prompts: PositiveInt | None = Field(None, description="number of prompts, drawn by seed; null: all")
+    temperature: Temperature = Field(1.0, description="sampling temperature")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="draw from the likeliest tokens that have this share together; 1: from all"
+        1.0,
+        description="sample from the likeliest tokens with this total probability; 1: from all",
     )
-    top_k: Count = Field(0, description="draw from the so many likeliest tokens; 0: from all")
+    top_k: Count = Field(0, description="sample from this many likeliest tokens; 0: from all")
     max_new_tokens: PositiveInt | None = Field(None, description="null: sampling.max_new_tokens")
-    min_reward: float = Field(1.0, description="a sample of at least this total reward is kept")
-    keep_per_prompt: PositiveInt = Field(1, description="different completions kept of a prompt, at most")
+    min_reward: float = Field(1.0, description="keep samples with at least this total reward")
+    keep_per_prompt: PositiveInt = Field(1, description="most distinct completions kept per prompt")
     prefer: Literal["shortest", "first", "random"] = Field(
-        "shortest", description="which are kept where a prompt has more"
+        "shortest", description="which completions to keep if a prompt has more"
     )
     max_pass_rate: Fraction = Field(
-        1.0, description="drop prompts whose share of kept-worthy samples is above; below 1: the too easy"
+        1.0, description="drop prompts with a larger share of samples to keep; below 1: drops easy prompts"
     )
     chunk_prompts: PositiveInt = Field(512, description="prompts sampled between two saves")
 
     @model_validator(mode="after")
-    def _keeps_what_there_is(self) -> RejectionConfig:
+    def _keeps_at_most_all(self) -> RejectionConfig:
         if self.keep_per_prompt > self.samples_per_prompt:
             raise ValueError(
                 f"keep_per_prompt = {self.keep_per_prompt} is above samples_per_prompt = "
@@ -44,23 +45,21 @@ class DemonstrationsConfig(Section):
     """One source of (prompt, completion) pairs; null takes the value of the `sft` section."""
 
     path: str = Field(description="JSONL file with `prompt` and `completion`, or `demo:<name>`")
-    examples: PositiveInt | None = Field(None, description="use the first so many")
-    noise: Fraction | None = Field(
-        None, description="share of generated demonstrations that carry one wrong step"
-    )
+    examples: PositiveInt | None = Field(None, description="examples used, from the start; null: as in `sft`")
+    noise: Fraction | None = Field(None, description="share of generated demonstrations with one wrong step")
 
     @model_validator(mode="after")
-    def _noise_is_of_what_is_made(self) -> DemonstrationsConfig:
+    def _noise_needs_generated_data(self) -> DemonstrationsConfig:
         if self.noise is not None and not self.path.startswith("demo:"):
             raise ValueError(
-                f"noise = {self.noise:g} is of demonstrations that are generated, and path = {self.path} is "
-                "not demo:...; remove it"
+                f"noise = {self.noise:g} applies only to generated demonstrations (demo:...), but path = "
+                f"{self.path}; remove it"
             )
         return self
 
 
 def _as_sources(value: Any) -> Any:
-    """A path alone, or a list that has some, as the mappings of Demonstrations they stand for."""
+    """Convert a path, or paths in a list, to the mappings of `DemonstrationsConfig` they abbreviate."""
     values = [value] if isinstance(value, str | dict) else value
     if not isinstance(values, list | tuple):
         return value
@@ -68,28 +67,30 @@ def _as_sources(value: Any) -> Any:
 
 
 class SFTConfig(Section):
-    """Supervised training, as of a cold start: next-token loss on the response of (prompt, completion)
+    """Supervised training, e.g. a cold start: next-token loss on the completions of (prompt, completion)
     pairs.
     """
 
-    model: str = Field(description="local directory, or `demo:<name>` for a model made from the seed")
+    model: str = Field(description="local directory, or `demo:<name>` for a model initialised from the seed")
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(_as_sources)] = (
-        Field(description="a path as in `sft.data.0.path`, or a list of sources that are mixed")
+        Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
-    examples: PositiveInt | None = Field(None, description="use the first so many of a source; null: all")
-    noise: Fraction = Field(0.0, description="share of generated demonstrations that carry one wrong step")
+    examples: PositiveInt | None = Field(
+        None, description="examples of each source, from the start; null: all"
+    )
+    noise: Fraction = Field(0.0, description="share of generated demonstrations with one wrong step")
     steps: PositiveInt = Field(500, description="optimiser steps")
-    batch_size: PositiveInt = Field(48, description="demonstrations of a step")
+    batch_size: PositiveInt = Field(48, description="demonstrations per step")
     lr: PositiveFloat = Field(2e-3, description="highest learning rate; for pretrained models e.g. 1e-5")
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's two averages")
-    weight_decay: NonNegative = Field(0.01, description="decoupled, times the learning rate")
-    warmup_steps: Count = Field(20, description="steps over which the learning rate rises; then it falls")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's moving averages")
+    weight_decay: NonNegative = Field(0.01, description="decoupled weight decay, scaled by the learning rate")
+    warmup_steps: Count = Field(20, description="steps over which the learning rate rises, before it decays")
     min_lr_ratio: Fraction = Field(0.1, description="final learning rate as a share of lr")
-    max_grad_norm: PositiveFloat = Field(1.0, description="a gradient of larger norm is scaled down to it")
+    max_grad_norm: PositiveFloat = Field(1.0, description="scale gradients with a larger norm down to it")
     max_length: PositiveInt = Field(
-        1024, description="longest prompt + completion, tokens; longer is refused"
+        1024, description="longest prompt + completion, tokens; longer pairs are refused"
     )
     seed: Seed = Field(
-        0, description="of the order of demonstrations, of generated ones, and of a demo model's weights"
+        0, description="random seed of the order of demonstrations, generated demonstrations and demo weights"
     )
     threads: Count = Field(0, description="CPU threads; 0: all")

@@ -1,5 +1,5 @@
-"""What makes text unfit for a configuration before its keys are looked at: nesting that would overflow the
-stack of the YAML reader, and characters that no UTF-8 file can hold.
+"""Checks of configuration text before its keys are read: nesting that would overflow the stack of the YAML
+reader, and characters that a UTF-8 file cannot contain.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from typing import Any
 
 import yaml
 
-_DEEPEST = 32  # levels of mappings and lists; this project's own tree has 6
+_DEEPEST = 32  # levels of mappings and lists; this project's tree has 6
 
 
 def check_nesting(text: str) -> None:
-    """Raises ValueError for YAML whose mappings and lists are nested too deep. The reader of the events needs
-    no recursion; malformed YAML is left to the loader, which reports it.
+    """Raise ValueError for YAML with mappings and lists nested too deep. Reading events needs no recursion.
+    The loader reports malformed YAML.
     """
     depth = 0
     try:
@@ -31,19 +31,20 @@ def check_nesting(text: str) -> None:
 
 
 def check_key(key: str) -> None:
-    """Raises ValueError for a dotted key of more levels than a configuration may have."""
+    """Raise ValueError for a dotted key with more levels than a configuration may have."""
     if key.count(".") + key.count("[") >= _DEEPEST:
         raise ValueError(f"the key has more than {_DEEPEST} levels; expected e.g. policy.optimizer.lr")
 
 
 def check_characters(plain: Any) -> None:
-    """``plain``: mappings, lists and values. Raises ValueError naming the first key that is no text, or whose
-    value is none.
+    """Raise ValueError naming the first key that has, itself or in its value, a character invalid in text.
+    ``plain``: mappings, lists and values.
     """
     for key, character in _unfit(plain, ()):
         where = f"`{'.'.join(key)}`: " if key else ""
         raise ValueError(
-            f"{where}has the character U+{ord(character):04X}, which no text has; expected UTF-8 without NUL"
+            f"{where}has the character U+{ord(character):04X}, which is invalid in text; expected "
+            "UTF-8 without NUL"
         )
 
 

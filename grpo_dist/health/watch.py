@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from grpo_dist.config import Config
-from grpo_dist.config.checks import equal_rewards_teach
+from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.health.bounds import (
     GRAD_NORM,
@@ -44,7 +44,7 @@ class HealthWatch:
     def __init__(self, config: Config, recorder: Recorder, state: HealthState) -> None:
         self._settings, self._recorder = config.health, recorder
         self._keeps_samples = config.tracking.samples  # then no batch needs quarantine to be kept
-        self._needed = 0 if equal_rewards_teach(config) else config.health.min_signal_groups
+        self._needed = 0 if learns_from_equal_rewards(config) else config.health.min_signal_groups
         self._skips = config.health.action == "skip"
         self.state = state
 

@@ -81,7 +81,7 @@ METRICS = (
            "finite; its value says little, as advantages are centred"),
     Metric("loss/policy", "loss", "sum over the update's rows" + _UPDATES, "its policy term", "finite"),
     Metric("loss/kl", "loss", "sum over the update's rows" + _UPDATES, "its KL term, weighted",
-           "small beside `loss/policy` and never the larger for long"),
+           "small relative to `loss/policy`; not larger for long"),
     Metric("loss/entropy", "loss", "sum over the update's rows" + _UPDATES, "its entropy bonus, weighted",
            "below 0"),
     Metric("policy/entropy", "nats", _TOKENS + _UPDATES, "uncertainty of the policy about a token",

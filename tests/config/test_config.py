@@ -60,7 +60,7 @@ def test_a_preset_replaces_the_algorithm_and_merges_the_rest(base):
     assert load_config(base, ["+algorithm=gspo"]).batch.updates_per_step == 4
 
 
-def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
+def test_a_user_preset_is_found_next_to_the_configuration(base):
     own = base.parent / "algorithms"
     own.mkdir()
     (own / "mine.yaml").write_text("algorithm: {advantage: rloo}\n")
@@ -80,11 +80,17 @@ def test_a_preset_of_ones_own_lies_beside_the_configuration(base):
         ("algorithm={old_logprobs: rollout, correction: {kind: tis}}", ["nothing to correct"]),
         ("algorithm.advantage=process", ["`rewards.models` has no model", "add one"]),
         ("algorithm={advantage: remax, reward_norm: group}", ["`algorithm.reward_norm` = group", "greedy"]),
-        ("algorithm={advantage: gdpo, reward_clip: 2}", ["`algorithm.reward_clip` = 2.0", "on its own"]),
-        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` does nothing without"]),
-        ("dynamic_sampling.oversample=2", ["does nothing without dynamic_sampling.enabled=true"]),
-        ("reference.refresh_mix=0.5", ["does nothing without reference.refresh_every"]),
-        ("algorithm={policy_loss: policy_gradient, old_logprobs: rollout}", ["has none; remove it"]),
+        (
+            "algorithm={advantage: gdpo, reward_clip: 2}",
+            ["`algorithm.reward_clip` = 2.0", "each reward separately"],
+        ),
+        ("algorithm.reward_shift=false", ["`algorithm.reward_shift` has no effect without"]),
+        ("dynamic_sampling.oversample=2", ["has no effect without dynamic_sampling.enabled=true"]),
+        ("reference.refresh_mix=0.5", ["has no effect without reference.refresh_every"]),
+        (
+            "algorithm={policy_loss: policy_gradient, old_logprobs: rollout}",
+            ["policy_gradient has no ratio; remove it"],
+        ),
         ("reference.refresh_every=5", ["`reference.refresh_every` needs a reference"]),
         ("algorithm={kl: {coef: 0.1, estimator: k3+}, add_token_level_kl: true}", ["remove the +"]),
         ("polcy.lr=1", ["unknown key `polcy`", "did you mean `policy`?"]),
@@ -126,10 +132,10 @@ def test_missing_and_malformed_files_are_named(tmp_path):
         load_config(bad)
 
 
-def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
+def test_cyclic_defaults_are_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("defaults: [b.yaml]\n")
     (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match="cycle"):
         load_config(tmp_path / "a.yaml")
 
 
@@ -138,7 +144,7 @@ def test_defaults_that_go_in_a_circle_are_refused(tmp_path):
     [
         (
             ["algorithm.policy_loss=policy_gradient", "batch.epochs_per_batch=2"],
-            ["nothing that bounds a second update", "set both to 1"],
+            ["nothing bounds a second update", "set both to 1"],
         ),
         (["algorithm.advantage=remax", "dynamic_sampling.enabled=true"], ["can learn from them"]),
         (["algorithm.advantage=gdpo", "rewards.shuffle=true"], ["`rewards.shuffle` = true", "gdpo"]),

@@ -52,12 +52,12 @@ def refused(path, text, *overrides):
         ("x: &a [*a]\n", "recursive aliases"),
         ("name: " + "${" * 500 + "a" + "}" * 500, "recursion"),
         ("name: ${name}", "Recursive interpolation"),
-        ("defaults: 5", "`defaults`: 5 names no file"),
-        ("defaults: true", "`defaults`: True names no file"),
-        ("defaults: {a: b}", "`defaults`: {'a': 'b'} names no file"),
-        ("defaults: [[a]]", "names no file"),
-        ("defaults: [null]", "`defaults`: None names no file"),
-        ('defaults: [""]', "names no file"),
+        ("defaults: 5", "`defaults`: 5 is not a file name"),
+        ("defaults: true", "`defaults`: True is not a file name"),
+        ("defaults: {a: b}", "`defaults`: {'a': 'b'} is not a file name"),
+        ("defaults: [[a]]", "is not a file name"),
+        ("defaults: [null]", "`defaults`: None is not a file name"),
+        ('defaults: [""]', "is not a file name"),
         ('defaults: ["a\\0b"]', "no configuration file (embedded null byte)"),
         (f"defaults: [{'a' * 5000}]", "no configuration file (File name too long)"),
         ('defaults: ["${nope}"]', "`defaults`: Interpolation key 'nope' not found"),
@@ -116,10 +116,10 @@ def test_an_override_that_cannot_be_set_is_refused_in_one_line(path, override, w
         ("cluster.timeouts.start_s", "true"),
     ],
 )
-def test_true_is_no_number(path, key, value):
+def test_booleans_are_refused_for_numbers(path, key, value):
     word = value.strip("[]").split(",")[0]
-    assert f"`{key}`: {word} is no number" in refused(path, BASE + "rewards: {functions: [{function: math}]}",
-                                                      f"{key}={value}")  # fmt: skip
+    message = refused(path, BASE + "rewards: {functions: [{function: math}]}", f"{key}={value}")
+    assert f"`{key}`: {word} is not a number" in message
 
 
 def _fields(section, prefix=""):
@@ -132,9 +132,9 @@ def _fields(section, prefix=""):
 
 
 @pytest.mark.parametrize("key", [key for key, kind in _fields(Config) if kind in (int, float)])
-def test_no_key_that_takes_a_number_takes_true_nor_what_is_not_finite_nor_huge(path, key):
+def test_numeric_keys_refuse_booleans_and_non_finite_or_huge_numbers(path, key):
     for value, words in (
-        ("true", "is no number"), (".nan", "finite"), (".inf", "finite"), ("1e300", "`"), ("-1e300", "`"),
+        ("true", "is not a number"), (".nan", "finite"), (".inf", "finite"), ("1e300", "`"), ("-1e300", "`"),
         ("9" * 40, "`"),
     ):  # fmt: skip
         assert f"`{key}`" in (said := refused(path, BASE, f"{key}={value}")) and words in said
@@ -151,7 +151,7 @@ def test_no_key_that_takes_a_number_takes_true_nor_what_is_not_finite_nor_huge(p
         ("steps=1e12", "`steps`: 1000000000000 is too large; expected at most 2147483647"),
         ("sampling.temperature=0.001", "greater than or equal to 0.01"),
         ("rejection.temperature=0.001", "greater than or equal to 0.01"),
-        ("evaluation.temperature=0.001", "0.001 is below 0.01, to which the engine would raise it"),
+        ("evaluation.temperature=0.001", "0.001 is below 0.01, and the engine would raise it"),
     ],
 )
 def test_numbers_beyond_what_the_machine_or_the_engine_takes_are_refused(path, override, words):

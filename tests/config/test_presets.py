@@ -31,7 +31,7 @@ def test_the_documents_say_what_every_preset_sets(name):
         assert f"`{key.removeprefix('algorithm.')}` " in row
 
 
-def test_what_grpo_and_dapo_set_beside_the_default():
+def test_what_grpo_and_dapo_change_from_the_defaults():
     assert presets.differences("grpo") == {
         "algorithm.aggregation": "seq-mean-token-mean",
         "algorithm.kl.coef": 0.04,

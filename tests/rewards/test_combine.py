@@ -58,16 +58,16 @@ def test_chained_gates_compare_gated_values():
     ("functions", "words"),
     [
         ([{"function": "math", "gate": "maths"}], ["gate = maths", "of reward math", "expected one of math"]),
-        ([{"function": "math", "gate": "math"}], ["circle", "math -> math"]),
+        ([{"function": "math", "gate": "math"}], ["cycle", "math -> math"]),
         (
             [
                 {"function": "math"},
                 {"name": "a", "function": "format", "gate": "b"},
                 {"name": "b", "function": "exact", "gate": "a"},
             ],
-            ["circle", "a -> b -> a"],
+            ["cycle", "a -> b -> a"],
         ),
-        ([], ["neither functions nor models"]),
+        ([], ["no functions and no models"]),
     ],
 )
 def test_unknown_and_circular_gates_are_rejected(functions, words):

@@ -58,7 +58,7 @@ def refusal(capsys, *overrides, command="train"):
             ["policy.offload.parameters=nvme", "policy.zero_stage=3"],
             ["nvme needs `policy.offload.nvme_path`"],
         ),
-        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` does nothing without"]),
+        (["policy.offload.nvme_path=."], ["`policy.offload.nvme_path` has no effect without"]),
         (
             ["policy.offload={parameters: nvme, nvme_path: /no/such/disk}", "policy.zero_stage=3"],
             ["`policy.offload.nvme_path` = /no/such/disk", "expected a directory"],

@@ -106,7 +106,7 @@ def test_colocation_is_proposed_only_where_it_would_work():
 
 def test_nccl_is_refused_between_two_processes_on_one_gpu():
     with pytest.raises(
-        ValueError, match=r"`weight_sync\.backend` = nccl cannot join two processes on one GPU"
+        ValueError, match=r"`weight_sync\.backend` = nccl cannot connect two processes on one GPU"
     ):
         config(cluster={"placement": "colocated"}, weight_sync={"backend": "nccl"})
 
