@@ -7,7 +7,7 @@ from itertools import chain
 
 from torch import Tensor
 
-from actors.transfer.transport import Transport
+from actors.transfer.broadcasts import Transport
 from grpo_dist.policy.weight_buckets import Checksum, ParameterSpec, bucket_size, make_buckets, pack, unpack
 from grpo_dist.runtime.metering import Stopwatch
 

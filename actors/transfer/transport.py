@@ -13,16 +13,15 @@ from __future__ import annotations
 import ctypes
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import cycle, islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.transfer.broadcasts import Broadcasts, Transport
 from actors.transfer.connections import Connections, Seat
 from actors.transfer.group_store import agree_on_store
 from grpo_dist.config import TransferBackend
@@ -32,66 +31,7 @@ from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_addre
 _POLL_S = 0.0005  # while a broadcast runs on the GPU
 
 
-class Transport(Protocol):
-    """Rank 0 calls ``outgoing`` while all others call ``incoming`` with the same sizes, in bytes.
-
-    Both yield one uint8 tensor per size, on ``device``. Rank 0 fills the tensor, which is sent when the next
-    one is requested. On the other ranks its contents are valid until the next one is requested.
-    """
-
-    device: torch.device
-
-    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
-    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]: ...
-    def close(self) -> None: ...
-
-
-class _Broadcasts:
-    """Broadcasts the two buffers of rank 0 to all other ranks, asynchronously."""
-
-    device: torch.device
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-
-    def _start(self, flat: Tensor) -> Callable[[], object]:
-        """Start to broadcast ``flat``; return a function that waits for the end."""
-        raise NotImplementedError
-
-    def broadcast(self, flat: Tensor) -> None:
-        """Broadcast ``flat`` from rank 0 to all others, and wait."""
-        self._start(flat)()
-
-    def outgoing(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        in_transit: deque[Callable[[], object]] = deque()
-        for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False):
-            if len(in_transit) == 2:
-                in_transit.popleft()()
-            yield buffer[:size]
-            in_transit.append(self._start(buffer[:size]))
-        for wait in in_transit:
-            wait()
-
-    def incoming(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        pieces = iter(
-            [buffer[:size] for size, buffer in zip(sizes, cycle(self._pair(max(sizes))), strict=False)]
-        )
-        in_transit = deque((flat, self._start(flat)) for flat in islice(pieces, 1))
-        while in_transit:
-            in_transit.extend((flat, self._start(flat)) for flat in islice(pieces, 1))
-            flat, wait = in_transit.popleft()
-            wait()
-            yield flat
-
-    def _pair(self, size: int) -> list[Tensor]:
-        """Return two buffers of at least ``size`` bytes, kept for the next round."""
-        if not self._buffers or len(self._buffers[0]) < size:
-            self._buffers = []  # freed before others are made
-            self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return self._buffers
-
-
-class GlooTransport(_Broadcasts):
+class GlooTransport(Broadcasts):
     """Broadcast over TCP, with a deadline on every operation: a dead peer raises an error.
 
     Gloo itself does not authenticate. Each process proves that it knows the group's secret before it learns
@@ -145,7 +85,7 @@ class GlooTransport(_Broadcasts):
         del self._group, self._store
 
 
-class NcclTransport(_Broadcasts):
+class NcclTransport(Broadcasts):
     """Broadcast between GPUs through vLLM's own NCCL communicator, on a stream of its own.
 
     NCCL never returns when a peer died. A process that notices it, by its connection outside NCCL, aborts the

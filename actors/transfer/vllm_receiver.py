@@ -24,9 +24,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
-from actors.transfer.transport import Transport, open_transport
+from actors.transfer.transport import open_transport
 from grpo_dist.config import TransferBackend
 from grpo_dist.policy.lora import adapters, merged_weights
 from grpo_dist.policy.weight_buckets import ParameterSpec

@@ -11,10 +11,11 @@ import ray
 
 from actors.lifecycle.probe import Probeable
 from actors.placement.demands import Devices
+from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.group_store import with_store
 from actors.transfer.stream import send
-from actors.transfer.transport import Transport, free_port, open_transport
+from actors.transfer.transport import free_port, open_transport
 from grpo_dist.config import (
     AlgorithmConfig,
     ModelConfig,

@@ -15,9 +15,10 @@ from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import kill, one_at_a_time, results
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
+from actors.transfer.broadcasts import Transport
 from actors.transfer.connections import Seat
 from actors.transfer.stream import receive
-from actors.transfer.transport import Transport, open_transport
+from actors.transfer.transport import open_transport
 from grpo_dist.batch.rows import pad_rows
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.config import ModelConfig, ReferenceConfig, TransferBackend

@@ -104,7 +104,7 @@ def _lengths(groups: Sequence[Group], settings: AdvantageSettings) -> Int[Tensor
 def _baselines(groups: Sequence[Group], settings: AdvantageSettings) -> Float[Tensor, " B"]:
     """Return the reward of each prompt's greedy answer, once per sample."""
     greedy = [g.baseline_reward for g in groups for _ in g.rewards]
-    assert None not in greedy, "remax needs a greedy sample of every prompt"
+    assert None not in greedy, "the estimator needs a greedy sample of every prompt"
     return _clipped(_finite(torch.tensor(greedy)), settings.reward_clip)
 
 

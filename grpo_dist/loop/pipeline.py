@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
@@ -42,7 +43,7 @@ class Pipeline:
             config.sampling,
             seed=config.seed,
             samples=config.batch.samples_per_prompt,
-            with_baseline=config.algorithm.advantage == "remax",
+            with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
             finished=progress.partial,
         )
         self._next_batch = first

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.config import Config, HealthConfig
 from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
 from grpo_dist.tools.plan.rates import Rates
@@ -47,7 +48,8 @@ def as_planned(scenario: Scenario) -> Config:
     """
     config = scenario.config
     every = config.checkpoint.every if scenario.failures.rank_s else 0
-    greedy = config.algorithm.advantage == "remax"  # samples one more answer of each prompt
+    # One more answer of each prompt.
+    greedy = "baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ())
     timeouts = dict.fromkeys(type(config.cluster.timeouts).model_fields, _FOREVER_S)
     cluster = config.cluster.model_copy(
         update={

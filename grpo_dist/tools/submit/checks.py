@@ -50,9 +50,10 @@ def check_rewards_known(config: Config) -> None:
 
 
 def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
-    """Raise UserError for a secret in anything that others can read. Every target calls it.
+    """Raise UserError for a secret in anything that others can read: configuration, overrides, variables.
 
-    This covers the configuration, overrides, variables, and ``options`` (name, text) of the target.
+    `commands.submit` calls it for every target. A target whose ``options`` (name, text) hold free text checks
+    them, too.
     """
     check_secrets(job.config.model_dump(mode="json"), str(job.path))
     for text in job.overrides:

@@ -13,7 +13,13 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
-from grpo_dist.tools.submit.checks import check_one_line, check_resumes, check_rewards_known, variables
+from grpo_dist.tools.submit.checks import (
+    check_no_secrets,
+    check_one_line,
+    check_resumes,
+    check_rewards_known,
+    variables,
+)
 from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record
 
 _TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
@@ -43,6 +49,7 @@ def submit(
     check_rewards_known(config)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
     target = _target(to, options)
+    check_no_secrets(job)
     target.check(job)
     if dry_run:
         print(target.render(job), end="")  # includes the warning as a comment

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.submit.checks import check_no_secrets, check_not_left_behind, check_output
+from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import resolved
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask, lines
@@ -75,7 +75,6 @@ class KubeRayTarget(NodeSizes):
             )
         check_not_left_behind(job.config)
         _check_code(job)
-        check_no_secrets(job)
         if hidden := [variable.name for variable in job.environment if variable.hidden]:
             raise UserError(
                 f"--env {hidden[0]}: its value would be in the manifest; create a Secret and give "

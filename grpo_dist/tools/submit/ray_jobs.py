@@ -21,7 +21,7 @@ import yaml
 from grpo_dist.config import Config
 from grpo_dist.errors import Preempted, UserError
 from grpo_dist.secrets import HIDDEN
-from grpo_dist.tools.submit.checks import check_no_secrets, check_not_left_behind, check_output
+from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
 from grpo_dist.tools.submit.code import CONFIG, Carried, gather
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord, read_record
 from grpo_dist.tools.submit.templates import template
@@ -46,7 +46,6 @@ class RayTarget:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
         check_output(job.config, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
-        check_no_secrets(job)
         with _carried(job):  # checks that the code can travel
             pass
 
