@@ -99,5 +99,5 @@ def test_a_line_that_the_loop_is_writing_meanwhile_does_no_harm(tmp_path):
 
 
 def test_steps_behind_the_end_are_refused():
-    with pytest.raises(ValueError, match=r"`profile.steps` has 9, and the run ends after `steps` = 4"):
+    with pytest.raises(ValueError, match=r"`profile.steps` has 9, but the run ends after `steps` = 4"):
         fakes.config(steps=4, profile={"steps": [2, 9]})

@@ -48,7 +48,7 @@ def refusal(capsys, *overrides, command="train"):
         ),
         (
             ["policy.offload={optimizer: nvme, nvme_path: .}"],
-            ["`policy.offload.optimizer` = nvme", "`policy.zero_stage` = 3, not 2", "use cpu"],
+            ["`policy.offload.optimizer` = nvme", "`policy.zero_stage` = 3, not 2", "offload to cpu"],
         ),
         (
             ["policy.offload.parameters=cpu"],
