@@ -29,7 +29,8 @@ def made(tmp_path):
         log = tmp_path / "calls"
         log.unlink(missing_ok=True)
         command = ["make", "-C", ROOT, target, f"BIN={tmp_path}", f"READY={tmp_path / 'ready'}", *arguments]
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        # `make test ARGS=...` passes both on to this test.
+        inherited = {n: value for n, value in os.environ.items() if n != "ARGS" and not n.startswith("MAKE")}
         environment = inherited | {"CODES": codes, "LOG": str(log)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         return done.returncode, log.read_text().splitlines()

@@ -178,7 +178,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
     models = [{"path": "some/model"}, {"name": "exact", "dtype": "float32"}]
     text = printed(make_plan(judged(*models), "1x4xH100", prompt_tokens=100, splits="none"))
     assert "warning: reward model judge: path = some/model: neither a directory here" in text
-    assert "its 1 worker(s) have GPUs, but neither their memory nor their time is planned" in text
+    assert "its 1 worker(s) are placed, but neither their memory nor their time is planned" in text
     assert "reward model exact x 1" in text and "reward model judge x" not in text
     assert "warning: reward model exact: float32 takes longer than planned" in text
 
