@@ -128,14 +128,14 @@ def test_checkpoint_holds_the_adapters_and_resumes_exactly(forked_ranks, tiny_mo
 
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert all(torch.equal(p.data, weights[name]) for name, p in merged.named_parameters())
-    adapted = PeftModel.from_pretrained(
+    with_adapter = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32), tmp_path / "model/adapter"
     )
     with torch.no_grad():
         ids = torch.arange(11, 43)[None]
-        assert torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-4)
-        with adapted.disable_adapter():
-            assert not torch.allclose(adapted(ids).logits, merged(ids).logits, atol=1e-1)
+        assert torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-4)
+        with with_adapter.disable_adapter():
+            assert not torch.allclose(with_adapter(ids).logits, merged(ids).logits, atol=1e-1)
 
 
 def test_merging_rounds_once_and_leaves_the_base_alone():
