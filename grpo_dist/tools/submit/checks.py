@@ -49,11 +49,10 @@ def check_rewards_known(config: Config) -> None:
                 raise UserError(f"`rewards.functions.{i}.function` = {reward.function}: {reason}") from error
 
 
-def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
+def check_no_secrets(job: Job) -> None:
     """Raise UserError for a secret in anything that others can read: configuration, overrides, variables.
 
-    `commands.submit` calls it for every target. A target whose ``options`` (name, text) hold free text checks
-    them, too.
+    `commands.submit` calls it for every target. One whose options hold free text calls `check_options`, too.
     """
     check_secrets(job.config.model_dump(mode="json"), str(job.path))
     for text in job.overrides:
@@ -62,6 +61,10 @@ def check_no_secrets(job: Job, options: Sequence[tuple[str, str]] = ()) -> None:
     for variable in job.environment:
         if not variable.hidden and masked({variable.name: variable.value})[variable.name] != variable.value:
             raise _secret(f"--env {variable.name}={HIDDEN}")
+
+
+def check_options(options: Sequence[tuple[str, str]]) -> None:
+    """Raise UserError for a secret in ``options`` (name, text) of a target."""
     for option, text in options:
         shown = masked_setting(text) if text.startswith("-") else masked_text(text)
         if shown != text:

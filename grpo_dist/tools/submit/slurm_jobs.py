@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.submit.checks import check_no_secrets, check_one_line
+from grpo_dist.tools.submit.checks import check_one_line, check_options
 from grpo_dist.tools.submit.job import Job, JobState, SubmissionRecord
 from grpo_dist.tools.submit.programs import Refused, ask
 from grpo_dist.tools.submit.sizes import NodeSizes
@@ -42,7 +42,7 @@ class SlurmTarget(NodeSizes):
         """Raise UserError for a job that cannot be submitted. Does not contact Slurm."""
         options = [("--sbatch", text) for text in self.sbatch]
         options += [("--setup", _READ.sub("=", text)) for text in self.setup]
-        check_no_secrets(job, options)
+        check_options(options)
         for option in self.sbatch:
             if not option.startswith("-"):
                 raise UserError(f"--sbatch={option}: expected an option, e.g. --sbatch=--partition=gpu")
