@@ -31,7 +31,7 @@ GROUP_RELATIVE = sorted(set(ADVANTAGES) - {"reinforce_pp", "remax"})
 
 
 def advantages(name, rewards, groups, std="group"):
-    """Of any estimator; what it needs besides is made up: equal lengths, k 2, the reward as its only part."""
+    """Call any estimator; its other inputs are equal lengths, k = 2 and the reward as the only part."""
     known = {
         "std": std, "eps": 1e-6, "k": 2, "lengths": torch.full_like(groups, 3), "parts": rewards[None],
         "weights": torch.ones(1), "baselines": torch.zeros_like(rewards),
@@ -57,12 +57,12 @@ def test_equal_rewards_give_exact_zeros(reward, size, std):
     rewards = torch.full((3 * size,), reward)
     for name in GROUP_RELATIVE:
         assert torch.equal(advantages(name, rewards, groups, std), torch.zeros(3 * size)), name
-    # Beside a group that does differ, too.
+    # Also next to a group whose rewards differ.
     rewards[0] += 1
     assert torch.equal(grpo(rewards, groups, std=std)[size:], torch.zeros(2 * size))
 
 
-def test_a_nan_reward_leaves_the_statistics_and_gets_no_advantage():
+def test_a_nan_reward_is_left_out_of_the_statistics_and_gets_no_advantage():
     rewards, groups = tensor(1, NAN, 0, 0, NAN, NAN), torch.tensor([0, 0, 0, 1, 1, 1])
     third = 1 / math.sqrt(0.5)
     close(grpo(rewards, groups, eps=0.0), tensor(0.5 * third, 0, -0.5 * third, 0, 0, 0))
@@ -78,14 +78,14 @@ def test_a_lone_sample_and_an_empty_batch_have_no_advantage():
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_what_could_not_be_scored_moves_nothing(name):
+def test_unscored_samples_change_no_other_advantage(name):
     rewards, groups = tensor(1, 0, 2, 0.5, 4, 4), torch.tensor([0, 0, 0, 0, 1, 1])
     with_nan = torch.cat([rewards, tensor(NAN, NAN)]), torch.cat([groups, torch.tensor([0, 1])])
     got = advantages(name, *with_nan)
     assert torch.equal(got[:6], advantages(name, rewards, groups)) and got[6:].tolist() == [0.0, 0.0]
 
 
-def test_batch_deviation_is_that_of_all_centred_rewards():
+def test_the_batch_deviation_is_that_of_all_centred_rewards():
     rewards, groups = tensor(1, 0, NAN, 6, 2, 4), torch.tensor([0, 0, 0, 1, 1, 1])
     centred = [0.5, -0.5, 2.0, -2.0, 0.0]
     a, b, c, d, e = (v / (statistics.stdev(centred) + 1e-6) for v in centred)
@@ -118,7 +118,7 @@ def test_reinforce_pp_and_its_baseline_form_are_whitened_over_tokens():
     white = whiten(spread, mask)
     close(white[0], tensor(*[1.3063945] * 5), 2e-7)
     close(white[1], tensor(*[-0.7348470] * 3, 0, 0), 2e-7)
-    # Without the group's mean: whitening over all tokens takes a mean away anyhow, here the same.
+    # Without the group's mean: whitening subtracts a mean anyway, here the same one.
     close(whiten(reinforce_pp(RIGHT, ONE)[:, None].expand(8, 5), mask), white, 1e-6)
 
 
@@ -132,7 +132,7 @@ def test_whitened_tokens_have_mean_0_and_deviation_1_and_equal_ones_are_0():
 
 
 def subsets(values, k):
-    """pass@k advantages by listing all tries."""
+    """Compute pass@k advantages by enumerating all subsets."""
     tries = list(itertools.combinations(range(len(values)), k))
     best = [max(values[i] for i in chosen) for chosen in tries]
     mean, deviation = statistics.fmean(best), statistics.pstdev(best)
@@ -145,7 +145,7 @@ def subsets(values, k):
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize("values", [[1, 0, 0, 0, 0, 1], [0.5, 2, -1, 0.5, 3, 0], [1, 1, 1, 0, 0]])
-def test_pass_at_k_is_the_mean_over_all_tries(k, values):
+def test_pass_at_k_equals_enumeration_of_all_subsets(k, values):
     groups = torch.zeros(len(values), dtype=torch.long)
     expected = subsets([float(v) for v in values], k)
     if max(values) in sorted(values)[:-1] and len({max(c) for c in itertools.combinations(values, k)}) == 1:
@@ -159,7 +159,7 @@ def test_pass_at_k_has_the_papers_values_for_right_and_wrong():
         pass_at_k(RIGHT, ONE, k=0)
 
 
-def test_gdpo_tells_apart_what_a_sum_does_not():
+def test_gdpo_distinguishes_samples_whose_rewards_have_the_same_sum():
     """Right answers in a bad format and wrong ones in a good format: the sum is 1 for both."""
     parts = tensor(1, 1, 0, 0), tensor(0, 0, 0, 1)
     weights = tensor(1, 1)
@@ -176,7 +176,7 @@ def test_gdpo_tells_apart_what_a_sum_does_not():
     close(got, tensor(*(s / deviation for s in summed)), 1e-5)
 
 
-def test_rewards_are_shifted_and_scaled_over_what_is_asked():
+def test_rewards_are_shifted_and_scaled_over_group_or_batch():
     rewards, groups = tensor(1, 3, NAN, 10, 14), torch.tensor([0, 0, 0, 1, 1])
 
     def norm(**how):
@@ -197,7 +197,7 @@ def test_rewards_are_shifted_and_scaled_over_what_is_asked():
         norm(over="step")
 
 
-def test_process_advantages_are_sums_of_normalised_steps_still_to_end():
+def test_process_advantages_sum_the_normalised_rewards_of_steps_that_end_at_or_after_a_token():
     """Two samples of one prompt, three steps and one; statistics over all four steps."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
     rewards, rows, ends = tensor(1, 0, 1, 0), torch.tensor([0, 0, 0, 1]), torch.tensor([3, 4, 6, 3])
@@ -207,7 +207,7 @@ def test_process_advantages_are_sums_of_normalised_steps_still_to_end():
     close(got[1] / unit, tensor(0, 0, -1, -1, 0, 0, 0, 0), 1e-6)
 
 
-def test_process_steps_in_any_order_and_unscored_ones_left_out():
+def test_process_ignores_the_order_of_steps_and_leaves_out_unscored_ones():
     mask = torch.ones(2, 4, dtype=torch.bool)
     ids = torch.tensor([0, 0])
     rewards, rows, ends = tensor(1, 0, 0.5), torch.tensor([0, 0, 1]), torch.tensor([1, 3, 2])
@@ -247,7 +247,7 @@ def test_advantages_equal_the_definition_in_any_order_of_samples(samples, rng):
         close(actual, by_hand(rewards, groups, name), 1e-12)
 
 
-def test_advantages_keep_the_type_of_rewards_and_leave_them_alone():
+def test_advantages_keep_the_dtype_of_rewards_and_do_not_modify_them():
     rewards = tensor(1, 0, NAN)
     before = rewards.clone()
     groups = torch.zeros(3, dtype=torch.int32)
@@ -259,7 +259,7 @@ def test_advantages_keep_the_type_of_rewards_and_leave_them_alone():
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("bad", [NAN, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_gets_no_advantage_and_leaves_the_statistics(name, bad):
+def test_a_non_finite_reward_gets_no_advantage_and_is_left_out_of_the_statistics(name, bad):
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 0])
     whole = tensor(1, 0, 0, 2, 1, 0, bad)
     got = advantages(name, whole, groups)
@@ -278,7 +278,7 @@ def test_integer_rewards_are_not_truncated(name):
 
 
 def test_the_deviation_of_the_batch_is_that_of_centred_or_of_raw_rewards():
-    """TRL's scale_rewards = batch and ROLL's norm_std_type = batch have the second."""
+    """TRL's scale_rewards = batch and ROLL's norm_std_type = batch use raw rewards."""
     rewards, groups = tensor(1, 0, 5, 4), torch.tensor([0, 0, 1, 1])
     unit = [0.5, -0.5, 0.5, -0.5]
     centred, raw = statistics.stdev(unit), statistics.stdev([1, 0, 5, 4])
@@ -286,7 +286,7 @@ def test_the_deviation_of_the_batch_is_that_of_centred_or_of_raw_rewards():
     close(grpo(rewards, groups, std="batch_raw", eps=0.0), tensor(*(u / raw for u in unit)), 1e-6)
 
 
-def test_whitening_leaves_out_what_is_not_finite():
+def test_whitening_leaves_out_non_finite_values():
     values, mask = torch.tensor([[1.0, NAN, 3.0], [math.inf, 5.0, 9.0]]), mask_of([3, 2], 3)
     got = whiten(values, mask)
     kept = [1.0, 3.0, 5.0]
@@ -319,8 +319,8 @@ def test_running_moments_are_those_of_all_rewards_so_far():
         (1e-4, 1.6198353, -0.5399451),  # TRL and ms-swift
     ],
 )
-def test_recorded_advantages_of_other_trainers(eps, right, wrong):
-    """Run from their own functions on one group of rewards [1, 0, 0, 1, 0, 0, 0, 0]."""
+def test_advantages_equal_those_recorded_from_other_trainers(eps, right, wrong):
+    """Recorded by calling their functions on one group of rewards [1, 0, 0, 1, 0, 0, 0, 0]."""
     for std in ("group", "batch", "batch_raw"):  # all the same for one group
         got = grpo(RIGHT, ONE, std=std, eps=eps)
         close(got[:2], tensor(right, wrong), 1e-7)

@@ -1,4 +1,4 @@
-"""The aggregation modes: golden values, and sums over any split add up to the whole."""
+"""The aggregation modes: golden values, and partial sums of any split add up to the whole."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_partial_sums_over_any_split_add_up_to_the_whole(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_with_nothing_unmasked_has_loss_and_gradient_zero(mode):
+def test_a_fully_masked_step_has_zero_loss_and_gradient(mode):
     losses = torch.full((3, 4), NAN, requires_grad=True)
     mask = torch.zeros(3, 4, dtype=torch.bool)
     value = aggregate(losses, mask, mode, num_tokens=0.0, num_sequences=0.0, max_tokens=4)
@@ -47,7 +47,7 @@ def test_a_step_with_nothing_unmasked_has_loss_and_gradient_zero(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sequence_without_tokens_is_no_sequence(mode):
+def test_a_sequence_without_tokens_does_not_count(mode):
     losses = torch.arange(12.0).view(3, 4)
     mask = mask_of([2, 0, 3], 4)
     with_empty = aggregate(losses, mask, mode, num_tokens=5.0, num_sequences=2.0, max_tokens=4)

@@ -1,4 +1,4 @@
-"""Importance corrections for samplers that are not quite the policy."""
+"""Importance corrections for samplers whose log-probs differ from the policy's."""
 
 import math
 from dataclasses import replace
@@ -138,7 +138,7 @@ def test_weights_equal_their_definition_in_float64(kind, level, log_ratio):
     torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=0)
 
 
-def test_bounds_and_vetoes_below_two_in_a_billion_act():
+def test_bounds_and_vetoes_below_2e_9_take_effect():
     train = torch.tensor([[-25.0, 0.0], [-22.0, 0.0]])  # 1.4e-11, 2.8e-10
     mask = torch.ones(2, 2, dtype=torch.bool)
     how = {"kind": "mis", "level": "token", "high": 2.0}
@@ -148,8 +148,8 @@ def test_bounds_and_vetoes_below_two_in_a_billion_act():
     assert weights[0].tolist() == [0.0, 0.0] and weights[1].min() > 0 and float(stats["dropped"]) == 2
 
 
-def test_an_infinite_ratio_of_a_dropped_sequence_leaves_the_others_alone():
-    """A vetoed sequence, whose ratio overflows float32, beside a healthy one."""
+def test_an_infinite_ratio_of_a_dropped_sequence_affects_no_other():
+    """The vetoed sequence has a ratio that overflows float32; the other one is normal."""
     logprobs = torch.zeros(2, 1, requires_grad=True)
     old, rollout = torch.tensor([[-200.0], [0.0]]), torch.zeros(2, 1)
     for name in ("ppo_clip", "gspo", "gmpo"):
@@ -185,7 +185,7 @@ def test_a_nan_of_the_engine_has_the_same_loss_with_and_without_correction(kind,
 @pytest.mark.parametrize("kind", ["none", *KINDS])
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advantage):
-    """Old log-probs as far below and above both others as float32 has numbers for."""
+    """Old log-probs lie up to 80 nats below and above the other two."""
     gaps = torch.tensor([[0.0], [1e-3], [5.0], [-5.0], [30.0], [-30.0], [59.0], [61.0], [80.0], [-80.0]])
     results = []
     for dtype in (torch.float32, torch.float64):
@@ -193,7 +193,7 @@ def test_losses_and_gradients_in_float32_are_those_of_float64(name, kind, advant
         batch = one_token_batch(logprobs.detach() - gaps.to(dtype), logprobs.detach() + 0.25)
         batch = replace(batch, advantages=torch.full_like(batch.advantages, advantage))
         settings = LossSettings(policy_loss=name, correction_kind=kind, aggregation="seq-mean-token-sum")
-        for i in range(len(gaps)):  # one by one: the largest would hide the others
+        for i in range(len(gaps)):  # one at a time: a sum would only test the largest
             loss, _ = batch_loss(logprobs[i : i + 1], batch.select([i]), settings)
             (gradient,) = torch.autograd.grad(loss, logprobs)
             results.append((float(loss.detach()), float(gradient[i])))

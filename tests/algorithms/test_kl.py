@@ -1,4 +1,4 @@
-"""KL estimators: golden values, gradients where they are hardest, expectations."""
+"""KL estimators: golden values, gradients at extreme divergence, expectations."""
 
 import math
 
@@ -22,7 +22,7 @@ def test_kl_estimators_have_their_golden_values():
 @pytest.mark.parametrize(
     ("name", "slope"), [("k1", lambda d: 1.0), ("k2", lambda d: d), ("k3", lambda d: -math.expm1(-d))]
 )
-def test_kl_gradient_lives_where_divergence_is_largest(name, slope, d):
+def test_the_kl_gradient_does_not_vanish_where_divergence_is_largest(name, slope, d):
     logprobs = torch.tensor([[-60.0 + d]], requires_grad=True)
     KL_ESTIMATORS[name](logprobs, torch.full((1, 1), -60.0)).sum().backward()
     assert float(logprobs.grad) == pytest.approx(slope(d), rel=1e-6)
@@ -64,7 +64,7 @@ def test_straight_through_forms_have_their_value_and_the_gradient_of_k2(name, va
 
 
 def test_gradients_in_expectation_are_those_of_the_divergence_only_with_k2():
-    """Over all of a small distribution, so that expectations are exact."""
+    """A sum over a small distribution makes the expectations exact."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([1.0, 0.2, -0.5, 0.0], dtype=torch.float64).log_softmax(0)
     logp = logits.log_softmax(0)
@@ -81,7 +81,7 @@ def test_gradients_in_expectation_are_those_of_the_divergence_only_with_k2():
     assert float((gradient("k3") - expected).norm() / expected.norm()) > 0.2
 
 
-def test_the_kl_weight_is_steered_towards_the_target():
+def test_the_kl_weight_moves_towards_the_target():
     how = {"target": 0.1, "gain": 0.5}
     assert next_kl_coef(0.2, 0.1, **how) == 0.2
     assert next_kl_coef(0.2, 0.11, **how) == pytest.approx(0.2 * (1 + 0.5 * 0.1))
@@ -99,7 +99,7 @@ def test_straight_through_forms_are_finite_where_their_gradient_is(name, dtype):
     assert value.isfinite().all() and logprobs.grad.item() == -300.0
 
 
-def test_half_precision_logprobs_have_the_divergence_of_the_numbers_they_are():
+def test_half_precision_logprobs_give_the_divergence_of_their_exact_values():
     logprobs, reference = (torch.tensor([[v]], dtype=torch.bfloat16) for v in (-7.96875, -0.0018))
     for name, estimator in KL_ESTIMATORS.items():
         exact = estimator(logprobs.double(), reference.double())

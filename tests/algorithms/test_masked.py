@@ -1,4 +1,4 @@
-"""What all of the maths has in common: masked positions never matter, and the registries are complete."""
+"""Properties of all formulas: masked positions never matter, and the registries are complete."""
 
 import inspect
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Every policy loss beyond PPO's: values and gradients worked by hand, and what all have in common."""
+"""Policy losses other than PPO's: values and gradients worked by hand, and properties of all."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.support.numbers_by_hand import close, mask_of, row
 
 
 def one_row(loss, ratios, advantages, *, logprobs=None, **settings):
-    """Losses and gradients of tokens with these ratios; log-probs are -1 unless given."""
+    """Return losses and gradients of tokens with these ratios; log-probs are -1 unless given."""
     new = row(*([-1.0] * len(ratios) if logprobs is None else logprobs)).requires_grad_()
     old = new.detach() - torch.log(row(*ratios))
     losses, stats = loss(new, old, row(*advantages), torch.ones(1, len(ratios), dtype=torch.bool), **settings)
@@ -44,8 +44,8 @@ def test_sapo_has_ppos_gradient_on_policy_and_fades_away_from_it():
     close(gradient, row(-4 * gate * (1 - gate) * 3), 1e-12)
 
 
-def test_dppo_looks_at_how_far_the_probability_moved():
-    """From 0.001 to 0.002 is a ratio of 2 and no move; from 0.4 to 0.8 is one."""
+def test_dppo_masks_by_the_change_of_probability():
+    """From 0.001 to 0.002 the ratio is 2 and the change negligible; from 0.4 to 0.8 it is 0.4."""
     logprobs = [math.log(p) for p in (0.002, 0.8, 0.8, 0.2, 0.2)]
     ratios, advantages = [2.0, 2.0, 2.0, 0.4, 0.4], [1.0, 1.0, -1.0, -1.0, 1.0]
     _, gradient, stats = one_row(dppo_tv, ratios, advantages, logprobs=logprobs, clip_low=0.2, clip_high=0.3)
@@ -97,7 +97,7 @@ def test_gmpo_clips_tokens_before_their_mean():
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("advantage", [1.5, -0.5, 0.0])
 def test_on_policy_every_loss_has_the_policy_gradient(name, advantage):
-    """Summed over a sequence; the sequence losses share it out among their tokens."""
+    """Gradients are summed over a sequence, because sequence losses spread them over their tokens."""
     _, gradient, stats = one_row(POLICY_LOSSES[name], [1.0] * 4, [advantage] * 4)
     close(gradient, row(*[-advantage] * 4), 1e-12)
     assert stats["ratio"] == 4 and stats["clip_low"] == stats["clip_high"] == 0
@@ -134,8 +134,8 @@ def test_garbage_where_masked_reaches_no_loss(name, garbage):
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])
-def test_a_bad_token_keeps_its_gradient_where_the_ratio_is_largest(name):
-    """Nothing bounds a ratio for A < 0: at 70 nats, past the cut for tokens that are bounded, it is exact."""
+def test_a_negative_advantage_keeps_its_gradient_at_the_largest_ratio(name):
+    """A ratio with A < 0 is unbounded: it stays exact at 70 nats, beyond the cut of bounded tokens."""
     new = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)
     losses, _ = POLICY_LOSSES[name](new, torch.full((1, 2), -70.0), torch.full((1, 2), -1.0), mask)
@@ -145,7 +145,7 @@ def test_a_bad_token_keeps_its_gradient_where_the_ratio_is_largest(name):
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
-def test_a_sequence_ratio_that_overflows_is_no_nan_where_the_advantage_is_zero(name):
+def test_an_overflowing_sequence_ratio_gives_no_nan_for_a_zero_advantage(name):
     new = torch.zeros(2, 2, requires_grad=True)
     mask = torch.ones(2, 2, dtype=torch.bool)
     losses, _ = POLICY_LOSSES[name](new, torch.full((2, 2), -200.0), torch.zeros(2, 2), mask)
@@ -155,7 +155,7 @@ def test_a_sequence_ratio_that_overflows_is_no_nan_where_the_advantage_is_zero(n
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logprobs_are_clipped_as_the_numbers_they_are(name, dtype):
+def test_half_precision_logprobs_are_clipped_at_their_exact_values(name, dtype):
     """Bounds of 3e-4 are finer than bfloat16: differences and means must not be rounded to it."""
     generator = torch.Generator().manual_seed(2)
     old = -8 * torch.rand(64, 32, generator=generator)

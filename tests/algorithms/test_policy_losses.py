@@ -10,7 +10,7 @@ from tests.support.numbers_by_hand import row
 
 
 def clip_one(ratio, advantage, **bounds):
-    """(loss, d loss / d logprob, stats) of a single token."""
+    """Return (loss, d loss / d logprob, stats) of a single token."""
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     losses, stats = ppo_clip(
         logprobs, torch.zeros_like(logprobs), row(advantage), torch.ones(1, 1, dtype=torch.bool), **bounds
@@ -26,13 +26,13 @@ def clip_one(ratio, advantage, **bounds):
         (1.0, -2.0, 2.0, 2.0, None),
         (1.25, 2.0, -2.5, -2.5, None),  # inside 1.3
         (1.5, 2.0, -2.6, 0.0, "clip_high"),
-        (0.5, 2.0, -1.0, -1.0, None),  # a good token that became rare is still raised
+        (0.5, 2.0, -1.0, -1.0, None),  # a token with A > 0 that became rare keeps its gradient
         (0.5, -2.0, 1.8, 0.0, "clip_low"),
         (0.95, -2.0, 1.9, 1.9, None),
-        (5.0, -2.0, 10.0, 10.0, None),  # a bad token that became frequent is pushed with all it has
+        (5.0, -2.0, 10.0, 10.0, None),  # a token with A < 0 that became frequent keeps its gradient
     ],
 )
-def test_clip_bounds_each_side_by_its_own(ratio, advantage, loss, gradient, clipped):
+def test_each_side_of_the_clip_has_its_own_bound(ratio, advantage, loss, gradient, clipped):
     actual, slope, stats = clip_one(ratio, advantage, clip_low=0.1, clip_high=0.3)
     assert (actual, slope) == (pytest.approx(loss), pytest.approx(gradient))
     assert (stats["clip_low"], stats["clip_high"]) == (clipped == "clip_low", clipped == "clip_high")
@@ -40,7 +40,7 @@ def test_clip_bounds_each_side_by_its_own(ratio, advantage, loss, gradient, clip
     assert stats["approx_kl"] == pytest.approx(ratio - 1 - math.log(ratio))
 
 
-def test_dual_clip_caps_only_bad_tokens_and_only_when_asked():
+def test_dual_clip_caps_only_negative_advantages_and_only_if_set():
     assert clip_one(5.0, -2.0)[:2] == (pytest.approx(10.0), pytest.approx(10.0))
     loss, slope, stats = clip_one(5.0, -2.0, dual_clip=3.0)
     assert (loss, slope, stats["dual_clip"]) == (pytest.approx(6.0), 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Credit of single tokens: what happens between a group's rewards and the advantages of a batch."""
+"""Credit assignment: from a group's rewards to the advantages of a batch's tokens."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def test_rewards_are_clipped_before_and_advantages_after():
     torch.testing.assert_close(got, torch.tensor(expected))
 
 
-def test_kl_in_the_reward_takes_from_each_token_what_is_still_to_come():
+def test_kl_in_the_reward_subtracts_from_each_token_its_own_and_all_later_kl():
     reference = [np.array([-1.5, -1.0, -3.0], np.float32), np.array([-1.0], np.float32)]  # k1: .5, 0, 2; 0
     settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k1")
     got = credited([group_of([1, 0], [3, 1])], settings, reference)
@@ -52,7 +52,7 @@ def test_whitening_comes_after_the_kl_and_covers_the_whole_step():
     torch.testing.assert_close(torch.stack(flat), torch.tensor([(t - mean) / deviation for t in tokens]))
 
 
-def test_step_rewards_become_token_advantages_at_their_own_places():
+def test_step_rewards_become_token_advantages_at_their_positions():
     steps = (np.array([1.0, 0.0], np.float32), np.array([1.0], np.float32))
     ends = (np.array([0, 2], np.int32), np.array([1], np.int32))
     got = credited(
@@ -67,7 +67,7 @@ def test_step_rewards_become_token_advantages_at_their_own_places():
         credited([group_of([1, 0], [1, 1])], AdvantageSettings(estimator="process"))
 
 
-def test_gdpo_sees_each_reward_on_its_own():
+def test_gdpo_normalises_each_reward_separately():
     parts = {"math": np.array([1, 1, 0, 0], np.float32), "format": np.array([0, 0, 0, 1], np.float32)}
     made = group_of([1, 1, 0, 1], [1] * 4, parts=parts)
     got = credited([made], AdvantageSettings(estimator="gdpo", weights={"math": 1.0, "format": 1.0}))[:, 2]
@@ -101,7 +101,7 @@ def test_rows_that_add_nothing_are_left_out_and_the_denominators_stay():
     assert len(nothing) == 4
 
 
-def test_reward_clip_holds_remaxs_baseline_too():
+def test_reward_clip_also_applies_to_the_baseline_of_remax():
     made = group_of([5, 0], [1, 1], baseline_reward=5.0)
     got = sample_advantages([made], AdvantageSettings(estimator="remax", reward_clip=1.0))
     assert got[0].tolist() == [0.0, -1.0]
@@ -136,7 +136,7 @@ def test_the_order_of_groups_changes_no_advantage():
 
 
 def in_float64(rewards):
-    """The numbers that float32 rewards are, centred and divided by their sample deviation."""
+    """Centre the exact values of float32 rewards and divide by their sample deviation."""
     values = np.array(rewards, np.float32).astype(np.float64)
     return (values - values.mean()) / values.std(ddof=1)
 
@@ -152,7 +152,7 @@ def test_small_differences_of_large_rewards_survive_normalisation_and_whitening(
     got = credited([group_of(rewards, [1] * 4)], settings)[:, 2]
     assert got.dtype == torch.float32
     expected = in_float64(rewards)
-    expected *= got.double().std().item()  # what it was divided by is another test's
+    expected *= got.double().std().item()  # another test covers the divisor
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-4)
     unit = {"grpo": 1.0, "dr_grpo": 1.0, "rloo": 4 / 3}.get(estimator)
     if unit and scale:
@@ -172,7 +172,7 @@ def test_a_reward_that_is_not_finite_is_not_clipped_into_one(estimator, bad):
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
-    """Its reward still counts in its group, and what is whitened over all tokens does not see it."""
+    """Its reward still counts in its group; whitening over all tokens leaves it out."""
     broken = group_of([1, 0, 0], [2, 2, 1])
     broken.rollouts[0].logprobs[1] = math.nan
     algorithm = {"std": "none", "skip_idle_rows": False, "whiten_advantages": kl > 0, "kl": {"coef": kl}}
@@ -205,7 +205,7 @@ def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected
     assert (settings.reward_shift, settings.reward_scale) == expected
 
 
-def test_running_normalisation_goes_on_from_the_steps_before():
+def test_running_normalisation_continues_from_earlier_steps():
     config = fakes.config(algorithm={"advantage": "reinforce_pp", "reward_norm": "running"})
     first, second = scored(group_of([1, 0, 1, 1], [1] * 4)), scored(group_of([0, 4, 0, 2], [1] * 4))
     after_one = reward_moments(config, first, Moments())
@@ -222,7 +222,7 @@ def test_running_normalisation_goes_on_from_the_steps_before():
 
 
 def of_roll(rewards, lengths, *, clip):
-    """ROLL's steps for adv_estimator grpo, in float64: group norm, one reward a token, whitened, clipped."""
+    """Repeat ROLL's steps for adv_estimator grpo in float64: group norm, spread over tokens, whiten, clip."""
     rewards = np.array(rewards, np.float64)
     normalised = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, ddof=1, keepdims=True) + 1e-6)
     tokens = np.repeat(normalised.ravel(), np.ravel(lengths))
@@ -249,8 +249,8 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
         ({"reward_norm": None, "reward_shift": False, "reward_scale": False}, [1.0, 0.0]),
     ],
 )
-def test_rolls_reward_block_means_what_it_means_there(block, expected):
-    """Of one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce takes the normalised reward."""
+def test_rolls_reward_settings_have_rolls_meaning(block, expected):
+    """For one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
     block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
     settings = advantage_settings(fakes.config(algorithm=block), 0.0)
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
@@ -259,7 +259,7 @@ def test_rolls_reward_block_means_what_it_means_there(block, expected):
 
 @pytest.mark.parametrize("whiten", [False, True])
 def test_a_kl_that_is_not_a_number_is_not_whitened_away(whiten):
-    """The loss is then not finite either, and the update is refused."""
+    """The loss stays non-finite, so the update is refused."""
     reference = [np.array([-1.0, math.nan], np.float32), np.array([-1.0], np.float32)]
     settings = AdvantageSettings(std="none", kl_coef=0.1, kl_estimator="k3", whiten=whiten)
     got = credited([group_of([1, 0], [2, 1])], settings, reference)

@@ -1,4 +1,4 @@
-"""From groups to rows, and every way rows are split afterwards."""
+"""From groups to rows, and all later splits of rows."""
 
 import math
 
@@ -37,7 +37,7 @@ GROUPS = [
 ADVANTAGES = [np.array([1.0, -1.0], np.float32), np.array([0.0, 0.0], np.float32)]
 
 
-def test_rows_are_prompt_then_completion_and_what_the_policy_produced_is_trained():
+def test_rows_are_prompt_then_completion_and_only_the_completion_is_trained():
     reference = [np.full(n, -float(n), np.float32) for n in (3, 1, 4, 1)]
     batch = make_batch(GROUPS, ADVANTAGES, ref_logprobs=reference, max_new_tokens=16)
     assert batch.tokens.tolist() == [
@@ -47,7 +47,7 @@ def test_rows_are_prompt_then_completion_and_what_the_policy_produced_is_trained
         [7, EOS, 0, 0, 0, 0],
     ]
     assert batch.lengths.tolist() == [6, 4, 5, 2]
-    # The third row's reward is NaN: its tokens stand there and are trained on in no term.
+    # The third row's reward is NaN: it keeps its tokens and enters no term.
     assert batch.loss_mask.int().tolist() == [
         [0, 0, 0, 1, 1, 1],
         [0, 0, 0, 1, 0, 0],
@@ -68,7 +68,7 @@ def test_rows_are_prompt_then_completion_and_what_the_policy_produced_is_trained
 
 
 def test_masks_come_from_lengths_and_never_from_token_ids():
-    """Token 0, the padding, and EOS inside prompt and completion are tokens like others."""
+    """Token 0, the padding, and EOS inside prompt and completion are ordinary tokens."""
     batch = make_batch(
         [group([0, EOS], [[0, EOS, 0, EOS], [0]], [1, 0])], [np.array([1, -1], np.float32)],
         ref_logprobs=None, max_new_tokens=4,
@@ -77,7 +77,7 @@ def test_masks_come_from_lengths_and_never_from_token_ids():
     assert batch.ref_logprobs is None
 
 
-def test_an_empty_completion_is_a_row_that_counts_for_nothing():
+def test_an_empty_completion_is_a_row_without_weight():
     batch = make_batch(
         [group([7, 8], [[], [EOS]], [0, 1])], [np.array([-1, 1], np.float32)],
         ref_logprobs=None, max_new_tokens=4,
@@ -167,12 +167,12 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
     assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
     for part in parts:
         assert len(part) == 1 or len(part) * max(lengths[r] for r in part) <= budget
-    # Longest first: no row of a later micro-batch is longer than one of an earlier.
+    # Longest first: no row of a later micro-batch is longer than one of an earlier one.
     flat = [lengths[r] for part in parts for r in part]
     assert flat == sorted(lengths, reverse=True)
 
 
-def test_selecting_rows_keeps_the_batch_as_it_was_and_records_do_not_change():
+def test_selecting_rows_leaves_the_batch_unchanged_and_records_are_frozen():
     batch = made_groups.batch()
     kept = batch.tokens.clone()
     part = batch.select([2, 0])

@@ -1,4 +1,4 @@
-"""The values that training computes for a token are recorded with its sample."""
+"""Per-token values of training are recorded with their sample."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ def groups():
 
 
 def batch_of(groups, *, reference=True):
-    """Advantage and reference log-prob of sample s of group g say which it is: 10 g + s, and -(10 g + s)."""
+    """Sample s of group g has the advantage 10 g + s and the reference log-prob -(10 g + s)."""
     advantages = [np.float32(10 * g) + np.arange(3, dtype=np.float32) for g in range(len(groups))]
     known = [
         np.full(len(r.completion_ids), -(10 * g + i), np.float32)
@@ -38,7 +38,7 @@ def batch_of(groups, *, reference=True):
     )
 
 
-def test_values_come_back_to_their_samples_however_rows_are_split(groups):
+def test_values_return_to_their_samples_for_any_split_of_rows(groups):
     updates = split_updates(batch_of(groups), num_groups=4, num_updates=2)
     parts = [part for update in updates for part in shard(update, 2)]
     logprobs = {row: np.full(1, row, np.float32) for part in parts for row in part.row_ids.tolist()}
@@ -46,7 +46,7 @@ def test_values_come_back_to_their_samples_however_rows_are_split(groups):
     for g, group in enumerate(groups):
         for i, rollout in enumerate(group.rollouts):
             if np.isnan(group.rewards[i]):
-                assert ("p3", i) not in found  # it could not be scored: nothing of it was trained
+                assert ("p3", i) not in found  # unscored, so not trained
                 continue
             values = found[group.prompt.uid, i]
             np.testing.assert_array_equal(values.advantages, np.full(len(rollout.completion_ids), 10 * g + i))
@@ -54,13 +54,13 @@ def test_values_come_back_to_their_samples_however_rows_are_split(groups):
             assert values.trainer_logprobs.tolist() == [3 * g + i]
 
 
-def test_without_a_kl_term_and_without_an_update_there_are_advantages_alone(groups):
+def test_without_a_kl_term_and_an_update_only_advantages_are_recorded(groups):
     found = by_sample(groups, values_of_rows([batch_of(groups, reference=False)], tokens=True), {})
     assert all(v.ref_logprobs is None and v.trainer_logprobs is None for v in found.values())
     assert len(found) == 11
 
 
-def test_the_table_has_them_and_reads_back_as_without(groups, tmp_path):
+def test_a_table_with_token_values_reads_back_as_one_without(groups, tmp_path):
     logprobs = {0: np.array([-0.5], np.float32)}
     values = by_sample(groups, values_of_rows([batch_of(groups)], tokens=True), logprobs)
     write_groups(tmp_path / "with.parquet", groups, values)
@@ -69,7 +69,7 @@ def test_the_table_has_them_and_reads_back_as_without(groups, tmp_path):
     assert rows[0]["trainer_logprobs"] == [-0.5] and rows[1]["trainer_logprobs"] is None
     assert rows[4]["advantages"] == [11.0] * len(rows[4]["completion_ids"])
     assert rows[4]["advantage"] == 11.0
-    assert rows[9]["advantages"] is None and rows[9]["advantage"] is None  # could not be scored
+    assert rows[9]["advantages"] is None and rows[9]["advantage"] is None  # unscored
     assert "advantages" not in pq.read_schema(tmp_path / "without.parquet").names
     prompts = {group.prompt.uid: group.prompt for group in groups}
     again = read_groups(tmp_path / "with.parquet", prompts)
@@ -77,7 +77,7 @@ def test_the_table_has_them_and_reads_back_as_without(groups, tmp_path):
     np.testing.assert_array_equal(again[3].rewards, groups[3].rewards)
 
 
-def test_the_loop_records_them_for_the_steps_that_are_asked_for():
+def test_the_loop_records_token_values_for_the_requested_steps():
     settings = fakes.config(steps=5, tracking={"token_values_every": 2})
     world = fakes.World()
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
@@ -85,7 +85,7 @@ def test_the_loop_records_them_for_the_steps_that_are_asked_for():
     assert set(recorded) == {"step_000002", "step_000004"}
     for name, values in recorded.items():
         rollouts = [r for group in world.sampled_groups[name] for r in group.rollouts]
-        # The fake policy says of each row which it is.
+        # The fake policy's values identify each row.
         trained = {
             row: values[r.prompt_uid, r.sample].trainer_logprobs[0]
             for row, r in enumerate(rollouts)
@@ -96,7 +96,7 @@ def test_the_loop_records_them_for_the_steps_that_are_asked_for():
     assert unmarked == [True, False, True, False, True]
 
 
-def test_the_advantage_of_every_sample_is_recorded_of_every_step():
+def test_the_advantage_of_every_sample_is_recorded_at_every_step():
     world = fakes.World()
     settings = fakes.config(steps=3, tracking={"token_values_every": 0}, algorithm={"advantage": "grpo"})
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
@@ -110,13 +110,13 @@ def test_the_advantage_of_every_sample_is_recorded_of_every_step():
             np.testing.assert_allclose(told, expected, atol=1e-6)
 
 
-def test_phases_of_a_step_are_recorded_in_their_order():
+def test_phases_of_a_step_are_recorded_in_order():
     world = fakes.World()
     asyncio.run(run(fakes.config(steps=2), world.workers(), fakes.prompts(40), [], world, world))
     assert world.phases == {step: ["sample", "stage", "update", "drain", "sync"] for step in (1, 2)}
 
 
-def test_nothing_is_marked_where_samples_are_not_kept():
+def test_without_kept_samples_no_token_values_are_recorded():
     settings = fakes.config(steps=2, tracking={"token_values_every": 1, "samples": False})
     world = fakes.World()
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))

@@ -1,4 +1,4 @@
-"""Estimates from samples, against numbers worked by hand and against counting every subset."""
+"""Estimates from samples, against numbers worked by hand and enumeration of every subset."""
 
 import asyncio
 import math
@@ -22,7 +22,7 @@ NAN = float("nan")
 
 
 def flags(text: str) -> np.ndarray:
-    """ "10x" -> right, wrong, not scorable."""
+    """Parse "10x" as right, wrong, unscored."""
     return np.array([NAN if c == "x" else float(c) for c in text], dtype=np.float32)
 
 
@@ -55,7 +55,7 @@ def test_summary_of_three_problems_worked_by_hand():
     assert set(summary) == {f"{n}{s}" for n in ("pass@1", "pass@2", "avg@4") for s in ("", "_stderr")}
 
 
-def test_what_could_not_be_scored_is_left_out_and_not_counted_as_wrong():
+def test_unscored_samples_are_left_out_and_not_counted_as_wrong():
     summary = summarise([flags("1x"), flags("01"), flags("xx")], [1, 2])
     assert summary["pass@1"] == pytest.approx((1 + 0.5) / 2)  # the third problem has no scored sample
     assert summary["pass@2"] == 1.0  # only the second has two
@@ -72,7 +72,7 @@ def test_order_of_samples_and_problems_does_not_matter():
     assert first["pass@1"] < first["pass@2"] < first["pass@4"]
 
 
-def test_one_sample_a_problem_gives_accuracy_with_its_binomial_error():
+def test_one_sample_per_problem_gives_accuracy_with_its_binomial_error():
     summary = summarise([flags("1")] * 30 + [flags("0")] * 70, [1])
     assert summary == pytest.approx({"pass@1": 0.3, "pass@1_stderr": np.sqrt(0.3 * 0.7 / 99)})
 
@@ -86,7 +86,7 @@ def test_nothing_to_estimate_from_is_nan_and_not_zero():
 
 
 def vote_by_counting(correct, answers, k):
-    """Over every subset of k: the right share of those answers that lead."""
+    """Average over every subset of k: the share of leading answers that is right."""
     right = {a for a, c in zip(answers, correct, strict=True) if c}
     outcomes = []
     for subset in combinations(answers, k):
@@ -100,8 +100,8 @@ def test_a_vote_worked_by_hand():
     correct, answers = [1, 1, 0, 0, 0], [0, 0, 1, 1, 2]
     assert majority_at_k(correct, answers, 5) == pytest.approx(1 / 2)  # two answers lead
     assert majority_at_k(correct, answers, 3) == pytest.approx(13 / 30)  # 3 subsets won, 4 three-way ties
-    assert majority_at_k([1, 0, 0], [0, -1, -1], 3) == 1.0  # who has no answer has no vote
-    assert majority_at_k([0, 0], [-1, -1], 2) == 0.0  # and where nobody has one the vote is lost
+    assert majority_at_k([1, 0, 0], [0, -1, -1], 3) == 1.0  # a sample without an answer has no vote
+    assert majority_at_k([0, 0], [-1, -1], 2) == 0.0  # without any answer the vote is wrong
     assert majority_at_k([1, 0, 0, 0], [0, 1, 2, 3], 4) == pytest.approx(1 / 4)  # all tie
 
 
@@ -121,12 +121,12 @@ def test_a_vote_of_one_or_two_is_the_share_of_right_samples():
     assert majority_at_k(correct, answers, 2) == pytest.approx(2 / 5)
 
 
-def test_votes_of_more_samples_than_binomials_have_room_for():
+def test_votes_stay_exact_where_binomials_overflow():
     answers = [0] * 1100 + [1] * 900
     assert 0.99 < majority_at_k([float(a == 0) for a in answers], answers, 1000) <= 1.0
 
 
-def test_a_vote_of_more_samples_than_there_are_is_refused():
+def test_a_vote_over_more_samples_than_exist_is_refused():
     with pytest.raises(ValueError, match="maj@3 cannot be estimated from 2 samples"):
         majority_at_k([1, 0], [0, 1], 3)
 
@@ -141,7 +141,7 @@ def test_the_measures_of_one_problem():
     assert of_problem(flags("xx"), [1], [0, 1]) == {}
 
 
-def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_is_long():
+def test_the_deadline_of_an_evaluation_is_for_the_next_prompt_and_not_for_the_whole():
     class Slow(fakes.World):
         async def sample(self, prompt, **request):
             await asyncio.sleep(0.5 * int(prompt.answer))
@@ -163,7 +163,7 @@ def test_an_evaluation_is_late_when_no_prompt_is_done_for_long_and_not_when_it_i
         evaluated(0.2)
 
 
-def test_answers_are_numbered_as_mathematics():
+def test_mathematically_equal_answers_share_a_number():
     with GraderPool(2, timeout_s=HANG_S) as pool:
         texts = ["so \\boxed{1.50}", "it is 18.", "no idea", "<answer>$x+1$</answer>"]
         assert final_answers(texts, lambda: pool) == ["1.50", "18", "", "x+1"]
@@ -185,22 +185,22 @@ def test_numbers_and_equal_texts_are_compared_without_a_process():
 # Intervals
 
 
-def test_wilson_s_interval_has_the_published_numbers():
+def test_wilsons_interval_has_the_published_numbers():
     # Newcombe 1998 (Stat. Med. 17:857), Table I, method 3: 81/263, 15/148, 0/20, 1/29.
     for right, count, low, high in ((81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0, 0.1611),
                                     (1, 29, 0.0061, 0.1718)):  # fmt: skip
         assert wilson(right / count, count) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_yes_or_no_answers_have_wilson_s_own_interval():
+def test_binary_answers_have_wilsons_interval():
     found = estimate([1.0] * 8 + [0.0] * 2, samples=10)
     assert (found.low, found.high) == pytest.approx(wilson(0.8, 10))
     assert found.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
-    none = estimate([0.0] * 30, samples=480)  # 16 samples each tell as little as one of other problems
+    none = estimate([0.0] * 30, samples=480)  # the 16 samples of a problem are one observation
     assert (none.low, none.high) == pytest.approx(wilson(0.0, 30))
 
 
-def test_problems_that_differ_less_than_coins_count_for_more_but_never_for_more_than_their_samples():
+def test_problems_with_less_than_binomial_variance_weigh_more_but_never_more_than_their_samples():
     values = [0.25, 0.5, 0.75, 0.5] * 4
     # Student's 97.5 % quantile for 15 degrees of freedom is 2.1314.
     effective = 16 * 0.25 / np.var(values, ddof=1) * (1.95996 / 2.1314) ** 2
@@ -210,8 +210,8 @@ def test_problems_that_differ_less_than_coins_count_for_more_but_never_for_more_
     assert estimate([0.5] * 4, samples=8).low == pytest.approx(wilson(0.5, 8)[0])
 
 
-def test_intervals_cover_the_truth_as_often_as_they_say():
-    """30 problems of which most are easy or hard, 16 samples each: as AIME is measured."""
+def test_intervals_cover_the_truth_at_their_nominal_rate():
+    """30 problems, most of them easy or hard, with 16 samples each, as AIME is measured."""
     rng, covered, runs = np.random.default_rng(0), 0, 2000
     for _ in range(runs):  # deviation of the share: 0.005
         shares = rng.beta(0.3, 0.7, size=30)
@@ -231,7 +231,7 @@ def test_the_mean_of_sets_counts_small_sets_as_much_as_large_ones():
     assert nothing.high == pytest.approx(math.hypot(wilson(0.0, 40)[1], wilson(0.0, 10)[1]) / 2)
 
 
-def test_a_set_without_a_single_right_answer_leaves_the_mean_of_sets_as_open_as_itself():
+def test_a_set_without_a_right_answer_keeps_its_uncertainty_in_the_mean_of_sets():
     none, most = estimate([0.0] * 30, samples=30), estimate([1.0] * 90 + [0.0] * 10, samples=100)
     mean = mean_of([none, most])
     assert (mean.value, mean.low) == pytest.approx((0.45, 0.45 - (0.9 - 0.8256) / 2), abs=1e-4)
@@ -243,4 +243,4 @@ def test_a_set_without_a_single_right_answer_leaves_the_mean_of_sets_as_open_as_
             for share, count in ((0.03, 30), (0.9, 500))
         ])  # fmt: skip
         covered += found.low <= (0.03 + 0.9) / 2 <= found.high
-    assert 0.93 < covered / runs < 0.97  # from the errors of the two alone: 0.74
+    assert 0.93 < covered / runs < 0.97  # 0.74 from the two standard errors alone

@@ -1,4 +1,4 @@
-"""Degenerate completions are counted; those that only look like it are not."""
+"""Degenerate completions are counted; similar-looking valid ones are not."""
 
 import json
 import random
@@ -27,7 +27,7 @@ PROSE = (
         "\ue000" * 9,
     ],
 )
-def test_loops_and_what_nobody_can_read(text):
+def test_loops_and_unreadable_text_are_degenerate(text):
     assert is_degenerate(text)
 
 
@@ -49,9 +49,9 @@ def test_text_that_only_looks_degenerate_is_not_counted(text):
     assert not is_degenerate(text)
 
 
-def test_the_time_it_takes_does_not_grow_with_the_kinds_of_characters():
+def test_the_time_does_not_grow_with_the_number_of_distinct_characters():
     kinds = [chr(0xF0000 + i) for i in range(60_000)]  # private use
-    with cpu_s(20.0):  # a minute where each kind is counted by itself
+    with cpu_s(20.0):  # counting each character separately takes a minute
         assert is_degenerate("".join(kinds) * 10)
         assert not is_degenerate("".join(kinds) + "".join(random.Random(0).choices("0123456789", k=600_000)))
 
@@ -62,8 +62,8 @@ def test_one_character_in_ten_may_be_unreadable():
     assert is_degenerate(readable + "\ufffd" * 5 + "\x00" * 6)
 
 
-def test_of_real_solutions_few_are(shared_data):
-    """The one of them ends in two thousand threes."""
+def test_few_real_solutions_are_degenerate(shared_data):
+    """The degenerate one ends in two thousand threes."""
     lines = (shared_data / "gsm8k_graded_solutions.jsonl").read_text().splitlines()
     texts = [v for line in lines for v in json.loads(line).values() if isinstance(v, str)]
     found = [text for text in texts if is_degenerate(text)]

@@ -1,4 +1,4 @@
-"""A run that drifts causes a warning, whatever its configuration says; a healthy one does not."""
+"""A drifting run causes a warning with any configuration; a healthy one does not."""
 
 import asyncio
 import dataclasses
@@ -56,8 +56,8 @@ def flat(value, steps=20):
         (GARBAGE, 0.3125, 0.609375, 0.625),
     ],
 )
-def test_each_warns_at_its_threshold_and_not_on_the_near_side(metric, before, near, beyond):
-    """20 steps at ``before`` and 20 at the other: at the 40th step the recent mean is what those are."""
+def test_each_metric_warns_at_its_threshold_and_not_before(metric, before, near, beyond):
+    """20 steps at ``before`` and 20 at ``after``: the recent mean at the 40th step is ``after``."""
     assert warned_at(metric, flat(before) + flat(near, 40)) == []
     (step,) = warned_at(metric, flat(before) + flat(beyond, 40))
     assert step <= 40
@@ -86,7 +86,7 @@ def test_a_reward_is_compared_with_its_best_20_steps_wherever_they_are():
     )
 
 
-def test_a_reward_that_is_never_above_0_falls_by_half_of_its_best_all_the_same():
+def test_a_reward_that_is_never_above_0_also_warns_after_a_fall():
     """From -1 that is a fall to less than -1.5; from 0, any that is more than chance. Of -1 and 1, 40 % of
     them right, the mean is -0.2, with all wrong -1.
     """
@@ -100,7 +100,7 @@ def test_a_reward_that_is_never_above_0_falls_by_half_of_its_best_all_the_same()
     assert step <= 310
 
 
-def test_a_fall_that_chance_explains_is_none():
+def test_a_fall_within_chance_does_not_warn():
     """Steps of 0.75 and -0.25 in turn differ by 1, which is a variance of 0.5. Best are the first 5, with
     mean 0.35, and the error of the difference to that of 20 is sqrt(0.5 / 5 + 0.5 / 20) = 0.354. A fall to 0
     is less than 5 of those, 1.77, as one to -1.25 is, by 1.6; one to -2 is more, by 2.35.
@@ -114,8 +114,8 @@ def test_a_fall_that_chance_explains_is_none():
 
 
 @pytest.mark.parametrize("since", [5, 6, 8, 9, 12, 20])
-def test_a_collapse_within_the_first_steps_is_seen(since):
-    """32 samples a step, from step ``since`` on as a policy that a too high rate has ruined."""
+def test_a_collapse_within_the_first_steps_warns(since):
+    """32 samples per step; from step ``since`` on those of a policy ruined by a high learning rate."""
     draw = np.random.default_rng(since)
 
     def share(before, after):
@@ -135,15 +135,15 @@ def test_a_collapse_within_the_first_steps_is_seen(since):
     [(REWARD, 0.6, 0.3, 0.08), (ENTROPY, 2.0, 0.2, 0.02), (CUT, 0.05, 0.5, 0.08), (GARBAGE, 0.3, 0.6, 0.08)],
 )
 def test_a_metric_that_stays_at_its_threshold_warns_once_or_twice(metric, before, after, scatter):
-    """For 1000 steps, each of which scatters about it: after each that is beyond it, many are not."""
+    """1000 noisy steps cross the threshold many times in both directions."""
     draw = random.Random(0)
     values = [draw.gauss(level, scatter) for level in flat(before, 50) + flat(after, 1000)]
     assert 1 <= len(warned_at(metric, values)) <= 2
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_rewards_that_scatter_about_0_or_are_rare_are_silent_and_a_collapse_of_them_is_not(seed):
-    """32 samples a step: -1 or 1, as often right as wrong; 0 or 1, right one time in 200, or three in ten."""
+def test_noisy_or_rare_rewards_do_not_warn_until_they_collapse(seed):
+    """32 samples per step: -1 or 1 with equal odds; 0 or 1, right in 1 of 200 or 3 of 10."""
     draw = random.Random(seed)
     even = [sum(draw.choice((-1, 1)) for _ in range(32)) / 32 for _ in range(500)]
     rare = [sum(draw.random() < 0.005 for _ in range(32)) / 32 for _ in range(500)]
@@ -153,15 +153,15 @@ def test_rewards_that_scatter_about_0_or_are_rare_are_silent_and_a_collapse_of_t
     assert len(warned_at(REWARD, third + flat(0.0))) == 1
 
 
-def test_a_model_that_never_wrote_anything_else_causes_no_warning():
-    """With random weights: nothing ends, all is garbage, and no reward is above 0."""
+def test_a_model_that_was_degenerate_from_the_start_causes_no_warning():
+    """Random weights: nothing ends, all text is degenerate, and no reward is above 0."""
     garbage = flat(0.75) + flat(1.0, 40)
     _, said, counts = tracked({REWARD: flat(0.0, 60), CUT: flat(1.0, 60), GARBAGE: garbage})
     assert not said and not any(counts)
 
 
-def test_a_healthy_run_is_silent():
-    """It learns, its entropy halves, and its completions grow tenfold without being cut off."""
+def test_a_healthy_run_causes_no_warning():
+    """It learns, its entropy halves, and its completions grow tenfold without truncation."""
     steps = [k / 200 for k in range(200)]
     _, said, counts = tracked({
         REWARD: [0.1 + 0.7 * k for k in steps],
@@ -183,7 +183,7 @@ def test_fewer_than_20_steps_cause_no_warning():
 
 @pytest.mark.parametrize("lacking", [math.nan, math.inf, None])
 def test_a_step_that_lacks_a_metric_is_left_out(lacking):
-    """Of every third step nothing is known of the entropy: 20 values take 29 steps, and the others decide."""
+    """Every third step lacks the entropy: 20 values take 29 steps."""
     known, said = {}, {}
     values = iter(flat(2.0) + flat(0.0, 19))
     for step in range(1, 60):
@@ -227,7 +227,7 @@ def test_several_drifts_are_counted_and_each_warning_names_its_bound():
 
 
 class Drifting(fakes.World):
-    """From step ``since`` on nothing is right, all is garbage, and the policy is sure of itself."""
+    """From step ``since`` on nothing is right, all text is degenerate, and the entropy is near 0."""
 
     def __init__(self, since, sampled=0):
         super().__init__(jitter=False)
@@ -275,7 +275,7 @@ def test_with_defaults_a_run_that_drifts_warns_and_continues():
 
 
 def through_a_checkpoint(progress, tmp_path):
-    """``progress`` with its health as a checkpoint keeps it."""
+    """Return ``progress`` with its health state as a checkpoint stores it."""
     state = CheckpointState(0, "", "", health=json.loads(json.dumps(to_json(progress.health))))
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
@@ -293,6 +293,6 @@ def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(tm
         assert resumed.saved[48].health == whole.saved[48].health
 
 
-def test_what_is_remembered_does_not_grow_with_the_run():
+def test_the_remembered_state_does_not_grow_with_the_run():
     known, _, _ = tracked({drift.metric: flat(0.5, 500) for drift in DRIFTS})
     assert [len(one.recent) for one in known.values()] == [WINDOW] * 4

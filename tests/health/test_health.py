@@ -1,4 +1,4 @@
-"""Steps that are not trained on, bounds on metrics, and what happens to a run that passes one."""
+"""Steps without training, bounds on metrics, and the consequences of exceeding one."""
 
 import asyncio
 import dataclasses
@@ -70,7 +70,7 @@ def test_a_step_without_signal_is_not_trained_on_and_versions_still_advance(stal
     assert "train/rows" not in world.logged[2] and world.logged[2]["reward/mean"] == 1.0
 
 
-def test_the_least_number_of_groups_with_a_signal_can_be_set():
+def test_the_minimum_number_of_groups_with_a_signal_can_be_set():
     for needed, trained in ((0, 2), (2, 1), (3, 0)):
         world = fakes.World(jitter=False)
         scored_by(world, lambda step, index: [0.0, float(index < 2 * step)])
@@ -127,7 +127,7 @@ def test_a_quarantined_batch_is_a_table_of_its_samples(tmp_path):
     assert pq.read_table(path)["reward"].to_pylist() == [0, 1, 1, 0]
 
 
-# --- watches
+# --- bounds
 
 
 def watch(state=None, **settings):
@@ -159,7 +159,7 @@ def test_a_metric_beyond_its_bound_is_named_with_value_bound_and_key(settings, m
         assert said.startswith(f"{metric} = ") and words in said
 
 
-def test_a_reward_is_compared_with_the_greatest_so_far():
+def test_a_reward_is_compared_with_the_highest_so_far():
     """Greatest 0.2, 0.8, 0.8, 0.8: half of it is 0.1, 0.4, 0.4; below that are 0.39 and not 0.4."""
     health = watch(reward_below_share=0.5)
     rewards = [0.2, 0.8, 0.4, math.nan, 0.39]
@@ -184,7 +184,7 @@ def test_a_gradient_is_compared_with_the_median_of_earlier_ones():
     assert health.state.grad_norms == tuple(map(float, range(1, 21)))
 
 
-def test_too_many_skipped_updates_in_a_row_pass_a_bound():
+def test_too_many_skipped_updates_in_a_row_exceed_a_bound():
     health = watch(skipped_steps_above=2)
     skipped = [1.0, 0.0, 1.0, 2.0, 1.0]
     found = [[a.key for a in health.examine(1, {"health/skipped_updates": n})[0]] for n in skipped]
@@ -209,7 +209,7 @@ def test_stop_ends_the_run_after_the_step_is_recorded_and_before_it_is_saved(cap
 
 
 def looping(world, share):
-    """A ``share`` of every batch from the second on is garbage, and the batch short of the first's reward."""
+    """From the second batch on a ``share`` of the samples is degenerate, and rewards are lower."""
     score, seen = world.score, []
 
     async def scored(prompt, rollouts):
@@ -262,7 +262,7 @@ def test_a_run_that_skips_too_many_steps_in_a_row_is_stopped():
 @pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
 @pytest.mark.parametrize("why", ["equal rewards", "not scored"])
 def test_a_run_that_trains_on_no_token_for_too_many_steps_ends_whatever_the_action(why, action):
-    """Of the first four steps the second can be trained on: the count begins again behind it."""
+    """Of the first four steps the second can be trained on, which resets the count."""
     world = fakes.World(jitter=False)
     idle = [1.0, 1.0] if why == "equal rewards" else [math.nan, math.nan]
     scored_by(world, lambda step, index: [0.0, 1.0] if step == 1 else idle)

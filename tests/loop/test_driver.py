@@ -1,4 +1,4 @@
-"""The real loop on fake workers: order, staleness, resuming, deadlines, and how failures end it."""
+"""The real loop on fake workers: order, staleness, resuming, deadlines and failures."""
 
 import asyncio
 import dataclasses
@@ -97,7 +97,7 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
-    """Of the batch ahead one group is slow: the checkpoint has the other three, a resumed run samples one."""
+    """One group of the next batch is slow: the checkpoint has the other three, a resumed run samples one."""
     config = fakes.config(
         steps=2, max_staleness=1, checkpoint={"every": 1}, weight_sync={"mode": "keep"},
         **({"dynamic_sampling": {"enabled": True, "max_extra_prompts": 1}} if dynamic else {}),
@@ -148,7 +148,7 @@ def test_updates_per_step_splits_whole_groups_with_their_own_denominators():
 
 @pytest.mark.parametrize(("after", "seen"), [(False, [0, 2, 4]), (True, [0, 2])])
 def test_evaluation_comes_before_training_and_every_n_steps(after, seen):
-    """At the last step only where no evaluation of the exported model follows."""
+    """The last step is evaluated only if no evaluation of the exported model follows."""
     world = fakes.World()
     how = {"before": True, "after": after, "every": 2, "samples_per_prompt": 2, "k": [1, 2]}
     train(
@@ -165,7 +165,7 @@ def test_failure_of_one_sample_ends_the_run_with_its_own_error():
         train(world, fakes.config(steps=5), fakes.prompts(20))
 
 
-def test_a_batch_that_is_not_sampled_in_time_is_named():
+def test_a_batch_that_is_not_sampled_before_the_deadline_is_named():
     world = fakes.World()
 
     async def stuck(prompt, *, seeds, sampling):
@@ -177,7 +177,7 @@ def test_a_batch_that_is_not_sampled_in_time_is_named():
         train(world, config, fakes.prompts(20))
 
 
-def test_the_control_deals_the_same_rewards_to_other_samples():
+def test_the_control_shuffles_rewards_among_samples():
     world, control = fakes.World(), fakes.World()
     batch = {"prompts_per_step": 8, "samples_per_prompt": 4}
     train(
@@ -273,7 +273,7 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_resume(staleness):
-    """26 prompts, of which batches of 4 to 10 take what they need; every third has no signal."""
+    """26 prompts; batches of 4 to 10 take as many as they need; every third prompt has no signal."""
     config = fakes.config(
         steps=15, max_staleness=staleness, checkpoint={"every": 5},
         dynamic_sampling=dynamic(oversample=1.5, max_extra_prompts=6),
@@ -296,8 +296,8 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
 
 
 @pytest.mark.parametrize(("n", "staleness"), [(40, 0), (40, 1), (16, 1), (40, 4)])
-def test_an_epoch_is_whole_before_the_next_also_where_a_step_may_ask_for_all_prompts(n, staleness):
-    """No step needs more than its own, and batches on their way hold what they may ask for."""
+def test_an_epoch_ends_before_the_next_begins_even_if_a_step_may_use_all_prompts(n, staleness):
+    """No step needs extra prompts, and batches in flight hold their possible extra ones."""
     world = fakes.World()
     only_some_differ(world, set())
     extra = dynamic(max_extra_prompts=n)
@@ -316,7 +316,7 @@ def test_remax_samples_every_prompt_greedily_for_its_baseline():
         return await sample(prompt, seeds=seeds, sampling=sampling)
 
     async def score(prompt, rollouts):
-        """The greedy answer to problem i is worth i / 10, sample i is worth i; one cannot be scored."""
+        """The greedy answer to problem i gets i / 10, sample i gets i; one is unscored."""
         worth = [int(prompt.uid[1:]) / 10] if len(rollouts) == 1 else range(len(rollouts))
         rewards = np.array(
             [np.nan if prompt.uid == "p3" and len(rollouts) == 1 else w for w in worth], np.float32

@@ -1,4 +1,4 @@
-"""What makes the driver fast gives what straightforward code gives, and its work grows with samples alone."""
+"""The driver's fast code equals straightforward code, and its work grows with samples alone."""
 
 import asyncio
 import copy
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
-    """[B, T] tensors of a batch, one row and one tensor after the other."""
+    """Build the [B, T] tensors of a batch row by row."""
     samples = [(g, i, r) for g in groups for i, r in enumerate(g.rollouts)]
     rows = [[*g.prompt.token_ids.tolist(), *r.completion_ids.tolist()] for g, _, r in samples]
     shape = (len(rows), max(map(len, rows)))
@@ -57,7 +57,7 @@ def row_by_row(groups, advantages, ref_logprobs, mask_truncated):
 
 @st.composite
 def any_groups(draw):
-    """Prompts and completions of any length, empty ones too; some not scored, some cut."""
+    """Prompts and completions of any length, also empty; some unscored, some truncated."""
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     groups = []
     for g in range(draw(st.integers(1, 5))):
@@ -93,7 +93,7 @@ def same_group(a, b):
 
 @settings(max_examples=60, deadline=None)
 @given(groups=any_groups(), mask_truncated=st.booleans())
-def test_a_batch_is_bit_for_bit_what_row_by_row_code_makes(groups, mask_truncated):
+def test_a_batch_equals_one_built_row_by_row_bit_for_bit(groups, mask_truncated):
     rng = np.random.default_rng(0)
     advantages = [rng.standard_normal(len(g.rollouts)).astype(np.float32) for g in groups]
     reference = [rng.random(len(r.completion_ids), dtype=np.float32) for g in groups for r in g.rollouts]
@@ -109,7 +109,7 @@ def test_a_batch_is_bit_for_bit_what_row_by_row_code_makes(groups, mask_truncate
 
 @settings(max_examples=40, deadline=None)
 @given(groups=any_groups())
-def test_a_group_arrives_as_it_was_sent_in_one_piece(groups):
+def test_a_group_is_serialised_in_one_piece_and_arrives_unchanged(groups):
     for group in groups:
         buffers = []
         sent = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
@@ -119,7 +119,7 @@ def test_a_group_arrives_as_it_was_sent_in_one_piece(groups):
         assert same_group(copy.deepcopy(group), group)
 
 
-def test_samples_of_unequal_fields_do_not_travel():
+def test_samples_with_fields_of_unequal_length_are_not_packed():
     rollout = made_rollouts("p", 1, np.random.default_rng(0))[0]
     short = Rollout("p", 0, rollout.completion_ids[1:], rollout.logprobs, "stop", "", rollout.policy_versions)
     with pytest.raises(AssertionError, match="differ in length"):
@@ -127,7 +127,7 @@ def test_samples_of_unequal_fields_do_not_travel():
     assert unpack_rollouts(*pack_rollouts([])) == ()
 
 
-def test_a_batch_arrives_as_it_was_sent_in_memory_of_its_own():
+def test_a_batch_arrives_unchanged_in_its_own_memory():
     batch = made_groups.batch()
     buffers = []
     sent = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
@@ -138,13 +138,13 @@ def test_a_batch_arrives_as_it_was_sent_in_memory_of_its_own():
             assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), f.name
         else:
             assert mine == theirs, f.name
-    arrived.tokens.zero_()  # read-only memory would not allow it
+    arrived.tokens.zero_()  # fails in read-only memory
     assert sum(len(bytes(b)) for b in buffers) > 0.9 * len(sent)
 
 
 @settings(max_examples=20, deadline=None)
 @given(groups=any_groups())
-def test_a_table_of_samples_gives_back_what_it_was_given(groups, tmp_path_factory):
+def test_a_table_of_samples_reads_back_unchanged(groups, tmp_path_factory):
     path = tmp_path_factory.mktemp("table") / "t.parquet"
     write_groups(path, groups)
     back = read_groups(path, {g.prompt.uid: g.prompt for g in groups})
@@ -155,10 +155,10 @@ def test_a_table_of_samples_gives_back_what_it_was_given(groups, tmp_path_factor
 
 
 def calls(samples, workers, tmp_path):
-    """Function calls, Python's and C's, in all threads of a run of the real loop with ``samples`` a step."""
+    """Count Python and C function calls in all threads of the real loop with ``samples`` per step."""
     quiet = TrackingConfig(
         console=False, tensorboard=False
-    )  # TensorBoard has a thread with a clock of its own
+    )  # TensorBoard has a thread that wakes by the clock
     config = scaling_config(samples, workers).model_copy(update={"steps": 2, "tracking": quiet})
     run_dir = tmp_path / f"{samples}_{workers}"
     run_dir.mkdir()
@@ -182,7 +182,7 @@ def calls(samples, workers, tmp_path):
 
 
 def test_the_drivers_work_grows_with_samples_and_not_with_workers(tmp_path):
-    calls(128, 1, tmp_path)  # what is imported or cached at first use
+    calls(128, 1, tmp_path)  # fills imports and caches
     few, twice, four = (calls(n, 1, tmp_path) for n in (512, 1024, 2048))
     assert (four - twice) / (twice - few) == pytest.approx(2.0, rel=0.1)
     assert calls(1024, 64, tmp_path) < 1.05 * twice
@@ -212,7 +212,7 @@ def test_simulated_actors_are_light():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_made_groups_are_trained_on():
+def test_generated_groups_are_trained_on():
     prompt = made_prompts(1)[0]
     group = made_group(prompt, made_rollouts(prompt.uid, 8, np.random.default_rng(0)))
     assert set(group.rewards.tolist()) == {0.0, 1.0}

@@ -26,7 +26,7 @@ def test_each_group_has_one_outcome():
     }  # fmt: skip
 
 
-def test_totals_are_those_of_all_steps(tmp_path):
+def test_totals_cover_all_steps(tmp_path):
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, ledger_entry(SOME, [], with_signal={0}))
     ledger.add(2, ledger_entry(SOME, [], with_signal={0, 1, 3}))
@@ -58,7 +58,7 @@ def test_a_resumed_run_rewrites_its_lines_and_a_torn_line_is_ignored(tmp_path):
 
 
 def test_a_prompt_that_is_trained_in_the_wrong_step_is_found(tmp_path):
-    """Of an epoch of two steps the second has a prompt of the first again, in place of its own."""
+    """The second step of an epoch repeats a prompt of the first instead of its own."""
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, {"trained": ["a", "b"]})
     ledger.add(2, {"trained": ["a"], "no_signal": ["c"]})
@@ -70,7 +70,7 @@ def test_a_prompt_that_is_trained_in_the_wrong_step_is_found(tmp_path):
 
 
 def test_a_prompt_that_is_sampled_too_often_or_never_is_found(tmp_path):
-    """Where dynamic sampling decides in which step."""
+    """Dynamic sampling decides in which step a prompt is used."""
     ledger = StepLines(tmp_path / "ledger.jsonl", keep_through=0)
     ledger.add(1, {"trained": ["a", "b"], "put_aside": ["c"]})
     ledger.add(2, {"no_signal": ["a"], "trained": ["d"]})

@@ -16,7 +16,7 @@ STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
 
 
 class Slow(fakes.World):
-    """Its update takes until everything else has had its turn; logs what happens when."""
+    """Its update waits until every other task has run; logs the order of events."""
 
     def stage(self, batches):
         self.events.append("stage")

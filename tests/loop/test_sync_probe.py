@@ -24,7 +24,7 @@ LOGPROB = -1.0
 
 
 class Probed(fakes.World):
-    """A world with engines to probe: the policy's log-probs are -1, an engine's -1 plus its error.
+    """Fake engines to probe: the policy's log-probs are -1, an engine's are -1 plus its error.
 
     ``probed`` has (version, engine names) of every comparison, in order.
     """
@@ -98,12 +98,12 @@ def train(world, settings, **kwargs):
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world, **kwargs))
 
 
-# --- when
+# --- when probes happen
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(("every", "expected"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [0])])
-def test_engines_are_probed_after_the_first_sync_and_every_so_many_steps(every, expected, staleness):
+def test_engines_are_probed_after_the_first_sync_and_then_every_n_steps(every, expected, staleness):
     world = Probed(("rollout-0", "rollout-1"))
     train(world, config(every, steps=5, max_staleness=staleness))
     assert world.probed == {version: ["rollout-0", "rollout-1"] for version in expected}
@@ -166,8 +166,8 @@ def test_a_wrong_engine_that_joins_later_ends_the_run_before_its_samples_move_th
     assert "rollout-0" not in str(stop.value) and len(world.updates) == 2
 
 
-def test_an_engine_that_is_lost_while_it_is_probed_is_left_out_and_its_replacement_probed():
-    """It is lost over the probe of version 0, and back at version 2."""
+def test_an_engine_lost_during_its_probe_is_left_out_and_its_replacement_is_probed():
+    """It is lost during the probe of version 0 and returns at version 2."""
     world = Probed(("rollout-0", "rollout-1"))
     sample, push = Probes.sample, world.push
 
@@ -215,7 +215,7 @@ def test_an_engine_that_never_serves_ends_the_probe_at_the_deadline_of_sampling(
 # --- what
 
 
-def test_engines_that_sample_the_same_cost_the_policy_one_forward_of_each_sample():
+def test_identical_probe_samples_of_several_engines_cost_one_forward_pass():
     world = Probed(tuple(f"rollout-{i}" for i in range(8)))
     train(world, config(0, steps=1))
     assert world.rows == [4]
@@ -230,7 +230,7 @@ def test_a_probe_is_sampled_at_the_temperature_of_training():
     assert (world.requests[0][2].temperature, world.requests[0][2].max_new_tokens) == (0.6, 32)
 
 
-def test_a_probe_with_no_token_of_the_version_does_not_pass_and_ends_the_run_when_it_lasts():
+def test_a_probe_without_tokens_of_its_version_does_not_pass_and_ends_the_run_after_repeats():
     world = Probed()
     world.claimed = 99
     with pytest.raises(Unhealthy, match=r"step 3: .*rollout-0 has no token of version 2.*3 times in a row"):
@@ -256,7 +256,7 @@ def test_a_probe_with_no_token_is_repeated_at_the_next_step():
     assert list(world.probed) == [0, 1] and len(world.warnings) == len(world.notes) == 1
 
 
-# --- what ends the run
+# --- failing probes
 
 
 @pytest.mark.parametrize("action", ["skip", "warn", "stop", "rollback"])
@@ -300,7 +300,7 @@ def test_the_bound_is_that_of_the_policys_dtype_unless_it_is_set(dtype, above, e
 
 
 def test_one_token_whose_log_prob_is_nan_ends_the_run_with_a_message():
-    """A batch of training leaves such a sample out; the probe must not."""
+    """A training batch leaves such a sample out; the probe must not."""
     world = Probed()
     workers = world.workers()
     sample = workers.probe.sample
@@ -329,7 +329,7 @@ def updates_differ_by(world, *means):
 
 
 def test_the_samples_of_an_on_policy_step_are_held_to_the_bound_at_every_step():
-    """Two steps after the only probe; the weights of the update go nowhere."""
+    """Two steps after the only probe, the sync of the update's weights is lost."""
     world = Probed()
     updates_differ_by(world, 1e-6, 1e-6, 0.3)
     with pytest.raises(Unhealthy) as stop:
@@ -387,7 +387,7 @@ def test_settings_of_the_probe_may_change_on_resume():
     assert fingerprint(config(3, 0.5)) == fingerprint(config())
 
 
-# --- what is seen of it
+# --- records and report
 
 
 def test_the_report_draws_the_probe_in_one_chart_beside_the_mismatch():

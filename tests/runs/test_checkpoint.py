@@ -1,4 +1,4 @@
-"""Checkpoint directories: complete or absent, pruned to the newest, refused where they do not fit the run."""
+"""Checkpoint directories: complete or absent, pruned to the newest, refused if they do not fit the run."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ from tests.support import fakes
 from tests.support.made_checkpoints import HEALTH, MOMENTS, ORDER, PROMPTS, Disk, group, save, whole
 
 
-def test_what_was_saved_is_found_again(tmp_path):
+def test_a_saved_checkpoint_is_found(tmp_path):
     save(tmp_path, 3, ahead={3: SampledBatch([group(PROMPTS[1])], [group(PROMPTS[3])])})
     (found,) = list_checkpoints(tmp_path)
     state = load_state(found, fakes.config())
@@ -47,13 +47,13 @@ def test_what_was_saved_is_found_again(tmp_path):
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
 
 
-def test_a_checkpoint_that_says_nothing_of_watches_and_orders_is_of_ones_that_remember_nothing(tmp_path):
+def test_a_checkpoint_without_watch_and_order_state_restores_empty_ones(tmp_path):
     progress = load_progress(tmp_path, CheckpointState(1, "", "", health={"best_reward": 0.5}), PROMPTS)
     assert progress.health == HealthState(0.5) and progress.order == OrderState()
     assert progress.rewards == Moments()
 
 
-def test_one_of_another_version_is_not_to_be_deleted(tmp_path):
+def test_a_checkpoint_of_another_version_is_not_deleted(tmp_path):
     save(tmp_path, 3)
     (found,) = list_checkpoints(tmp_path)
     state = json.loads((found / "state.json").read_text())
@@ -63,7 +63,7 @@ def test_one_of_another_version_is_not_to_be_deleted(tmp_path):
     assert "delete" not in str(told.value)
 
 
-def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_path):
+def test_a_failed_save_leaves_no_checkpoint_and_does_not_block_the_next(tmp_path):
     with pytest.raises(RuntimeError, match="disk full"):
         save(tmp_path, 1, fails=True)
     assert list_checkpoints(tmp_path) == []
@@ -71,7 +71,7 @@ def test_a_save_that_dies_leaves_no_checkpoint_and_does_not_stop_the_next(tmp_pa
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
-def test_a_checkpoint_is_written_beside_the_steps_that_follow_and_the_next_waits_for_it(tmp_path):
+def test_a_background_checkpoint_is_written_during_later_steps_and_the_next_one_waits_for_it(tmp_path):
     async def steps():
         checkpoints, writing = Checkpoints(tmp_path, fakes.config(), PROMPTS), asyncio.Event()
         await checkpoints.save(1, Disk(writing=writing), Progress({}))  # does not wait
@@ -84,19 +84,19 @@ def test_a_checkpoint_is_written_beside_the_steps_that_follow_and_the_next_waits
         assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
         await checkpoints.settle()
         assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001", "step_000002"]
-        await checkpoints.settle()  # nothing is left to wait for
+        await checkpoints.settle()  # nothing remains to wait for
 
     asyncio.run(steps())
 
 
-def test_without_a_background_it_is_there_when_the_loop_goes_on(tmp_path):
+def test_a_foreground_checkpoint_exists_before_the_loop_continues(tmp_path):
     config = fakes.config(checkpoint={"background": False})
     asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress({})))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
 @pytest.mark.parametrize("can", [True, False])
-def test_a_later_checkpoint_of_a_step_takes_the_place_of_the_one_before_at_once(tmp_path, monkeypatch, can):
+def test_a_later_checkpoint_of_a_step_replaces_the_earlier_one_atomically(tmp_path, monkeypatch, can):
     """It has more of what is sampled; in between there is never none. Where names cannot be exchanged, the
     one before stays, unless it is damaged.
     """
@@ -114,17 +114,17 @@ def test_a_later_checkpoint_of_a_step_takes_the_place_of_the_one_before_at_once(
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
-def test_what_a_killed_or_failed_save_has_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_or_failed_save_are_removed(tmp_path):
     (tmp_path / ".partial_step_000007_0").mkdir()
     (tmp_path / "mine").mkdir()
     remove_partial(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    (tmp_path / ".partial_step_000007_0").mkdir()  # its rank was lost while it wrote
+    (tmp_path / ".partial_step_000007_0").mkdir()  # its rank was lost during the write
     save(tmp_path, 8)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "step_000008"]
 
 
-def test_only_the_newest_are_kept_and_nothing_else_is_deleted(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_no_other_file_is_deleted(tmp_path):
     (tmp_path / "mine").mkdir()
     config = fakes.config(checkpoint={"keep": 2})
     for step in (2, 4, 10, 100):
@@ -140,7 +140,7 @@ def test_a_damaged_state_is_named(tmp_path):
         load_state(found, fakes.config())
 
 
-def test_another_configuration_does_not_resume_but_a_longer_run_does(tmp_path):
+def test_another_configuration_does_not_resume_and_a_longer_run_does(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, fakes.config(steps=60)).step == 1
@@ -153,7 +153,7 @@ def with_sft(path="sft", **sft):
     return fakes.config(model={"path": path}, sft=section)
 
 
-def test_what_the_cold_start_was_made_with_counts_where_there_is_one(tmp_path):
+def test_settings_of_the_cold_start_are_part_of_the_identity_if_there_is_one(tmp_path):
     save(tmp_path, 1, config=with_sft())
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, with_sft(threads=2)).step == 1
@@ -183,7 +183,7 @@ def test_other_training_prompts_do_not_resume(tmp_path):
             check_data(found, state, prompts)
 
 
-# --- what was written is what is loaded
+# --- loading verifies the files
 
 
 def torn(path):
@@ -204,7 +204,7 @@ FILES = ["policy/weights", "state.json", "config.yaml", "ahead/batch_000003.parq
     ("damage", "words"),
     [(torn, "bytes instead of"), (changed, "its checksum differs"), (Path.unlink, "is missing")],
 )
-def test_a_damaged_file_is_named_and_the_checkpoint_before_is_used(tmp_path, file, damage, words):
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_is_used(tmp_path, file, damage, words):
     for step in (3, 6):
         save(tmp_path, step, ahead={3: SampledBatch([group(PROMPTS[1])])})
     older, newer = list_checkpoints(tmp_path)
@@ -259,7 +259,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_whatever_stands_in_the_place_of_a_checkpoint_the_one_before_is_used(tmp_path, kind):
+def test_any_unreadable_checkpoint_falls_back_to_the_previous_one(tmp_path, kind):
     for step in (3, 6):
         save(tmp_path, step)
     older, newer = list_checkpoints(tmp_path)
@@ -271,7 +271,7 @@ def test_whatever_stands_in_the_place_of_a_checkpoint_the_one_before_is_used(tmp
     assert "\n" not in warning and warning.encode()
 
 
-def test_a_state_that_is_nested_too_deep_is_refused_in_one_message(tmp_path):
+def test_a_state_nested_too_deep_is_refused_in_one_message(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     (found / "state.json").write_text("[" * 200_000)
@@ -279,7 +279,7 @@ def test_a_state_that_is_nested_too_deep_is_refused_in_one_message(tmp_path):
         load_state(found, fakes.config())
 
 
-def test_links_in_the_place_of_what_is_saved_are_not_followed(tmp_path):
+def test_links_in_place_of_saved_files_are_not_followed(tmp_path):
     directory, other = tmp_path / "checkpoints", tmp_path / "other"
     save(directory, 1, config=fakes.config(checkpoint={"keep": 1}))
     other.mkdir()
@@ -292,8 +292,8 @@ def test_links_in_the_place_of_what_is_saved_are_not_followed(tmp_path):
     assert [path.name for path in other.iterdir()] == ["precious"]
 
 
-def test_a_run_that_went_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
-    """Step 6 is damaged; with one checkpoint kept, that of step 4 must not be the one that goes."""
+def test_a_run_that_fell_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
+    """Step 6 is damaged; with `keep: 1`, pruning must not delete step 4."""
     config = fakes.config(checkpoint={"keep": 1})
     save(tmp_path, 6, config=config)
     torn(tmp_path / "step_000006" / "policy" / "weights")
@@ -305,7 +305,7 @@ def test_a_run_that_went_back_from_a_damaged_checkpoint_keeps_its_own(tmp_path):
     assert newest_whole(tmp_path, print) == tmp_path / "step_000006"
 
 
-def test_where_no_checkpoint_is_whole_the_run_is_refused_before_anything_is_started(tmp_path, capsys):
+def test_a_run_without_an_intact_checkpoint_is_refused_before_anything_starts(tmp_path, capsys):
     config = fakes.config(name="torn", output_dir=str(tmp_path))
     save(tmp_path / "torn" / "checkpoints", 3, config=config)
     torn(tmp_path / "torn" / "checkpoints" / "step_000003" / "policy" / "weights")
@@ -334,7 +334,7 @@ def test_the_layout_of_workers_may_change_on_resume_and_is_reported(tmp_path, se
 
 
 @pytest.mark.parametrize("on_disk_before", [False, True])
-def test_states_on_the_disks_of_ranks_are_not_resharded(tmp_path, on_disk_before):
+def test_states_on_rank_local_disks_are_not_resharded(tmp_path, on_disk_before):
     def config(nvme, **policy):
         offload = {"optimizer": "nvme", "nvme_path": str(tmp_path)} if nvme else {}
         return fakes.config(policy={"zero_stage": 3, "offload": offload} | policy)
@@ -347,7 +347,7 @@ def test_states_on_the_disks_of_ranks_are_not_resharded(tmp_path, on_disk_before
             load_state(found, other)
 
 
-def test_bounds_of_watches_may_change_on_resume_and_what_is_trained_on_may_not(tmp_path):
+def test_health_bounds_may_change_on_resume_and_training_data_may_not(tmp_path):
     save(tmp_path, 1)
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, fakes.config(health={"min_signal_groups": 0, "kl_above": None})).step == 1

@@ -1,4 +1,4 @@
-"""The cold start: what it trains on, that it repeats, and that it is made once."""
+"""The cold start: its training data, its reproducibility, and its reuse."""
 
 import json
 import os
@@ -68,7 +68,7 @@ def test_the_same_settings_give_the_same_weights_and_another_seed_gives_others(t
     assert not all(torch.equal(first[k], other[k]) for k in first)
 
 
-def test_it_is_made_once_and_again_when_the_data_change(tmp_path):
+def test_a_cold_start_is_made_once_and_repeated_when_the_data_change(tmp_path):
     record = {"prompt": "1+1=", "completion": "2"}
     path = pairs_file(tmp_path / "sft.jsonl", record)
     first = run_sft(settings(data=path, steps=1), lambda _: None)
@@ -77,7 +77,7 @@ def test_it_is_made_once_and_again_when_the_data_change(tmp_path):
     assert run_sft(settings(data=path, steps=1), lambda _: None) != first
 
 
-def test_an_interrupted_run_leaves_nothing_that_passes_for_a_model(tmp_path, monkeypatch):
+def test_an_interrupted_cold_start_leaves_nothing_that_passes_for_a_model(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
 
     def interrupt(message):
@@ -106,14 +106,14 @@ def test_it_learns_the_response_and_where_to_stop(tmp_path):
     assert model.config.use_cache
 
 
-def test_a_loss_that_is_no_number_is_refused_before_it_reaches_the_weights(tmp_path, monkeypatch):
+def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"step 2 has loss .*; lower sft\.lr = 1e\+30"):
         run_sft(settings(lr=1e30, warmup_steps=0), lambda _: None)
     assert not list(tmp_path.glob("sft-*"))
 
 
-def test_threads_of_the_caller_are_left_as_they_were(tmp_path, monkeypatch):
+def test_the_callers_thread_settings_are_restored(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -162,7 +162,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
         ({"model": "none"}, ["sft.model = none", "config.json"]),
     ],
 )
-def test_data_and_models_that_are_not_there_are_refused_by_name(changes, words):
+def test_missing_data_and_models_are_refused_by_name(changes, words):
     with pytest.raises(ValueError) as refusal:
         run_sft(settings(**changes), lambda _: None)
     for word in words:
@@ -170,7 +170,7 @@ def test_data_and_models_that_are_not_there_are_refused_by_name(changes, words):
 
 
 def pairs(path, **changes):
-    """Text of the rows, turns and end written out."""
+    """Return the text of the rows with roles and end tokens."""
     tokenizer = AutoTokenizer.from_pretrained(cached_model("tiny", seed=0))
     found = load_pairs(settings(data=path, **changes), tokenizer)
     return [(tokenizer.decode(p), tokenizer.decode(c)) for p, c in found]
@@ -197,7 +197,7 @@ def test_a_row_may_hold_a_system_prompt_a_conversation_or_plain_text(tmp_path):
     ]
 
 
-def test_sources_are_mixed_each_with_its_own_number_and_noise(tmp_path):
+def test_sources_are_mixed_with_their_own_counts_and_noise(tmp_path):
     path = pairs_file(tmp_path / "sft.jsonl", *({"prompt": str(i), "completion": "c"} for i in range(5)))
     mixed = pairs(
         [{"path": path, "examples": 2}, "demo:add3", {"path": "demo:add3", "examples": 3, "noise": 1}]

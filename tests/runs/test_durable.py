@@ -1,4 +1,4 @@
-"""What is published is on the disk before it has its name."""
+"""Files are on disk before they get their final name."""
 
 import contextlib
 import errno
@@ -20,7 +20,7 @@ from grpo_dist.runtime.files import LOCK, DiskFull, alone, check_room, clear, ex
 
 @pytest.fixture
 def events(monkeypatch):
-    """Names that were flushed and renamed, in order."""
+    """Record flushed and renamed names, in order."""
     seen = []
     fsync, replace = os.fsync, os.replace
 
@@ -46,13 +46,13 @@ def test_every_file_is_flushed_before_the_rename_and_the_name_after_it(tmp_path,
     assert (tmp_path / "final/inner/a").read_text() == "1"
 
 
-def test_what_this_project_makes_is_published_so(tmp_path, events, monkeypatch):
+def test_everything_this_project_writes_is_published_durably(tmp_path, events, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     made = cached("x", {}, lambda directory: (directory / "weights").write_text("1"))
     assert events.index(("flush", "weights")) < events.index(("rename", made.name))
 
 
-def test_a_run_that_ends_for_want_of_room_says_so_in_one_message(tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_with_one_message(tmp_path, monkeypatch):
     config = Config.model_validate(
         {
             "model": {"path": "m"},
@@ -68,7 +68,7 @@ def test_a_run_that_ends_for_want_of_room_says_so_in_one_message(tmp_path, monke
     assert ended.value.exit_code == 1
     with pytest.raises(OSError, match="of another kind"), Tracker(config, tmp_path):
         raise OSError(errno.EIO, "of another kind")
-    # torch does not say why it cannot write.
+    # torch does not report why it cannot write.
     unclear = RuntimeError("unexpected pos 576 vs 534")
     check_room(tmp_path, unclear)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=4096))
@@ -76,7 +76,7 @@ def test_a_run_that_ends_for_want_of_room_says_so_in_one_message(tmp_path, monke
         check_room(tmp_path, unclear)
 
 
-def test_names_are_exchanged_at_once(tmp_path):
+def test_names_are_exchanged_atomically(tmp_path):
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
@@ -86,7 +86,7 @@ def test_names_are_exchanged_at_once(tmp_path):
         exchange(tmp_path / "one", tmp_path / "nothing")
 
 
-def test_a_directory_is_for_one_process_at_a_time_and_another_waits_for_a_while(tmp_path):
+def test_a_directory_is_locked_by_one_process_and_another_waits_for_it(tmp_path):
     with alone(tmp_path, "here"):
         begin = time.monotonic()
         with (
@@ -99,7 +99,7 @@ def test_a_directory_is_for_one_process_at_a_time_and_another_waits_for_a_while(
         pass
 
 
-def test_a_directory_without_locks_is_used_all_the_same(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_usable(tmp_path, monkeypatch):
     def refuses(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
@@ -119,8 +119,8 @@ def test_a_lock_that_is_deleted_or_replaced_lets_no_second_process_in(tmp_path):
         pass
 
 
-def test_who_waited_for_a_directory_that_was_removed_has_the_one_of_that_name(tmp_path, monkeypatch):
-    """Not the one that is gone, which keeps nobody out."""
+def test_a_waiter_for_a_removed_directory_locks_its_successor(tmp_path, monkeypatch):
+    """A lock in the removed directory would exclude nobody."""
     directory = tmp_path / "run"
     directory.mkdir()
     waits = []
@@ -141,7 +141,7 @@ def test_who_waited_for_a_directory_that_was_removed_has_the_one_of_that_name(tm
 
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "hard link", "pipe", "directory"])
-def test_no_lock_is_written_through_to_another_file(tmp_path, kind):
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path, kind):
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()
     other.write_text("precious")
@@ -160,7 +160,7 @@ def test_no_lock_is_written_through_to_another_file(tmp_path, kind):
 
 
 @pytest.mark.parametrize("target", ["other", "nothing"])
-def test_what_is_being_written_follows_no_link(tmp_path, target):
+def test_a_partial_file_that_is_a_link_is_not_followed(tmp_path, target):
     (tmp_path / "other").write_text("precious")
     partials = {
         ".a.partial": lambda: write_text(tmp_path / "a", "1"),
@@ -173,7 +173,7 @@ def test_what_is_being_written_follows_no_link(tmp_path, target):
     assert (tmp_path / "other").read_text() == "precious" and not (tmp_path / "nothing").exists()
 
 
-def test_what_was_left_is_removed_and_not_what_a_link_leads_to(tmp_path):
+def test_leftovers_are_removed_and_targets_of_links_are_not(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/file").touch()
     (tmp_path / "link").symlink_to("kept")
@@ -183,7 +183,7 @@ def test_what_was_left_is_removed_and_not_what_a_link_leads_to(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"] and (tmp_path / "kept/file").exists()
 
 
-def test_a_run_that_is_refused_because_another_trains_it_removes_nothing_of_that_one(tmp_path, monkeypatch):
+def test_a_run_refused_because_another_process_trains_it_removes_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.run.LOCK_PATIENCE_S", 0.0)
     run = tmp_path / "runs" / "mine"
     run.mkdir(parents=True)

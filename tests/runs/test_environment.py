@@ -1,4 +1,4 @@
-"""What a run directory says of where and with what it was started."""
+"""The environment that a run directory records."""
 
 import json
 import subprocess
@@ -28,7 +28,7 @@ def test_versions_and_machine_are_those_of_this_process(tmp_path, monkeypatch):
     assert "sesame" not in text
 
 
-def test_the_commit_is_that_of_these_files_and_not_of_a_project_around_them(tmp_path):
+def test_the_commit_is_that_of_this_package_and_not_of_an_enclosing_repository(tmp_path):
     def git(*arguments):
         somebody = ["-c", "user.name=x", "-c", "user.email=x@x"]
         subprocess.run(["git", "-C", tmp_path, *somebody, *arguments], check=True)
@@ -45,7 +45,7 @@ def test_the_commit_is_that_of_these_files_and_not_of_a_project_around_them(tmp_
     assert _commit(installed_at) == head[:12]
 
 
-def test_gpus_that_nobody_can_be_asked_about_keep_no_run_from_starting(monkeypatch):
+def test_unreadable_gpus_do_not_prevent_a_start(monkeypatch):
     def no_nvml():
         raise OSError("NVML Shared Library Not Found")
 
@@ -54,5 +54,5 @@ def test_gpus_that_nobody_can_be_asked_about_keep_no_run_from_starting(monkeypat
     assert environment()["gpus"] == ["unknown: NVML Shared Library Not Found"]
 
 
-def test_a_package_that_is_not_there_has_no_version():
+def test_a_missing_package_has_no_version():
     assert installed("no-such-package-anywhere") is None

@@ -1,4 +1,4 @@
-"""What makes a run the run it is, and what may change where it goes on."""
+"""The identity of a run: settings that may change on resume, and settings that may not."""
 
 import json
 
@@ -28,8 +28,8 @@ def config(**changed):
     return fakes.config(**{"rewards": {"models": [MODEL]}} | changed)
 
 
-def test_the_keys_that_may_change_are_keys():
-    """A key that was renamed would decide again, without a word."""
+def test_the_keys_that_may_change_exist():
+    """A renamed key would silently become part of the identity again."""
     everything = flat(config().model_dump(mode="json"))
     for pattern in _LAYOUT:
         own = pattern.replace("*", "0")
@@ -54,14 +54,14 @@ def test_the_keys_that_may_change_are_keys():
         ({"health": {"min_signal_groups": 0, "kl_above": 3.0}}, "health.kl_above", False),
     ],
 )
-def test_the_fingerprint_changes_with_what_decides(changed, key, decides):
+def test_the_fingerprint_changes_with_settings_that_decide_the_numbers(changed, key, decides):
     other = config(**changed)
     found = [c for c in changes(dump_config(config()), other) if f"{c.key}.".startswith(f"{key}.")]
     assert found and {c.decides(other) for c in found} == {decides}
     assert (fingerprint(config()) != fingerprint(other)) == decides
 
 
-def test_a_schedule_that_falls_ends_at_the_last_step():
+def test_a_decaying_schedule_makes_the_last_step_part_of_the_identity():
     falling = {"policy": {"optimizer": {"schedule": "linear"}}}
     (found,) = changes(dump_config(config(**falling)), other := config(**falling, steps=9))
     assert found == Change("steps", 6, 9) and found.decides(other)
@@ -69,7 +69,7 @@ def test_a_schedule_that_falls_ends_at_the_last_step():
 
 
 def without(settings, *keys):
-    """The configuration of a version that did not have ``keys`` yet."""
+    """Return the configuration of a version without ``keys``."""
     old = yaml.safe_load(dump_config(settings))
     for key in keys:
         section, name = key.split(".")
@@ -77,7 +77,7 @@ def without(settings, *keys):
     return old
 
 
-def test_keys_that_a_later_version_brought_are_no_change_at_their_defaults():
+def test_keys_added_by_a_later_version_are_no_change_at_their_defaults():
     later = "rewards.accept_arithmetic", "health.idle_steps_above", "weight_sync.probe_every"
     old = without(config(), *later)
     assert changes(yaml.safe_dump(old), config()) == []
@@ -95,27 +95,27 @@ def test_keys_that_a_later_version_brought_are_no_change_at_their_defaults():
     ],
 )  # fmt: skip
 def test_reward_shift_and_reward_scale_are_compared_by_what_they_mean(was, now, same):
-    """Both were true by default before null was."""
+    """Both defaulted to true before null was the default."""
     old = yaml.safe_load(dump_config(config()))
     old["algorithm"] |= {"reward_norm": "batch", "reward_shift": was[0], "reward_scale": was[1]}
     other = config(algorithm={"reward_norm": "batch", "reward_shift": now[0], "reward_scale": now[1]})
     assert (changes(yaml.safe_dump(old), other) == []) == same
 
 
-def test_settings_without_layout_are_a_copy():
+def test_removing_the_layout_does_not_modify_the_settings():
     models = [MODEL | {"num_workers": 1}]
     settings = {"policy": {"num_workers": 2, "lora": None}, "rewards": {"models": models}}
     assert without_layout(settings) == {"policy": {"lora": None}, "rewards": {"models": [MODEL]}}
     assert settings["policy"]["num_workers"] == 2
 
 
-def test_a_message_names_three():
+def test_a_message_names_at_most_three_changes():
     found = [Change(f"a.{i}", i, i + 1) for i in range(5)]
     assert describe(found) == "`a.0` = 1 was 0, `a.1` = 2 was 1, `a.2` = 3 was 2 and 2 more"
 
 
 def test_a_checkpoint_of_another_version_is_judged_by_its_configuration(tmp_path):
-    """Another version may hash other keys. What is hidden in the file is not known to be the same."""
+    """Another version may hash other keys. A masked secret cannot be compared."""
     secret = {"rewards": {"functions": [{"function": "math", "kwargs": {"api_key": "s3cret"}}]}}
     for name, own, known in (("plain", config(), True), ("secret", fakes.config(**secret), False)):
         made_checkpoints.save(tmp_path / name, 1, config=own)

@@ -1,4 +1,4 @@
-"""A run that is asked to end takes its step with it if there is time, and says so by its exit code."""
+"""A run asked to stop saves its finished step if there is time; its exit code says so."""
 
 import asyncio
 import dataclasses
@@ -24,14 +24,14 @@ KILL = {"TERM": signal.SIGTERM, "INT": signal.SIGINT}
 
 
 def asked_during(world, *, step, number=signal.SIGTERM, then=None):
-    """A signal arrives in the midst of the update of ``step``, which goes on with ``then``."""
+    """Send a signal during the update of ``step``, then continue with ``then``."""
     update = world.update
 
     async def updated(batches, *, kl_coef, bounds):
         metrics = await update(batches, kl_coef=kl_coef, bounds=bounds)
         if len(world.updates) == step:
             os.kill(os.getpid(), number)
-            await asyncio.sleep(0.01)  # the loop hears of it
+            await asyncio.sleep(0.01)  # lets the loop handle it
             if then:
                 await then()
         return metrics
@@ -54,7 +54,7 @@ def session(world, config, said, eval_sets=(), **kwargs):
 
 @pytest.mark.parametrize("name", KILL)
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_that_is_asked_to_end_finishes_its_step_and_the_same_command_goes_on(staleness, name):
+def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(staleness, name):
     config, said = fakes.config(steps=5, max_staleness=staleness), []
     whole, world = fakes.World(), fakes.World()
     session(whole, config, said)
@@ -72,7 +72,7 @@ def test_a_run_that_is_asked_to_end_finishes_its_step_and_the_same_command_goes_
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_a_run_that_is_asked_during_its_last_step_is_saved_once_and_still_ends_as_asked():
+def test_a_run_asked_to_stop_in_its_last_step_is_saved_once_and_exits_as_preempted():
     world, said = fakes.World(), []
     asked_during(world, step=3)
     with pytest.raises(Preempted):
@@ -80,7 +80,7 @@ def test_a_run_that_is_asked_during_its_last_step_is_saved_once_and_still_ends_a
     assert list(world.saved) == [3]
 
 
-def test_a_step_that_takes_longer_than_the_grace_is_given_up():
+def test_a_step_longer_than_the_grace_period_is_abandoned():
     world, said = fakes.World(), []
     asked_during(world, step=2, then=lambda: asyncio.sleep(60))
     config = fakes.config(steps=5, checkpoint={"grace_s": 0.05, "every": 1})
@@ -90,8 +90,8 @@ def test_a_step_that_takes_longer_than_the_grace_is_given_up():
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wait_for_the_rest(staleness):
-    """Of step 3 one group takes for ever: the checkpoint is that of step 2, with the other three groups."""
+def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(staleness):
+    """One group of step 3 never finishes: the checkpoint is that of step 2, with the other three groups."""
     config, said = fakes.config(steps=4, max_staleness=staleness, weight_sync={"mode": "keep"}), []
     whole = fakes.World(jitter=False)
     session(whole, config, said)
@@ -100,7 +100,7 @@ def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wa
         async def sample(self, prompt, **request):
             found = await super().sample(prompt, **request)
             if len(self.updates) == 2 and prompt.uid == third[1]:
-                for _ in range(1000):  # the others are finished long before
+                for _ in range(1000):  # the others finish long before
                     await asyncio.sleep(0)
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.sleep(HANG_S)
@@ -121,8 +121,8 @@ def test_asked_while_a_step_is_sampled_it_keeps_what_is_finished_and_does_not_wa
         assert torch.equal(a[0].tokens, b[0].tokens)
 
 
-def test_asked_while_it_evaluates_it_saves_the_step_and_evaluates_when_it_goes_on():
-    """The evaluation takes longer than the grace."""
+def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
+    """The evaluation takes longer than the grace period."""
     evaluation = {"before": True, "after": False, "every": 2, "samples_per_prompt": 1, "k": [1]}
     config, said = fakes.config(steps=4, evaluation=evaluation), []
     held = [EvalSet("held", [dataclasses.replace(p, uid=f"held {p.uid}") for p in fakes.prompts(3)])]
@@ -153,8 +153,8 @@ def test_asked_while_it_evaluates_it_saves_the_step_and_evaluates_when_it_goes_o
             assert resumed.logged[step][name] == evaluated[step][name]
 
 
-def test_asked_while_engines_are_drained_it_saves_the_step_that_is_done():
-    """A sample of the batch after it takes for ever, and new weights would wait for it."""
+def test_a_stop_while_engines_drain_saves_the_finished_step():
+    """A sample of the next batch never finishes, and a weight sync would wait for it."""
     config, said = fakes.config(steps=5, max_staleness=1), []
     whole = fakes.World(jitter=False)
     session(whole, config, said)
@@ -179,7 +179,7 @@ def test_asked_while_engines_are_drained_it_saves_the_step_that_is_done():
         assert torch.equal(a[0].tokens, b[0].tokens)
 
 
-def test_a_loss_while_it_ends_ends_it_all_the_same():
+def test_a_failure_during_the_stop_does_not_prevent_it():
     world, said = fakes.World(), []
 
     async def lose():
@@ -203,7 +203,7 @@ def test_a_second_signal_ends_at_once():
     assert ended.value.exit_code == 143 and not world.saved
 
 
-def test_while_starting_up_there_is_nothing_to_finish_and_what_was_started_is_ended():
+def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
     ended_in_order = []
 
     async def start():
@@ -219,7 +219,7 @@ def test_while_starting_up_there_is_nothing_to_finish_and_what_was_started_is_en
     assert ended_in_order
 
 
-def test_before_the_first_worker_sigterm_is_heard_too():
+def test_sigterm_before_the_first_worker_is_handled():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -227,8 +227,8 @@ def test_before_the_first_worker_sigterm_is_heard_too():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_rays_own_handler_is_understood():
-    """It exits with the signal's number; other exits are what they are."""
+def test_the_signal_handler_of_ray_is_recognised():
+    """It exits with the signal's number; other exits are unchanged."""
     with pytest.raises(Preempted, match="while starting up"), ended_by_sigterm():
         raise SystemExit(signal.SIGTERM)
     with pytest.raises(SystemExit), ended_by_sigterm():
@@ -236,7 +236,7 @@ def test_rays_own_handler_is_understood():
 
 
 @pytest.mark.parametrize(("end", "code"), [(Preempted("x"), 75), (Interrupted("x", 143), 143)])
-def test_the_exit_code_says_whether_to_run_it_again(end, code, capsys):
+def test_the_exit_code_says_whether_to_rerun(end, code, capsys):
     assert report_end(end) == code
     assert capsys.readouterr().err == "x\n"
 
@@ -254,15 +254,15 @@ try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)
         finally:
-            time.sleep(4)  # to put away what has begun
+            time.sleep(4)  # cleaning up
             print("put away", flush=True)
 except RunEnded as end:
     sys.exit(end.exit_code)
 """
 
 
-def test_a_run_that_is_asked_to_end_while_it_starts_has_time_to_put_away_what_it_began():
-    """Ray's own handler aborts a program three seconds after a SIGTERM."""
+def test_a_run_asked_to_stop_during_its_start_has_time_to_clean_up():
+    """Ray's handler aborts a program three seconds after a SIGTERM."""
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": str(root)}
     environment = {name: value for name, value in environment.items() if not name.startswith("RAY_")}

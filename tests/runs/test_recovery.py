@@ -32,7 +32,7 @@ from tests.support.patience import HANG_S, wait_until
 
 
 class Job(fakes.World):
-    """Workers, cluster and records of one job. Its only weight is the number of its updates."""
+    """Workers, cluster and recorder of one job. Its only weight is the number of its updates."""
 
     def __init__(self, **config):
         super().__init__(jitter=False)
@@ -114,7 +114,7 @@ class Job(fakes.World):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
+def test_a_worker_lost_during_the_start_does_not_end_the_run(allowed):
     job = Job()
     job.dies_starting = True
     if allowed:
@@ -131,14 +131,14 @@ def test_a_worker_that_is_lost_while_all_start_is_no_end(allowed):
 
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(("lost", "again_from"), [(1, 0), (2, 0), (3, 2), (6, 4)])
-def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(staleness, lost, again_from):
+def test_a_lost_policy_costs_only_the_steps_since_the_checkpoint(staleness, lost, again_from):
     whole, hit = Job(max_staleness=staleness).train(), Job(max_staleness=staleness)
     hit.die_at = {lost: 1}
     hit.train()
     assert hit.starts == 1 and whole.starts == 0
     assert hit.ledger_entries == whole.ledger_entries and list(hit.ledger_entries) == [1, 2, 3, 4, 5, 6]
     assert [s for s, _ in hit.trained] == [*range(1, lost), *range(again_from + 1, 7)]
-    assert all(step == weight for step, weight in hit.trained)  # none is trained twice into the weights
+    assert all(step == weight for step, weight in hit.trained)  # no step is in the weights twice
     place = f"step_{again_from:06d}" if again_from else "the beginning of the run"
     assert hit.warnings == [
         f"policy-1 is lost in step {lost}; going back to the last checkpoint in 0.001 s, restart 1 of 3",
@@ -146,7 +146,7 @@ def test_a_lost_policy_costs_the_steps_since_the_checkpoint_and_nothing_else(sta
     ]
 
 
-def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch):
+def test_waiting_for_capacity_does_not_count_towards_the_start_deadline(monkeypatch):
     job = Job()
     timeouts = {"room_s": 60.0, "start_s": 0.05}
     job.config = fakes.config(checkpoint={"every": 2}, cluster={"timeouts": timeouts})
@@ -161,7 +161,7 @@ def test_waiting_for_room_is_not_the_time_that_workers_have_to_start(monkeypatch
     assert list(job.train().ledger_entries) == [1, 2, 3, 4, 5, 6]
 
 
-def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
+def test_another_failure_during_recovery_costs_another_restart(monkeypatch):
     job, lost = Job(), iter([True, False])
     job.die_at = {3: 1}
     start_again = job.start_again
@@ -177,7 +177,7 @@ def test_another_loss_while_it_goes_back_costs_another_restart(monkeypatch):
     assert ["restart 1 of 3" in job.warnings[0], "restart 2 of 3" in job.warnings[2]] == [True, True]
 
 
-def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
+def test_repeated_failures_end_the_run_with_their_reason():
     job = Job()
     job.die_at = {3: 10}
     with pytest.raises(StateLost, match="policy-1 is lost in step 3"):
@@ -190,13 +190,13 @@ def test_a_loss_that_comes_again_and_again_ends_the_run_with_its_reason():
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
+def test_a_step_beyond_a_bound_is_rolled_back_and_its_batch_is_left_out(staleness):
     job = Job(max_staleness=staleness, health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
     job.metrics_at = {4: {"ref/kl": 5.0}}
     job.train()
-    assert job.starts == 0 and job.abandoned == 1  # the workers stay
+    assert job.starts == 0 and job.abandoned == 1  # the workers keep running
     assert [step for step, _ in job.trained] == [1, 2, 3, 4, 3, 5, 6]
-    assert job.weight == 5  # of six steps, one is not in it
+    assert job.weight == 5  # six steps without the avoided one
     assert "skipped" in job.ledger_entries[4] and "trained" not in job.ledger_entries[4]
     assert all("trained" in job.ledger_entries[s] and "skipped" not in job.ledger_entries[s] for s in (3, 5))
     assert list(job.quarantined) == [4]
@@ -207,16 +207,16 @@ def test_a_step_out_of_bounds_is_rolled_back_and_its_batch_left_out(staleness):
     ]
 
 
-def test_rolling_back_ends_where_every_step_is_out_of_bounds():
+def test_rollbacks_end_if_every_step_is_beyond_a_bound():
     job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0, "max_rollbacks": 2})
     job.metrics_at = {step: {"ref/kl": 5.0} for step in range(1, 7)}
     with pytest.raises(Unhealthy, match=r"step 3: .*Stopped"):
         job.train()
     assert [step for step, _ in job.trained] == [1, 2, 3]
-    assert job.starts == 2  # there was no checkpoint to load: the first weights come from new ranks
+    assert job.starts == 2  # without a checkpoint the initial weights come from new ranks
 
 
-def test_weights_that_are_lost_are_rolled_back_too():
+def test_non_finite_weights_are_rolled_back_too():
     job = Job(health={"min_signal_groups": 0, "action": "rollback"})
     job.metrics_at = {3: {"health/bad_weights": 1.0}}
     job.train()
@@ -224,7 +224,7 @@ def test_weights_that_are_lost_are_rolled_back_too():
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), TimeoutError("stage sync: late\npolicy-0: stopped")])
-def test_whatever_is_lost_or_late_sends_the_run_back_to_its_checkpoint(error):
+def test_every_lost_or_late_worker_sends_the_run_back_to_its_checkpoint(error):
     async def lose():
         async with Cluster(fakes.config()).failures_as_state_lost():
             raise error
@@ -236,7 +236,7 @@ def test_whatever_is_lost_or_late_sends_the_run_back_to_its_checkpoint(error):
     assert rest == str(error).splitlines()[1:]  # the stacks, if there are any
 
 
-def test_what_the_program_itself_does_wrong_is_no_loss():
+def test_a_bug_is_not_treated_as_a_lost_worker():
     async def err():
         async with Cluster(fakes.config()).failures_as_state_lost():
             raise KeyError("x")
@@ -245,7 +245,7 @@ def test_what_the_program_itself_does_wrong_is_no_loss():
         asyncio.run(err())
 
 
-def test_restarts_long_ago_do_not_count():
+def test_old_restarts_do_not_count():
     now = [0.0]
     budget = Budget(RestartsConfig(max_per_worker=2, backoff_s=1, window_s=100), clock=lambda: now[0])
     assert (budget.take(), budget.take(), budget.take()) == (1.0, 2.0, None)
@@ -255,7 +255,7 @@ def test_restarts_long_ago_do_not_count():
     assert Budget(RestartsConfig(max_per_worker=0)).take() is None
 
 
-def test_what_a_rollback_avoids_outlives_the_job(tmp_path):
+def test_batches_avoided_by_a_rollback_stay_avoided_after_a_resume(tmp_path):
     job = Job(health={"min_signal_groups": 0, "action": "rollback", "kl_above": 1.0})
     job.metrics_at = {4: {"ref/kl": 5.0}}
     job.train()
@@ -271,7 +271,7 @@ class Saved:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A run with a whole and a newer, damaged checkpoint, and what it warned of."""
+    """Return a run with an intact and a newer, damaged checkpoint, and its warnings."""
     for step in (1, 2):
         made_checkpoints.save(tmp_path / CHECKPOINTS, step)
     (tmp_path / CHECKPOINTS / "step_000002" / "state.json").write_text("torn")
@@ -287,7 +287,7 @@ def saved(tmp_path):
 
 
 def slowly(monkeypatch, until):
-    """Checkpoints are not found before ``until()`` is true."""
+    """Delay the search for checkpoints until ``until()`` is true."""
 
     def found(*arguments):
         place = newest_whole(*arguments)
@@ -297,8 +297,8 @@ def slowly(monkeypatch, until):
     monkeypatch.setattr("grpo_dist.runs.run.newest_whole", found)
 
 
-def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
-    """They take minutes where models are large, and others watch over actors meanwhile."""
+def test_reading_checkpoints_does_not_block_the_event_loop(saved, monkeypatch):
+    """Reading takes minutes for large models; supervision of actors must continue."""
     (made, warned), ticks = saved, []
     run = made(save_s=HANG_S)
     slowly(monkeypatch, lambda: len(ticks) > 3)
@@ -314,8 +314,8 @@ def test_while_checkpoints_are_read_the_loop_goes_on(saved, monkeypatch):
     assert len(warned) == 1 and "damaged checkpoint" in warned[0] and "step_000002" in warned[0]
 
 
-def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(saved, monkeypatch):
-    """To a loss everybody would be started anew, and the same files read once more."""
+def test_checkpoints_that_are_read_too_slowly_end_the_run_and_lose_no_worker(saved, monkeypatch):
+    """A StateLost would restart all workers and read the same files again."""
     made, warned = saved
     run, ended = made(save_s=0.5), threading.Event()
     slowly(monkeypatch, lambda: warned and ended.is_set())
@@ -329,10 +329,10 @@ def test_checkpoints_that_cannot_be_read_in_time_end_the_run_and_cost_no_worker(
 
     with pytest.raises(RunEnded, match=r"not finished within 1 s\. Run the same command again"):
         asyncio.run(within())
-    assert len(warned) == 1  # what was found out by then is told
+    assert len(warned) == 1  # the damaged checkpoint found by then
 
 
-def test_books_are_held_against_the_last_checkpoint_and_wrong_ones_are_no_good_end(tmp_path):
+def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails_the_run(tmp_path):
     config = fakes.config(
         steps=6, max_staleness=1, checkpoint={"every": 2},
         dynamic_sampling={"enabled": True, "max_extra_prompts": 6},

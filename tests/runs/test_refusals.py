@@ -10,7 +10,7 @@ from tests.support.good_inputs import GOOD, write
 
 
 def refusal(capsys, *overrides, command="train"):
-    """The one line that the command prints on its error output, having ended with code 2."""
+    """Return the single line on stderr; asserts exit code 2."""
     assert main([command, "config.yaml", *overrides]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -92,7 +92,7 @@ def refusal(capsys, *overrides, command="train"):
         (["policy.deepspeed={train_batch_size: 8}"], ["policy.deepspeed.train_batch_size", "remove it"]),
     ],
 )
-def test_settings_that_cannot_be_used(here, capsys, overrides, words):
+def test_unusable_settings_are_refused(here, capsys, overrides, words):
     message = refusal(capsys, *overrides)
     assert all(word in message for word in words), message
     assert not (here / "runs").exists()
@@ -109,42 +109,42 @@ def test_settings_that_cannot_be_used(here, capsys, overrides, words):
         ({"problem": " ", "answer": "2"}, ["train.jsonl:21", "`problem` is empty"]),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(here, capsys, row, words):
+def test_unusable_rows_are_named(here, capsys, row, words):
     write("train.jsonl", [*GOOD, row])
     message = refusal(capsys)
     assert all(word in message for word in words), message
 
 
-def test_empty_data(here, capsys):
+def test_empty_data_are_refused(here, capsys):
     write("train.jsonl", [])
     assert "train.jsonl: no rows" in refusal(capsys)
 
 
-def test_a_model_directory_without_a_model(here, capsys):
+def test_a_model_directory_without_a_model_is_refused(here, capsys):
     (here / "model").mkdir()
     assert "no config.json" in refusal(capsys, "model.path=./model")
 
 
-def test_a_model_directory_without_weights(here, capsys):
+def test_a_model_directory_without_weights_is_refused(here, capsys):
     (here / "model").mkdir()
     (here / "model/config.json").write_text("{}")
     assert "it has no weights" in refusal(capsys, "model.path=./model")
 
 
-def test_broken_model_configuration(here, capsys):
+def test_a_damaged_model_configuration_is_refused(here, capsys):
     (here / "model").mkdir()
     (here / "model/config.json").write_text("{")
     (here / "model/model.safetensors").write_text("")
     assert "config.json" in refusal(capsys, "model.path=./model")
 
 
-def test_a_run_directory_that_cannot_be_made(here, capsys):
+def test_a_run_directory_that_cannot_be_created_is_refused(here, capsys):
     (here / "occupied").write_text("a file")
     assert "occupied" in refusal(capsys, "output_dir=occupied")
 
 
-def test_a_run_that_another_process_trains(here, capsys, monkeypatch):
-    """Both would write the same files, and each remove what the other is about to save."""
+def test_a_run_that_another_process_trains_is_refused(here, capsys, monkeypatch):
+    """Both would write the same files and remove each other's partial files."""
     monkeypatch.setattr("grpo_dist.runs.run.LOCK_PATIENCE_S", 0.2)
     run_dir = here / "runs" / "run"
     run_dir.mkdir(parents=True)
@@ -161,27 +161,27 @@ def test_check_does_not_train(here, capsys):
 
 
 def test_more_workers_than_the_cluster_has_are_refused_before_a_cold_start(here, capsys):
-    """A cold start of that many steps would take an hour."""
+    """The refused cold start has so many steps that it would take an hour."""
     sft = "sft={model: 'demo:tiny', data: 'demo:add3', steps: 100000}"
     message = refusal(capsys, "model.path=sft", sft, "cluster.num_cpus=2", "rollout.num_workers=3")
     assert "`rollout.num_workers` = 3 but the cluster has 2 CPUs" in message and "at most 2" in message
     assert not (here / "runs").exists()
 
 
-def test_training_problems_in_the_evaluation_set(here, capsys):
+def test_training_problems_in_the_evaluation_set_are_refused_on_request(here, capsys):
     write("held_out.jsonl", GOOD[:3])
     overrides = ("data.eval=[{path: held_out.jsonl}]", "data.overlap=refuse")
     message = refusal(capsys, *overrides)
     assert "3 of 3 problems are also in the training set" in message and "data.overlap=warn" in message
 
 
-def test_check_refuses_the_same_and_starts_nothing(here, capsys):
+def test_check_refuses_the_same_settings_and_starts_nothing(here, capsys):
     assert "missing.jsonl" in refusal(capsys, "data.train.0.path=missing.jsonl", command="check")
     assert main(["check", "config.yaml"]) == 0
     assert "4 prompts x 2 samples = 8 samples a step" in capsys.readouterr().out
     assert not (here / "runs").exists()
 
 
-def test_sft_without_a_section_and_eval_without_a_set(here, capsys):
+def test_sft_without_a_section_and_eval_without_a_set_are_refused(here, capsys):
     assert "no `sft` section" in refusal(capsys, command="sft")
     assert "data.eval is empty" in refusal(capsys, command="eval")

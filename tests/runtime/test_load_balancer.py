@@ -1,4 +1,4 @@
-"""The load balancer takes the least loaded worker with room, first come first served, at a constant cost."""
+"""The load balancer serves groups in order, each by the least loaded worker with capacity."""
 
 import asyncio
 import heapq
@@ -11,19 +11,19 @@ from grpo_dist.runtime.load_balancer import LoadBalancer
 from tests.support.patience import HANG_S
 
 
-def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_that_has_room():
+def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_among_those_with_capacity():
     async def session():
         load_balancer = LoadBalancer(3, room=4)
         assert [await load_balancer.admit(2, tokens) for tokens in (50, 10, 30)] == [0, 1, 2]
         assert await load_balancer.admit(2, 5) == 1
-        assert await load_balancer.admit(2, 5) == 2  # worker 1 has the fewest tokens and no room
+        assert await load_balancer.admit(2, 5) == 2  # worker 1 has the fewest tokens and no capacity
         load_balancer.release(0, 2, 50)
-        assert await load_balancer.admit(9, 1) == 0  # idle: it takes also what is larger than its room
+        assert await load_balancer.admit(9, 1) == 0  # an idle worker also takes a group above its capacity
 
     asyncio.run(session())
 
 
-def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
+def test_waiting_groups_are_served_in_order_and_cancelled_ones_are_skipped():
     async def session():
         load_balancer = LoadBalancer(1, room=4)
         order = []
@@ -39,7 +39,7 @@ def test_who_came_first_goes_first_and_one_who_left_is_passed_over():
         await asyncio.sleep(0)
         load_balancer.release(0, 2, 0)
         await asyncio.sleep(0)
-        assert order == ["running"]  # there is room for the small one, but the large one came first
+        assert order == ["running"]  # the small one would fit, but the large one is first
         load_balancer.release(0, 2, 1)
         await asyncio.gather(*waiting, return_exceptions=True)
         assert order == ["running", "large", "small"]
@@ -56,7 +56,7 @@ async def full_balancer():
     return load_balancer, waiting
 
 
-def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
+def test_a_slot_given_to_a_group_that_is_cancelled_at_that_moment_is_freed():
     async def session():
         load_balancer, waiting = await full_balancer()
         load_balancer.release(0, 1, 1)
@@ -69,13 +69,13 @@ def test_a_place_given_to_one_who_is_cancelled_in_that_moment_is_free_again():
     asyncio.run(session())
 
 
-def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back():
+def test_a_lost_worker_holds_no_slots_and_gets_no_group_until_it_returns():
     async def session():
         load_balancer = LoadBalancer(2, room=4)
         assert [await load_balancer.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
         waiting = asyncio.create_task(load_balancer.admit(4, 5))
         load_balancer.withdraw(0)
-        load_balancer.release(0, 4, 10)  # word of what the lost one did comes late
+        load_balancer.release(0, 4, 10)  # a late release of the lost worker
         await asyncio.sleep(0)
         assert not waiting.done()
         load_balancer.release(1, 4, 20)
@@ -85,12 +85,12 @@ def test_a_lost_worker_has_nothing_in_hand_and_is_given_nothing_until_it_is_back
         load_balancer.restore(0)
         assert await waiting == 0
         load_balancer.release(0, 4, 5)
-        assert await load_balancer.admit(1, 1) == 0  # the one with nothing in hand, counted as such
+        assert await load_balancer.admit(1, 1) == 0  # the worker without requests
 
     asyncio.run(session())
 
 
-def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
+def test_a_failure_is_raised_to_all_waiting_and_later_groups():
     async def session():
         load_balancer, waiting = await full_balancer()
         load_balancer.fail(RuntimeError("no engine is left"))
@@ -108,8 +108,8 @@ def test_all_who_wait_and_all_who_come_are_told_of_a_failure():
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 90)), max_size=60),
     order=st.randoms(use_true_random=False),
 )
-def test_every_group_runs_within_the_room_and_what_is_free_is_used(workers, room, sizes, order):
-    """Against a plain search over all workers."""
+def test_every_group_runs_within_the_capacity_and_free_capacity_is_used(workers, room, sizes, order):
+    """Compare with a plain search over all workers."""
 
     async def session():
         load_balancer = LoadBalancer(workers, room)
@@ -138,8 +138,8 @@ def test_every_group_runs_within_the_room_and_what_is_free_is_used(workers, room
 
 
 @pytest.mark.parametrize("workers", [1, 64])
-def test_the_work_for_a_group_does_not_grow_with_those_that_wait(monkeypatch, workers):
-    """Heap operations, each O(log workers), per group. A scan of all who wait would be thousands."""
+def test_the_work_per_group_does_not_grow_with_the_number_of_waiting_groups(monkeypatch, workers):
+    """Count heap operations per group, each O(log workers); a scan of waiting groups would be thousands."""
 
     def operations(groups):
         count = 0

@@ -1,4 +1,4 @@
-"""What workers say of themselves: busy seconds, spans, counts, memory."""
+"""Usage reports of workers: busy seconds, spans, counts, memory."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ from grpo_dist.runtime.metering import (
 
 
 class Clock:
-    """Stands for `time.time`: moves when told."""
+    """Replaces `time.time`: moves when set."""
 
     def __init__(self, monkeypatch):
         self.now = 100.0
@@ -98,17 +98,17 @@ def test_a_failed_call_ends_its_span():
     assert len(worker.usage().spans) == 1 and worker.usage().spans == ()
 
 
-def test_peak_memory_is_of_the_largest_moment():
+def test_peak_memory_is_the_largest_reading():
     before = peak_memory()
     block = bytearray(64 << 20)
     block[::4096] = b"x" * len(block[::4096])
     del block
-    assert peak_memory() >= before + (32 << 20) or before > 200 << 20  # a peak that was higher before stays
+    assert peak_memory() >= before + (32 << 20) or before > 200 << 20  # an earlier, higher peak remains
     assert peak_memory() >= before
 
 
 class Nvml:
-    """Stands for the driver's library: device i has (i + 1) GB in use."""
+    """Replaces the driver's library: device i has (i + 1) GB in use."""
 
     def __init__(self):
         self.open = 0
@@ -129,7 +129,7 @@ class Nvml:
         return SimpleNamespace(used=(handle + 1) * 10**9)
 
 
-def test_memory_of_an_engine_is_that_of_its_devices(monkeypatch):
+def test_an_engine_reports_the_memory_of_its_devices(monkeypatch):
     nvml = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert device_bytes_in_use("2") == 3e9

@@ -1,4 +1,4 @@
-"""Lines about stages: what a run does while no step ends."""
+"""Console lines about stages between the ends of steps."""
 
 import asyncio
 import io
@@ -29,7 +29,7 @@ from tests.support.good_inputs import CONFIG, GOOD, write
 
 
 class Said(list):
-    """The lines of a log, with a clock of its own."""
+    """Record the lines of a log that has its own clock."""
 
     now = 100.0
 
@@ -38,7 +38,7 @@ class Said(list):
         self.log = StageLog(self.append, every_s=15.0, clock=lambda: self.now)
 
     def texts(self):
-        """Without time of day and seconds."""
+        """Return the lines without time of day and durations."""
         return [re.sub(r"^\d\d:\d\d:\d\d +\S+ (s|min)  ", "", line) for line in self]
 
 
@@ -77,8 +77,8 @@ def test_while_stages_last_a_line_says_what_each_waits_for(said):
     ]
 
 
-def test_no_20_seconds_pass_without_a_line_and_none_is_said_after_the_last_stage():
-    """With the thread that says it, at a hundredth of the time."""
+def test_a_line_is_printed_at_least_every_20_seconds_until_the_last_stage_ends():
+    """With the real thread, a hundred times faster."""
     came, log = threading.Event(), None
     found = []
 
@@ -96,8 +96,8 @@ def test_no_20_seconds_pass_without_a_line_and_none_is_said_after_the_last_stage
     assert stage_log._EVERY_S < 20 and "engines: done" in found[-1]
 
 
-def test_a_view_may_ask_for_the_stages_while_a_line_is_printed(monkeypatch):
-    """A live view holds the lock of the terminal while it asks, and printing a line takes that lock."""
+def test_a_view_may_read_the_stages_while_a_line_is_printed(monkeypatch):
+    """A live view holds the terminal's lock while it reads stages, and printing a line takes that lock."""
     waited = []
 
     def say(line):
@@ -119,14 +119,14 @@ def test_a_stage_that_fails_says_so_and_raises(said):
     assert said.texts()[-1] == "Ray: failed after 0.0 s"
 
 
-def test_what_waits_may_fail_to_say_for_what(said):
+def test_a_failing_progress_callback_does_not_end_the_stage(said):
     with stage("engines", waits_for=lambda: 1 / 0):
         said.now += 15
         said.log.beat()
     assert said.texts()[1] == "waiting: engines 15.0 s"
 
 
-def test_how_far_a_stage_is_stands_behind_it(said):
+def test_the_progress_of_a_stage_follows_its_name(said):
     with stage("evaluation"):
         note("64 of 256 prompts are done")
         said.now += 15
@@ -134,7 +134,7 @@ def test_how_far_a_stage_is_stands_behind_it(said):
     assert said.texts()[1] == "waiting: evaluation 15.0 s (64 of 256 prompts are done)"
 
 
-def test_without_a_log_stages_say_nothing():
+def test_without_a_log_stages_print_nothing():
     with stage("engines"):
         note("nothing")
         assert open_stages() == []
@@ -153,7 +153,7 @@ def test_a_log_within_another_changes_nothing(capsys):
     assert "Ray: begins" in capsys.readouterr().out
 
 
-def test_a_loop_has_lines_for_its_first_step_and_for_what_lasts_later(said):
+def test_the_loop_prints_stages_of_its_first_step_and_long_ones_of_later_steps(said):
     loop = LoopStages()
     loop.phase("evaluate")
     loop.logged(step=False)
@@ -195,7 +195,7 @@ def test_a_run_that_fails_in_its_first_step_ends_that_stage(said, tmp_path):
     assert said.texts()[-1] == "first step: failed after 0.0 s" and open_stages() == []
 
 
-def test_a_live_view_shows_the_stages_that_last(said):
+def test_a_live_view_shows_running_stages(said):
     view = LiveView("demo", 3, 0, clock=lambda: said.now)
     out = io.StringIO()
     with stage("engines", waits_for=lambda: names_of(["rollout-0"])):
@@ -204,7 +204,7 @@ def test_a_live_view_shows_the_stages_that_last(said):
     assert re.search(r"now +engines 12\.3 s \(rollout-0\)", out.getvalue())
 
 
-def test_with_a_live_view_only_the_ends_of_stages_have_lines(said, monkeypatch):
+def test_with_a_live_view_lines_are_printed_only_when_stages_end(said, monkeypatch):
     out = io.StringIO()
     out.isatty = lambda: True
     terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
@@ -220,7 +220,7 @@ def test_with_a_live_view_only_the_ends_of_stages_have_lines(said, monkeypatch):
     assert said.texts()[1] == "export: begins"
 
 
-def test_many_actors_are_counted():
+def test_many_waiting_actors_are_counted_instead_of_named():
     names = [f"rollout-{i}" for i in range(8)]
     assert names_of(names) == "rollout-0, rollout-1, rollout-2 and 5 more" and names_of([]) == ""
 
@@ -228,11 +228,11 @@ def test_many_actors_are_counted():
 @pytest.mark.parametrize(
     ("seconds", "text"), [(2.06, "2.1 s"), (59.96, "60.0 s"), (64, "1:04 min"), (3723, "1:02:03 h")]
 )
-def test_seconds_are_read_at_a_glance(seconds, text):
+def test_durations_are_formatted_by_size(seconds, text):
     assert seconds_text(seconds) == text
 
 
-def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
+def test_a_run_without_a_console_prints_no_stages(capsys):
     for console, words in ((True, "Ray: begins"), (False, "")):
         with stages_logged(enabled=console), stage("Ray"):
             pass
@@ -240,7 +240,7 @@ def test_a_run_without_a_console_says_nothing_of_its_stages(capsys):
         assert words in out if words else out == ""
 
 
-def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
+def test_the_start_of_a_role_names_the_actors_that_are_still_starting(said):
     from actors.lifecycle.actor_spec import ActorSpec
     from actors.lifecycle.supervisor import Team
     from actors.startup import STAGES, wait_until_ready
@@ -261,7 +261,7 @@ def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
         handle.ready = handle.team.ready
         coming = asyncio.create_task(wait_until_ready(handle))
         for up in ups:
-            for _ in range(10):  # turns of the event loop, in which the actors before it are seen to be up
+            for _ in range(10):  # iterations of the event loop, in which earlier actors come up
                 await asyncio.sleep(0)
             said.now += 15
             said.log.beat()
@@ -280,7 +280,7 @@ def test_the_start_of_a_role_names_its_actors_that_are_not_up(said):
         ]
 
 
-def test_what_comes_before_the_actors_has_lines_from_the_first_second(tmp_path, monkeypatch, capsys):
+def test_stages_before_the_actors_are_printed_from_the_first_second(tmp_path, monkeypatch, capsys):
     async def nothing(*arguments):
         return {}
 

@@ -1,1 +1,1 @@
-"""Shared by the tests: fake workers, generated data, real processes of several kinds."""
+"""Shared test helpers: fake workers, generated data, real processes of several kinds."""

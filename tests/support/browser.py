@@ -1,4 +1,4 @@
-"""A real browser without a window, for tests of pages: Chromium, driven by Selenium."""
+"""A headless Chromium, driven by Selenium, for tests of pages."""
 
 import shutil
 import time
@@ -11,7 +11,7 @@ _READY_S = 900.0
 
 @contextmanager
 def chromium(*, width=1400, height=1000):
-    """Skips the test where there is no Chromium or no driver for it."""
+    """Skip the test if Chromium or its driver is missing."""
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed (make setup)")
     from selenium.webdriver.chrome.service import Service
 
@@ -34,7 +34,7 @@ def chromium(*, width=1400, height=1000):
 
 
 class Page:
-    """What tests ask of the page that is open."""
+    """Queries and actions on the open page."""
 
     def __init__(self, browser):
         self.browser = browser
@@ -51,7 +51,7 @@ class Page:
         return self.run(f"return {expression}", *arguments)
 
     def until(self, expression, *arguments):
-        """Waits until a JavaScript expression is true; fails with what the console says."""
+        """Wait until a JavaScript expression is true. Raises AssertionError with the console's messages."""
         end = time.monotonic() + _READY_S
         while not self.get(expression, *arguments):
             assert time.monotonic() < end, f"never: {expression}; console: {self.console()}"
@@ -78,6 +78,6 @@ class Page:
         )
 
     def console(self):
-        """Return errors and warnings since the last call, except those that tests of pixels cause."""
+        """Return errors and warnings since the last call, except those that reading pixels causes."""
         found = [line for line in self.browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
         return [line for line in found if "willReadFrequently" not in line["message"]]

@@ -1,4 +1,4 @@
-"""Actors that stand for real ones until they die or hang. They import little, so that they start at once."""
+"""Actors that replace real ones until they die or hang. They import little, so that they start fast."""
 
 import asyncio
 import os
@@ -52,7 +52,7 @@ class Busy(Probeable):
 
 
 class Grader(SimulatedReward, Probeable):
-    """Some prompts kill every worker that scores them, or only the first."""
+    """A reward worker: some prompts kill every worker that scores them, others only the first."""
 
     def score(self, prompt, rollouts, modelled):
         mark = prompt.columns.get("mark")

@@ -2,5 +2,5 @@
 
 
 def digit_share(completion: str) -> float:
-    """Share of the characters that are digits."""
+    """Return the share of characters that are digits."""
     return sum(c.isdigit() for c in completion) / max(len(completion), 1)

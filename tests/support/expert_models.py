@@ -18,12 +18,12 @@ SHAPES = {
 
 
 def write_shape(directory, kind, **changes):
-    """The config.json of a tiny model of type ``kind``."""
+    """Return the config.json of a tiny model of type ``kind``."""
     file = directory / f"{kind}.json"
     file.write_text(json.dumps({"model_type": kind} | SHAPES[kind] | changes))
     return file
 
 
 def expert_model(directory, kind, **changes):
-    """The directory of such a model, made once for each shape."""
+    """Return the directory of such a model, created once per shape."""
     return random_model(write_shape(directory, kind, **changes), seed=0)

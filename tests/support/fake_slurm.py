@@ -1,4 +1,4 @@
-"""Stand-ins for Slurm's programs, which run everything on this machine, and a job as Slurm runs it."""
+"""Fake Slurm programs that run everything on this machine, and a job as Slurm runs it."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import psutil
 from tests.support.patience import HANG_S
 from tests.support.submitted import until
 
-# Options up to the command, which runs here; what Slurm says to its steps it says to this one, too.
+# Skips options up to the command, runs it here, and forwards SIGTERM to it.
 SRUN = """#!/usr/bin/env bash
 echo "srun $*" >> "$SLURM_STAND_IN/calls"
 while [[ $1 == --* ]]; do shift; done
@@ -56,7 +56,7 @@ PROGRAMS = {
     "scancel": SCANCEL,
 }
 
-# In place of the driver: says what it was given and which nodes there are; ends in order when it is asked to.
+# Replaces the driver: prints its arguments and the nodes; ends cleanly on a signal.
 DRIVER = """#!{python}
 import json, os, signal, sys, time
 told = dict(arguments=sys.argv[1:], variable=os.environ.get("GIVEN"), auth=os.environ["RAY_AUTH_MODE"],
@@ -78,7 +78,7 @@ sys.exit(75 if asked else int(os.environ.get("DRIVER_CODE", "0")))
 """
 
 
-# Where Ray is beside the point.
+# Replaces Ray in tests of the script alone.
 RAY = """#!/usr/bin/env bash
 if [[ -e $SLURM_STAND_IN/ray-fails ]]; then
     rm "$SLURM_STAND_IN/ray-fails"
@@ -97,7 +97,7 @@ exec REAL "$@"
 
 
 class Running:
-    """A script as Slurm runs it on the first node, with DRIVER or the real grpo-dist."""
+    """Runs a script as Slurm does on the first node, with DRIVER or the real grpo-dist."""
 
     def __init__(self, directory, script, *arguments, nodes=2, stand_in=True, number=None, **environment):
         self.mark = uuid.uuid4().hex

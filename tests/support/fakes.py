@@ -29,7 +29,7 @@ def config(**changes) -> Config:
         "sampling": {"max_new_tokens": 4},
         "evaluation": {"before": False, "after": False},
         "steps": 6,
-        # Rewards of fake samples are as good as random: every step is trained on, whatever they are.
+        # Rewards of fake samples are random, so every step is trained on whatever they are.
         "health": {"min_signal_groups": 0},
     }
     return Config.model_validate(base | changes)
@@ -40,7 +40,7 @@ class World:
 
     def __init__(self, jitter: bool = True, fail_on: str | None = None) -> None:
         self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
-        self.kl_coefs: list[float] = []  # of each update
+        self.kl_coefs: list[float] = []  # one per update
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
@@ -131,16 +131,16 @@ class World:
     directory = Path("nowhere")
 
     def phase(self, name):
-        """The spans have it."""
+        """Ignore it: the spans record it."""
 
     async def trace_next(self, run_dir, step):
         self.events.append(f"trace {step}")
 
     def flush(self):
-        """The events are there already."""
+        """Ignore it: events are recorded already."""
 
     async def save(self, step, workers, progress):
         self.saved[step] = progress
 
     async def settle(self):
-        """Saved at once."""
+        """Return at once: saving is synchronous."""

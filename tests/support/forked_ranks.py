@@ -34,7 +34,7 @@ import actors.workers.policy_group, grpo_dist.policy.trainer
 
 
 class Parent:
-    """The process that ranks are forked from."""
+    """Start the process that ranks are forked from."""
 
     def __init__(self, directory, environment):
         self.address = str(directory / "ranks")
@@ -116,7 +116,7 @@ class _Answer:
 
 
 def serve_forks(address):
-    """The parent. It computes nothing itself: a fork of a process with threads of its own would hang."""
+    """Run the parent. It computes nothing itself: a fork of a process with threads would hang."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     exec(_PRELOADED)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -126,7 +126,7 @@ def serve_forks(address):
             connection = listener.accept()
             if os.fork() == 0:
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # compilers are waited for
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # needed to wait for compilers
                 _serve(connection)
             connection.close()
 

@@ -1,4 +1,4 @@
-"""Data and a configuration that are fine, for tests of what is not."""
+"""Valid data and a valid configuration, which tests of refusals then damage."""
 
 import json
 
@@ -12,6 +12,6 @@ CONFIG = (
 
 
 def write(name, rows):
-    """A line for each of ``rows``, a text as it is."""
+    """Write a line for each of ``rows``; a text is written unchanged."""
     with open(name, "w") as file:
         file.writelines((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)

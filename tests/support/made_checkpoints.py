@@ -26,11 +26,11 @@ ORDER = OrderState(17, (3, 9), {"p1": (0.5, 4.0)})
 
 
 class Disk:
-    """The policy of a run that only saves; ``fails`` makes it die half way."""
+    """The policy of a run that only saves; ``fails`` makes it die midway."""
 
     def __init__(self, fails=False, writing=None):
         self.policy, self.reference, self._fails = self, None, fails
-        self._writing = writing  # an event until which the files are not there
+        self._writing = writing  # an event that the writing of files waits for
 
     async def save(self, directory: Path, *, blocking: bool):
         directory.mkdir()

@@ -1,4 +1,4 @@
-"""Configurations of a cluster's shape, for tests of placement."""
+"""Configurations with given worker counts, for tests of placement."""
 
 from grpo_dist.config import Config
 

@@ -1,4 +1,4 @@
-"""Made-up prompts, samples and scores for measurements: well formed, of realistic sizes, light to import."""
+"""Generated prompts, samples and scores for measurements: valid, of realistic size, light to import."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ METRICS = _NAMES.split()
 def make_run(
     directory, *, steps=6, groups=4, samples=4, seed=0, recorded=(), evals=(0,), texts=None, config=None
 ):
-    """Everything of a run. ``recorded``: steps with values for each token. ``texts(step, group, sample)``:
+    """Write all files of a run. ``recorded``: steps with token values. ``texts(step, group, sample)``:
     completions; "1+1=2 ... \\boxed{ANSWER}" otherwise, right in every other sample.
     """
     rng = np.random.default_rng(seed)

@@ -48,6 +48,6 @@ class Times:
 
 
 def judges(**workers):
-    """Reward models with so many workers each; how long they take `Times` says."""
+    """Return reward models with so many workers each; `Times` has their durations."""
     made = [RewardModelConfig(name=name, path="-", num_workers=count) for name, count in workers.items()]
     return {"reward_models": tuple(KnownRewardModel(settings, None) for settings in made)}

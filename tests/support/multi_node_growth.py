@@ -25,7 +25,7 @@ from tests.support.patience import HANG_S
 
 _NODE = {"CPU": 4, "GPU": 2}
 _UP_S = 180.0
-# What a description of a cluster must have, of machines that are set up by commands.
+# Required keys of a cluster description for machines that commands set up.
 _COMMANDS = (
     "cluster_synced_files", "initialization_commands", "setup_commands", "head_setup_commands",
     "worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands",
@@ -33,7 +33,7 @@ _COMMANDS = (
 
 
 def start_head(directory: Path, mark: str) -> str:
-    """Of a cluster that grows by up to two nodes; its address."""
+    """Start a cluster that grows by up to two nodes and yield its address."""
     port, for_clients = free_port("127.0.0.1"), free_port("127.0.0.1")
     head = {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0}
     settings = {
@@ -50,7 +50,7 @@ def start_head(directory: Path, mark: str) -> str:
     }
     settings |= {name: {} for name in ("auth", "docker", "file_mounts")} | {name: [] for name in _COMMANDS}
     (directory / "grows.json").write_text(json.dumps(settings))
-    own_id = "f" * 51 + "00000"  # which the provider takes for the head's
+    own_id = "f" * 51 + "00000"  # the provider takes this id for the head's
     environment = os.environ | {
         MARK: mark,
         "RAY_FAKE_CLUSTER": "1",

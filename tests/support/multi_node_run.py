@@ -20,7 +20,7 @@ STEPS, LIMIT_S = 24, 3600
 
 @ray.remote(num_cpus=0, resources={"other": 1})
 class Tenant:
-    """Of another job."""
+    """An actor of another job."""
 
     def count(self):
         self.counted = getattr(self, "counted", 0) + 1
@@ -28,7 +28,7 @@ class Tenant:
 
 
 def homes():
-    """Node of every worker of the run, by class."""
+    """Return the node of every worker of the run, by class."""
     return {
         known["ActorClassName"]: known["Address"]["NodeID"]
         for known in actors().values()
@@ -54,7 +54,7 @@ def wait(condition, run, what):
 
 
 def lose(cluster, run_dir, run, role):
-    """The node of ``role`` with all its processes; another takes its place."""
+    """Kill the node of ``role`` with all its processes and add a new node."""
     wait(lambda: len(homes()) == 2, run, "its workers start")
     before, step = homes(), steps_done(run_dir)
     assert before["RolloutWorker"] != before["PolicyWorker"]
@@ -87,7 +87,7 @@ def main(directory):
             for role in ("RolloutWorker", "PolicyWorker"):
                 lose(cluster, run_dir, run, role)
             assert run.wait(LIMIT_S) == 0
-            assert ray.get(tenant.count.remote()) == 2  # the very one, untouched
+            assert ray.get(tenant.count.remote()) == 2  # the same actor, untouched
             alive = [a for a in actors().values() if a["State"] == "ALIVE"]
             assert [a["ActorClassName"] for a in alive] == ["Tenant"], alive
             print("another job's actor is as it was, and none of the run is left", flush=True)

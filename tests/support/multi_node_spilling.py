@@ -19,7 +19,7 @@ STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
 
 
 class Adding(PolicyWorker):
-    """A rank that says what it was given, and where it is."""
+    """A rank that reports its batch and its node."""
 
     def start(self, *_):
         self._where = ray.get_runtime_context().get_node_id()
@@ -30,7 +30,7 @@ class Adding(PolicyWorker):
 
 
 def batches():
-    """Of about BATCH_MB each: five arrays of 4 to 8 bytes a token."""
+    """Yield batches of about BATCH_MB each: five arrays of 4 to 8 bytes per token."""
     made = made_groups.batch(groups=2, samples=2)
     repeats = BATCH_MB * 10**6 // (made.tokens.numel() * 25)
     for seed in range(BATCHES):

@@ -1,4 +1,4 @@
-"""Which processes live, for tests that leave none behind."""
+"""Find remaining processes, for tests that must leave none."""
 
 import time
 from pathlib import Path
@@ -14,7 +14,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    """Those that do not end."""
+    """Return the processes that do not end."""
     end = time.monotonic() + HANG_S
     while time.monotonic() < end and any(map(alive, pids)):
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A RayJob as far as this project writes one: types, what must be there, and nothing else.
+"""Schema of the RayJobs that this project writes: types, required keys, and no other key.
 
 Written from the documentation of the API. With KUBERAY_CRD a test holds it against the definition that
 KubeRay publishes.

@@ -1,4 +1,4 @@
-"""A real vLLM engine fed by one real DeepSpeed rank, and what compares their numbers, for tests."""
+"""A real vLLM engine fed by one real DeepSpeed rank, and helpers that compare their numbers."""
 
 import asyncio
 import socket
@@ -34,7 +34,7 @@ PROMPTS = [Prompt(f"p{i}", np.arange(11 + i, 20 + 2 * i, dtype=np.int32), "1", "
 
 
 class MovingWorker(PolicyWorker):
-    """A rank whose weights can be pushed somewhere else, and whose transfers can be corrupted and cut."""
+    """A rank whose weights can be changed, and whose transfers can be corrupted and cut."""
 
     _cuts = 0
 
@@ -58,7 +58,7 @@ class MovingWorker(PolicyWorker):
         transport.outgoing = flip_a_byte
 
     def cut_transfers(self, count: int) -> None:
-        """In the next so many groups the connection to an engine breaks behind the first bucket."""
+        """Break the connection to an engine after the first bucket in the next so many groups."""
         self._cuts = count
 
     def open_transfer(self, group, *seat) -> None:
@@ -78,7 +78,7 @@ class MovingWorker(PolicyWorker):
 
 
 class CountingWorker(RolloutWorker):
-    """An engine that says of how many prompt tokens each request found keys and values computed."""
+    """An engine that reports how many prompt tokens of each request were found in its cache."""
 
     async def start(self):
         await super().start()
@@ -120,7 +120,7 @@ def one_rank(
 
 
 class OnALoop:
-    """``rollouts`` and ``policy``, handles of actors that are used on an event loop of their own."""
+    """Handles ``rollouts`` and ``policy`` of actors, used on their own event loop."""
 
     def __init__(self):
         self.loop = asyncio.new_event_loop()
@@ -135,7 +135,7 @@ class OnALoop:
 
 
 class World(OnALoop):
-    """The engine, the rank and their sync."""
+    """Start the engine, the rank and their sync."""
 
     def __init__(self, model_dir, settings=PolicyConfig(zero_stage=2), worker=MovingWorker, **rollout):  # noqa: B008
         super().__init__()
@@ -177,7 +177,7 @@ class World(OnALoop):
 
 @torch.no_grad()
 def difference(model, prompt, rollouts, temperature=1.0):
-    """Largest |engine - trainer| log-prob, nats, over the tokens of ``rollouts``."""
+    """Return the largest |engine - trainer| log-prob, in nats, over the tokens of ``rollouts``."""
     module = TokenLogprobs(model, temperature=temperature, chunk_mib=8)
     worst = 0.0
     for rollout in rollouts:

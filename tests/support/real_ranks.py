@@ -40,7 +40,7 @@ class OpenWorker(PolicyWorker):
         return gradients, metrics | self._trainer.step()
 
     def spoil(self, rank):
-        """From now on one parameter's gradient is not a number on ``rank`` alone; None: as ever."""
+        """Make one parameter's gradient NaN on ``rank`` alone from now on; None restores it."""
         if rank is None:
             self._spoiled.remove()
         else:
@@ -129,13 +129,13 @@ class AdaptedWorker(OpenWorker):
         return {name: t.clone() for bucket in buckets for name, t in bucket}
 
     def optimizer_elements(self):
-        """Elements of Adam's first moment that this rank holds."""
+        """Return the elements of Adam's first moment that this rank holds."""
         optimizer = getattr(self._trainer.engine.optimizer, "optimizer", self._trainer.engine.optimizer)
         return sum(state["exp_avg"].numel() for state in optimizer.state.values())
 
 
 async def two_updates(model_dir, directory=None, *, ranks=2, **how):
-    """Returns the gradients of a first batch, its metrics, and the weights after a second batch.
+    """Return the gradients of a first batch, its metrics, and the weights after a second batch.
 
     With ``directory``, checks that a group loaded from a checkpoint between the two gets the same weights.
     """
@@ -165,7 +165,7 @@ def agree(ours, theirs):
     (gradients, metrics, weights), (expected, expected_metrics, expected_weights) = ours, theirs
     assert relative(flat(gradients), flat(expected)) < 1e-5
     assert metrics["policy/grad_norm"] == pytest.approx(expected_metrics["policy/grad_norm"], rel=1e-4)
-    # A step is 1e-3. Adam divides by the gradient's size: rounding shows where a gradient is all but 0.
+    # A step is 1e-3. Adam divides by the gradient's size, so rounding shows where a gradient is almost 0.
     gap = (flat(weights) - flat(expected_weights)).abs()
     assert float(gap.mean()) < 1e-6
     assert float(gap.max()) < 1e-3

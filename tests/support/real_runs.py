@@ -13,13 +13,13 @@ import psutil
 
 from tests.support.patience import HANG_S, wait_for_end
 
-# Of every run: a model with random weights and little memory.
+# Settings of every run: a model with random weights and little memory.
 TINY = """
 name: run
 model: {path: "demo:tiny"}
 batch: {prompts_per_step: 4, samples_per_prompt: 4, micro_batch_tokens: 256}
 sampling: {max_new_tokens: 16}
-# Random weights never answer right: the reward counts what they do say, so that advantages are not all zero.
+# Random weights never answer right: the reward counts digits, so that advantages are not all zero.
 rewards:
   functions: [{function: math}, {name: digits, function: "end_to_end_rewards:digit_share"}]
   code_paths: [REWARDS]
@@ -39,7 +39,7 @@ algorithm: {kl: {coef: 0.05}}
 """
 )
 
-KILLED: list[str] = []  # marks of killed runs whose processes have not been looked for yet
+KILLED: list[str] = []  # marks of killed runs whose processes are not yet searched for
 CLOCK = ("time/", "throughput/", "memory/")
 
 
@@ -66,8 +66,8 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
     done = subprocess.CompletedProcess(command, process.returncode, out.read_text(), err.read_text())
     assert not check or done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     if kill_after and number == signal.SIGKILL:
-        # Ray's own agents look for their raylet before they end. That takes them a while: the next run does
-        # not wait for it, and finds at its end that they are gone.
+        # Ray's agents wait for their raylet before they exit. The next run does
+        # not wait for them and checks at its end that they are gone.
         KILLED.append(mark)
         return done
     assert not survivors(mark, seconds=HANG_S)
@@ -77,7 +77,7 @@ def run(directory, *overrides, check=True, kill_after=None, number=signal.SIGKIL
 
 
 def survivors(mark, seconds):
-    """Processes of a run that still live so long after it ended."""
+    """Return the processes of a run that remain this long after its end."""
     _, alive = psutil.wait_procs([p for p in psutil.process_iter() if belongs(p, mark)], timeout=seconds)
     return [p.cmdline() for p in alive if belongs(p, mark)]
 

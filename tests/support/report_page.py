@@ -8,7 +8,7 @@ import re
 
 
 def pieces(path):
-    """What a page holds: its manifest, and its pieces of data by name."""
+    """Return the manifest of a page and its data by name."""
     text = path.read_text()
     found = re.findall(r'<script type="application/octet-stream" data-piece="([^"]*)">([^<]*)</script>', text)
     begin = json.loads(

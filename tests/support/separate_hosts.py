@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces with an address each, on a switch in another one.
+"""Simulated hosts on one machine: network namespaces with an address each, on a switch in another namespace.
 What a host sends to 127.0.0.1 stays there, and a link can be cut.
 """
 
@@ -13,7 +13,7 @@ NETWORK = "10.77.0"
 
 
 def refusal():
-    """Return why this machine cannot make hosts; None: it can."""
+    """Return why this machine cannot create namespaces; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces are made by root alone"
     name = f"grpo{os.getpid()}try"
@@ -28,7 +28,7 @@ def refusal():
 
 
 class Hosts:
-    """``add`` gives the address of a new one."""
+    """``add`` creates a host and returns its address."""
 
     def __init__(self):
         self._numbers, self._names = count(1), {}
@@ -50,11 +50,11 @@ class Hosts:
         return address
 
     def command(self, address, *command):
-        """``command`` as one of the host's."""
+        """Return ``command`` so that it runs on the host."""
         return ["ip", "netns", "exec", self._names[address], *command]
 
     def cut(self, address):
-        """Drop all packets from and to it, without an error on either side."""
+        """Drop all packets of the host, without an error on either side."""
         number = address.rpartition(".")[2]
         _ip("-n", self._switch, "link", "set", f"port{number}", "down")
 
@@ -65,7 +65,7 @@ class Hosts:
 
 @contextmanager
 def hosts():
-    """Made for the block."""
+    """Yield a switch with hosts, removed after the block."""
     made = Hosts()
     try:
         yield made

@@ -2,5 +2,5 @@
 
 from beartype import BeartypeConf, beartype
 
-# An int is a float, as for mypy.
+# Accept an int for a float, as mypy does.
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))

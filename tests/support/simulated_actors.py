@@ -27,7 +27,7 @@ _MADE = 16  # distinct groups that a rollout worker cycles through
 
 @dataclass(frozen=True)
 class SimulatedSpec:
-    """Replaces an `EngineSpec`."""
+    """A replacement of `EngineSpec`."""
 
     rollout: RolloutConfig
     samples_per_prompt: int

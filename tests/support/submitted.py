@@ -1,4 +1,4 @@
-"""What the tests of submission share: a small configuration, the command line, and a private Ray head."""
+"""Helpers of the submission tests: a small configuration, the command line, and a private Ray head."""
 
 import contextlib
 import os
@@ -61,14 +61,14 @@ def free_port():
 
 @contextlib.contextmanager
 def ray_head(directory):
-    """A head with a job server and a token of its own; yields the environment that reaches it."""
+    """Start a head with its own job server and token; yield the environment that reaches it."""
     port, client_port = free_port(), free_port()
     environment = os.environ | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "PATH": f"{BIN}:{os.environ['PATH']}",
     }
-    place = Path(f"/tmp/ray-test-{os.getpid()}-{secrets.token_hex(3)}")  # short: it holds sockets
+    place = Path(f"/tmp/ray-test-{os.getpid()}-{secrets.token_hex(3)}")  # short, because it holds sockets
     options = ["--head", "--block", "--port=0", f"--dashboard-port={port}", "--include-dashboard=true",
                f"--ray-client-server-port={client_port}", "--num-cpus=2", "--num-gpus=0",
                "--disable-usage-stats", "--dashboard-agent-listen-port=0", f"--temp-dir={place}"]  # fmt: skip
@@ -94,7 +94,7 @@ def ray_head(directory):
 
 
 def health(process=None, **environment):
-    """Exit code of the image's health check, here for ``process`` or the cluster of ``environment``."""
+    """Return the exit code of the image's health check for ``process`` or the cluster of ``environment``."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     own |= {"PATH": f"{BIN}:{os.environ['PATH']}"}
     return subprocess.run(

@@ -16,7 +16,7 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def records(path: Path) -> list[Any]:
-    """Protocol buffers of one `.wandb` file, as far as it is written."""
+    """Yield the protocol buffers of one `.wandb` file that are completely written."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts, found = path.read_bytes(), 7, b"", []
@@ -36,7 +36,7 @@ def records(path: Path) -> list[Any]:
 
 
 def offline_run(directory: Path) -> list[Any]:
-    """Records of the run in ``directory``; its writer, a process of its own, may be a moment behind."""
+    """Return the records of the run in ``directory``; its writer process may lag."""
     (path,) = directory.glob("offline-run-*/*.wandb")
 
     def is_whole() -> bool:
@@ -47,12 +47,12 @@ def offline_run(directory: Path) -> list[Any]:
 
 
 def history(found: list[Any]) -> list[dict[str, Any]]:
-    """What was logged, one mapping a step."""
+    """Return the logged values, one mapping per step."""
     rows = [r.history.item for r in found if r.WhichOneof("record_type") == "history"]
     return [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items} for items in rows]
 
 
 def config(found: list[Any]) -> dict[str, Any]:
-    """Top-level keys of the configuration."""
+    """Return the top-level keys of the configuration."""
     runs = [r.run for r in found if r.WhichOneof("record_type") == "run"]
     return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in runs[0].config.update}

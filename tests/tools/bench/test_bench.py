@@ -41,7 +41,7 @@ def test_log_normal_lengths_have_their_mean_and_stay_within_bounds():
     assert min(capped) >= 1 and max(capped) == 128
 
 
-def test_fixed_lengths_are_the_cap_unless_they_are_told():
+def test_fixed_lengths_are_the_cap_unless_set():
     assert length_of(7, LengthsConfig(kind="fixed"), cap=128) == 128
     assert length_of(7, LengthsConfig(kind="fixed", tokens=5), cap=128) == 5
     assert length_of(7, LengthsConfig(), cap=128) is None
@@ -57,7 +57,7 @@ class Asked:
         self.lengths |= dict(zip(seeds, sampling.lengths or [None] * len(seeds), strict=True))
 
 
-def test_a_request_has_its_length_whatever_comes_with_it():
+def test_the_length_of_a_request_does_not_depend_on_its_batch():
     from grpo_dist.types import Sampling
 
     sampling, prompt = Sampling(max_new_tokens=64), prompts(1)[0]
@@ -95,7 +95,7 @@ def test_covered_seconds_count_an_overlap_once():
 
 
 def step(begin, spans, *, tokens=(10, 30), **metrics):
-    """A step of 10 seconds with two samples of 4 prompt tokens; ``spans`` in seconds from its begin."""
+    """Build a step of 10 seconds with two samples of 4 prompt tokens; ``spans`` in seconds from its start."""
     usage = {
         actor: Usage(spans=tuple(Span(stage, begin + a, begin + b) for stage, a, b in own))
         for actor, own in spans.items()
@@ -150,7 +150,7 @@ def test_figures_by_hand():
     assert set(found) <= set(FIGURES)
 
 
-def test_rows_that_are_left_out_of_training_are_no_work_done():
+def test_rows_left_out_of_training_do_not_count_as_work():
     whole = figures([step(0, SPANS)], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
     half = step(0, SPANS, **{"train/tokens": 24.0})
     found = figures([half], shape=SHAPE, peak_flops=1.0, limits=None, overlapped=False)
@@ -159,7 +159,7 @@ def test_rows_that_are_left_out_of_training_are_no_work_done():
 
 
 class OneSecond:
-    """Workers that say they were busy for a second."""
+    """Workers that report one busy second."""
 
     def __init__(self):
         self.latest = {}
@@ -171,7 +171,7 @@ class OneSecond:
 def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
     bench, all_rows = {"warmup_steps": 2, "steps": 3}, {"skip_idle_rows": False}
     settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
-    assert settings.steps == 2 + 3 + 1  # the last samples nothing ahead
+    assert settings.steps == 2 + 3 + 1  # the last step samples nothing ahead
     world, usage = World(), OneSecond()
     recorder = BenchRecorder(settings, Path(), lambda step, metrics: None)
     workers = replace(world.workers(), usage=usage)
@@ -212,7 +212,7 @@ def printed(function, *arguments):
     return console.export_text()
 
 
-def test_a_result_is_read_as_it_was_written(tmp_path):
+def test_a_result_reads_back_unchanged(tmp_path):
     made = result(lengths=[3, 4], decode_steps=[DecodeStep(2, 17.5, 0.01)])
     made.write(tmp_path / "bench.json")
     assert BenchResult.read(tmp_path / "bench.json") == made
@@ -254,7 +254,7 @@ def test_comparison_gives_ratios_of_b_to_a(tmp_path):
         (None, ["cannot be read", "No such file"]),
     ],
 )
-def test_comparison_refuses_what_is_no_result(tmp_path, capsys, content, words):
+def test_comparison_refuses_files_that_are_no_results(tmp_path, capsys, content, words):
     result().write(tmp_path / "a.json")
     if content is not None:
         (tmp_path / "b.json").write_text(content)
@@ -263,7 +263,7 @@ def test_comparison_refuses_what_is_no_result(tmp_path, capsys, content, words):
     assert "b.json" in said and all(word in said for word in words)
 
 
-def test_bench_wants_a_configuration_or_two_results(tmp_path, capsys):
+def test_bench_needs_a_configuration_or_two_results(tmp_path, capsys):
     assert main(["bench"]) == 2
     assert main(["bench", "configs/demo.yaml", "--compare", "a.json", "b.json"]) == 2
     assert capsys.readouterr().err.count("--compare A.json B.json alone") == 2
@@ -279,12 +279,12 @@ def test_bench_wants_a_configuration_or_two_results(tmp_path, capsys):
         ({"warmup_steps": 0}, "greater than 0"),
     ],
 )
-def test_bench_settings_that_cannot_be(bench, words):
+def test_invalid_bench_settings_are_refused(bench, words):
     with pytest.raises(ValueError, match=words):
         config(bench=bench)  # sampling.max_new_tokens = 4
 
 
-def test_the_terminal_and_the_picture_show_the_result(tmp_path):
+def test_terminal_and_picture_show_the_result(tmp_path):
     from grpo_dist.tools.bench.picture import draw
 
     text = printed(print_result, result())
@@ -310,11 +310,11 @@ def test_the_terminal_and_the_picture_show_the_result(tmp_path):
         (0.0123, "s", "12.3 ms"),
     ],
 )
-def test_values_are_written_for_people(value, unit, text):
+def test_values_are_formatted_for_reading(value, unit, text):
     assert written(value, unit) == text
 
 
-def test_processes_of_a_limit_share_out_the_gpus_that_are_visible(monkeypatch):
+def test_processes_of_a_limit_divide_the_visible_gpus(monkeypatch):
     assert devices_of(1, 2) == {}
     monkeypatch.setattr("grpo_dist.tools.bench.limits.device_type", lambda: "cuda")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
@@ -324,7 +324,7 @@ def test_processes_of_a_limit_share_out_the_gpus_that_are_visible(monkeypatch):
     assert [devices_of(i, 1)["CUDA_VISIBLE_DEVICES"] for i in range(3)] == ["4", "7", "GPU-a"]
 
 
-def test_a_repeat_lasts_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
+def test_a_repeat_takes_as_long_as_its_slowest_process_and_the_fastest_repeat_counts():
     one_process = [[[3.0, 2.0], [5.0, 6.0]]]  # [process][batch][repeat]
     assert fastest(one_process) == 2.0 + 5.0
     assert fastest([*one_process, [[1.0, 4.0], [7.0, 5.5]]]) == 3.0 + 6.0
@@ -355,7 +355,7 @@ def test_shapes_have_the_size_in_their_name(shape):
     assert weights == pytest.approx(named, rel=0.01)
 
 
-def test_a_random_model_has_the_shape_asked_for_and_is_made_once(tmp_path):
+def test_a_random_model_has_the_requested_shape_and_is_created_once(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_dist.demo.model import random_model
@@ -414,7 +414,7 @@ def test_a_short_real_benchmark_adds_up(tmp_path, capsys):
     found = BenchResult.read(tmp_path / "short/bench.json")
     settings = Config.model_validate(found.config)
     f = found.figures
-    # The work is known before anything runs: the lengths follow from the seeds.
+    # The work is known in advance: the lengths follow from the seeds.
     from grpo_dist.data.order import step_prompts
     from grpo_dist.runs.prepare import prepare
     from grpo_dist.runtime.seeds import request_seed

@@ -1,4 +1,4 @@
-"""What `check` finds before a run is started: all of it at once, each with what to do."""
+"""`check` reports every problem at once, each with a remedy, and starts nothing."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def wrong(found):
     return {name: result.detail for name, result in found.items() if result.problem}
 
 
-def test_a_run_that_is_fine_is_green_and_nothing_is_started(here, capsys):
+def test_a_valid_run_passes_and_nothing_is_started(here, capsys):
     assert main(["check", "config.yaml", "algorithm.kl.coef=0.1"]) == 0
     told = capsys.readouterr().out
     lines = [line.partition(":")[0] for line in told.splitlines() if line.startswith(("ok  ", "FIX "))]
@@ -76,7 +76,7 @@ def test_all_problems_are_reported_at_once(here, capsys, monkeypatch):
     assert "\n--  prompts: not checked: the data cannot be read" in told
 
 
-def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_things(here, capsys):
+def test_a_missing_model_missing_data_and_a_misspelt_reward_are_three_problems(here, capsys):
     bad = ["model.path=/no/such/model", "rewards.functions=[{function: maths}, {function: formats}]"]
     files = ["data.train=[{path: gone.jsonl}, {path: lost.jsonl}]", "data.eval=[{path: away.jsonl}]"]
     assert main(["check", "config.yaml", *bad, *files]) == 2
@@ -124,7 +124,7 @@ def test_a_single_problem_is_reported_without_a_count():
     assert str(problems([one, one])) == "2 things to fix: ports: none\n  ports: none"
 
 
-def test_a_cluster_elsewhere_is_checked_by_its_data_sheet(here):
+def test_a_remote_cluster_is_checked_by_its_data_sheet(here):
     large = ["model.path=Qwen/Qwen2.5-7B-Instruct", "model.dtype=bfloat16"]
     small = results(*large, cluster="1x2xRTX3090")
     assert "policy: a worker needs" in small["memory"].detail and small["memory"].problem
@@ -138,8 +138,8 @@ def test_a_cluster_elsewhere_is_checked_by_its_data_sheet(here):
     assert "5 GPUs are needed" in missing["placement"].detail
 
 
-def test_gpus_are_those_that_this_process_may_use(monkeypatch):
-    """On a machine shared with others the driver names all."""
+def test_only_gpus_visible_to_this_process_count(monkeypatch):
+    """The driver lists all GPUs of a shared machine, including those of others."""
     driver = {
         "nvmlInit": lambda: None, "nvmlShutdown": lambda: None, "nvmlDeviceGetCount": lambda: 8,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -162,7 +162,7 @@ def test_the_memory_of_a_login_node_is_not_that_of_its_cluster(here, monkeypatch
     assert results(large)["memory"].problem
 
 
-def test_a_reward_that_cannot_be_given_and_one_the_wrong_way_round(here):
+def test_a_reward_that_raises_and_one_that_prefers_wrong_answers_are_found(here):
     (here / "mine.py").write_text("def broken(completion, answer):\n    return 1 / 0\n")
     found = results(
         "rewards.functions=[{function: math}, {function: 'mine:broken'}]", f"rewards.code_paths=[{here}]"
@@ -186,14 +186,14 @@ def test_a_wrong_answer_that_scores_as_much_as_the_right_one_is_a_problem(here, 
     assert "the right one must get more in all" in said
 
 
-def test_weights_that_turn_a_reward_round_are_found(here):
+def test_weights_that_invert_a_reward_are_found(here):
     turned = "rewards.functions=[{function: math, weight: -1.0}, {function: format, weight: 0.5}]"
     assert "the right one must get more in all" in wrong(results(turned))["reward"]
     assert not wrong(results("rewards.functions=[{function: format}]"))
 
 
 @pytest.mark.parametrize("form", ["<answer>{}</answer>", "#### {}"])
-def test_a_reward_may_ask_for_answers_of_another_form(here, form):
+def test_a_reward_may_expect_answers_of_another_form(here, form):
     (here / "mine.py").write_text(
         f"def mine(completion, answer):\n    return float({form!r}.format(answer) in completion)\n"
     )
@@ -202,25 +202,25 @@ def test_a_reward_may_ask_for_answers_of_another_form(here, form):
     assert form.format("1") in found["reward"].detail and not wrong(found)
 
 
-def test_a_thought_that_the_prompt_opens_is_closed_before_the_answer(here):
+def test_a_thought_opened_by_the_prompt_is_closed_before_the_trial_answer(here):
     found = results("rewards.prompt_opens_thought=true", "rewards.thought_tags=['<T>', '</T>']")
     assert "</T>\\nThe answer is" in found["reward"].detail and not wrong(found)
 
 
-def test_what_reward_models_alone_score_is_not_called_fine(here, monkeypatch):
+def test_a_run_scored_only_by_reward_models_is_not_reported_as_ok(here, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     found = results("rewards.functions=[]", "rewards.models=[{name: judge, path: x/y}]")["reward"]
     assert found.skipped and "reward models are not asked" in found.detail
 
 
-def test_what_every_rank_of_a_gpu_cluster_refuses_is_refused_on_a_machine_without_gpus(here, monkeypatch):
+def test_settings_that_every_gpu_rank_refuses_are_refused_without_gpus(here, monkeypatch):
     assert not wrong(results("policy.zero_stage=0"))
     said = wrong(results("policy.zero_stage=0", cluster="1x8xH100"))["settings"]
     assert "`policy.zero_stage` = 0 with bfloat16" in said
     monkeypatch.setattr("actors.cluster.fit", lambda config: Fit("as the cluster says", 8))
     there = results("policy.zero_stage=0", "weight_sync.backend=nccl", "cluster.address=head:6379")
     assert "`policy.zero_stage` = 0 with bfloat16" in wrong(there)["settings"]
-    assert "nccl" not in wrong(there)["settings"]  # which the cluster has, and this machine has not
+    assert "nccl" not in wrong(there)["settings"]  # the cluster has it, this machine does not
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,11 @@ def test_what_every_rank_of_a_gpu_cluster_refuses_is_refused_on_a_machine_withou
         (["model.attention=flash_attention_2"], "flash_attention_2 on cpu"),
     ],
 )
-def test_settings_that_ranks_refuse_are_refused_before_them(here, overrides, words):
+def test_settings_that_ranks_refuse_are_refused_before_the_start(here, overrides, words):
     assert words in wrong(results(*overrides))["settings"]
 
 
-def test_a_model_whose_heads_cannot_be_shared_is_refused_before_it_is_loaded(here):
+def test_a_model_whose_heads_cannot_be_divided_is_refused_before_loading(here):
     own = ["policy.sequence_parallel=5", "policy.num_workers=5", "batch.prompts_per_step=5"]
     found = wrong(results(*own, "rollout.tensor_parallel_size=5", cluster="1x8xH100"))
     assert "policy.sequence_parallel = 5: the model has" in found["model"]
@@ -281,7 +281,7 @@ def test_a_package_of_another_version_is_named_with_the_one_needed(here, monkeyp
     assert "deepspeed is 0.1, needed is <0.20,>=0.19" in said and "wandb>=0.31 is not installed" in said
 
 
-def test_what_is_offloaded_must_fit_into_host_memory(here, monkeypatch):
+def test_offloaded_states_must_fit_into_host_memory(here, monkeypatch):
     gib = 2**30
     monkeypatch.setattr(devices, "this_machine", lambda: parse_cluster("1x2xH100"))
     own = ["model.path=Qwen/Qwen2.5-7B-Instruct", "policy.offload.optimizer=cpu", "policy.zero_stage=2",
@@ -313,7 +313,7 @@ def test_a_machine_too_small_for_all_workers_is_reported(here, monkeypatch):
     assert "all together" in wrong(results())["memory"]
 
 
-def test_checks_of_this_machine_say_so_where_the_run_goes_elsewhere(here, monkeypatch):
+def test_checks_of_this_machine_are_labelled_if_the_run_goes_elsewhere(here, monkeypatch):
     own, other = results(), results(cluster="1x1xH100")
     for name in ("disk", "shared memory", "ports"):
         assert other[name].detail.startswith(ELSEWHERE)
@@ -322,8 +322,8 @@ def test_checks_of_this_machine_say_so_where_the_run_goes_elsewhere(here, monkey
     assert wrong(results(cluster="1x1xH100"))["disk"].startswith(ELSEWHERE)
 
 
-def test_a_reward_of_the_users_may_know_one_form_of_answer_alone(here, monkeypatch):
-    """None for the others is no problem: it finds no number in \\boxed{1}."""
+def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
+    """None for other forms is no problem: it finds no number in \\boxed{1}."""
     (here / "own.py").write_text(
         "def near(completion, answer):\n"
         "    try:\n"
@@ -346,15 +346,15 @@ def test_a_reward_of_the_users_may_know_one_form_of_answer_alone(here, monkeypat
         ("config.json", '{"model_type": "qwen2", "hidden_size": "x"}'),
     ],
 )
-def test_a_damaged_file_of_the_model_is_one_thing_to_fix(here, file, text):
+def test_a_damaged_model_file_is_one_problem(here, file, text):
     made = resolve_model(load_config("config.yaml"), lambda _: None, train_first=False)
     model = shutil.copytree(made, here / "own-model")
     (model / file).write_text(text)
     found = results(f"model.path={model}")
     assert set(wrong(found)) == {"prompts" if "tokenizer" in file else "model"}
     assert str(model.name) in next(iter(wrong(found).values()))
-    assert not found["trackers"].problem  # the others were looked at
+    assert not found["trackers"].problem  # later checks still ran
 
 
-def test_a_cluster_that_cannot_be_read_is_one_thing_to_fix(here):
+def test_an_unreadable_cluster_is_one_problem(here):
     assert list(wrong(results(cluster="8xH100"))) == ["settings"]

@@ -1,4 +1,4 @@
-"""The page of every configuration key: complete, in step with the code, and right about what it says."""
+"""The page of configuration keys is complete, current and correct."""
 
 import re
 
@@ -18,7 +18,7 @@ def every_key(root: type[BaseModel]) -> list[Key]:
 
 
 def row(path: str) -> list[str]:
-    """The cells of a key's row on the page."""
+    """Return the cells of a key's row on the page."""
     line = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{path}` |"))
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
@@ -42,7 +42,7 @@ def test_a_key_without_a_description_has_no_meaning():
 
 
 def test_the_page_has_a_row_for_every_key_that_a_dumped_configuration_has():
-    """Found another way: a configuration with something in every list and optional section."""
+    """The keys come from a configuration with an entry in every list and optional section."""
     filled = {
         "model": {"path": "m"},
         "data": {"train": [{"path": "x"}], "eval": [{"path": "y"}]},
@@ -66,7 +66,7 @@ def paths(value, prefix=""):
             yield from paths(inner, f"{prefix}N.")
 
 
-def test_values_ranges_and_defaults_are_documented_as_they_are():
+def test_documented_values_ranges_and_defaults_are_those_of_the_code():
     assert row("batch.samples_per_prompt")[1:3] == ["integer ≥ 2", "`8`"]
     assert row("algorithm.clip_low")[1:3] == ["number > 0 ≤ 1, `null`", "`null`"]
     assert row("weight_sync.mode")[1:3] == ["`drain`, `keep`", "`drain`"]

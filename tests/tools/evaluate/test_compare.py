@@ -1,4 +1,4 @@
-"""Two models on the same problems: against numbers worked by hand and against flipping every sign."""
+"""Two models on the same problems: against numbers worked by hand and full enumeration of signs."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from grpo_dist.tools.evaluate.compare import MCNEMAR, SIGN_FLIPS, compare, mcnem
 
 
 def result(directory, model, problems, settings=None):
-    """A result as `grpo-dist eval` writes it, of {set: [values of each problem]}."""
+    """Write a result as `grpo-dist eval` does, from {set: [value of each problem]}."""
     directory.mkdir()
     report = {"model": model, "fingerprint": model, "settings": settings or {"seed": 0}}
     (directory / "result.json").write_text(json.dumps(report))
@@ -24,15 +24,15 @@ def result(directory, model, problems, settings=None):
     return directory
 
 
-def test_mcnemar_s_p_is_that_of_a_fair_coin():
+def test_mcnemars_p_is_that_of_a_fair_coin():
     assert mcnemar(9, 1) == pytest.approx(2 * 11 / 1024)
     assert mcnemar(1, 9) == mcnemar(9, 1)
     assert mcnemar(5, 0) == pytest.approx(2 / 32)
     assert mcnemar(3, 3) == mcnemar(0, 0) == 1.0
-    assert mcnemar(700, 800) == pytest.approx(0.0105, abs=3e-4)  # where floats of 2^1500 would overflow
+    assert mcnemar(700, 800) == pytest.approx(0.0105, abs=3e-4)  # 2^1500 overflows a float
 
 
-def test_flipping_all_signs_is_counting_them_one_by_one():
+def test_the_exact_sign_test_equals_enumeration():
     rng = np.random.default_rng(0)
     for _ in range(20):
         gains = rng.integers(-4, 5, size=int(rng.integers(1, 9))) / 4
@@ -41,12 +41,12 @@ def test_flipping_all_signs_is_counting_them_one_by_one():
         assert sign_flips(gains) == (pytest.approx(expected), SIGN_FLIPS)
 
 
-def test_signs_drawn_at_random_come_to_the_same_p_and_to_the_same_one_each_time():
+def test_the_random_sign_test_agrees_with_the_exact_one_and_is_reproducible():
     rng = np.random.default_rng(1)
     gains = rng.choice([-0.25, 0.0, 0.25, 0.5], size=40)
     p, test = sign_flips(gains)
     assert "100,000 drawn" in test and sign_flips(gains) == (p, test)
-    # The exact one: of all sums of +-|gain|, by convolution over quarters.
+    # The exact value: the distribution of sums of +-|gain|, by convolution over quarters.
     ways = np.array([1.0])
     for quarters in (int(4 * abs(g)) for g in gains if g):
         step = np.zeros(2 * quarters + 1)
@@ -68,21 +68,21 @@ def test_for_single_samples_both_tests_are_the_same():
     assert (found.low, found.high) == pytest.approx((8 / 22 - half, 8 / 22 + half), abs=1e-6)
 
 
-def test_sampled_averages_have_student_s_interval():
+def test_sampled_averages_have_students_interval():
     found = paired([0.25, 0.5, 0.0, 0.75], [0.5, 0.75, 0.75, 0.5])  # gains 0.25, 0.25, 0.75, -0.25
     half = 3.182 * math.sqrt((0 + 0 + 0.25 + 0.25) / 3) / 2
     assert (found.low, found.high) == pytest.approx((0.25 - half, 0.25 + half), abs=0.005)
-    # The sum is 1. With + 0.75 it is that or more unless two of the three others are negative: 4 of 8 ways.
+    # The sum is 1. With + 0.75 it is at least 1 unless two of the other three are negative: 4 of 8 cases.
     assert found.p == 8 / 16 and found.test == SIGN_FLIPS
 
 
-def test_an_interval_of_no_difference_has_a_width():
+def test_the_interval_of_a_zero_difference_has_a_width():
     found = paired([1.0] * 30, [1.0] * 30)
     assert (found.value, found.p) == (0.0, 1.0) and -0.1 < found.low < 0 < found.high < 0.1
 
 
 @pytest.mark.evidence
-def test_intervals_of_differences_cover_the_truth_as_often_as_they_say():
+def test_intervals_of_differences_cover_the_truth_at_their_nominal_rate():
     # Quantiles of Beta(1/2, 1/2) are sin^2: the mean of min(x + 0.1, 1) - x.
     x = np.sin(np.linspace(0, 1, 1_000_001) * math.pi / 2) ** 2
     truth = float(np.mean(np.minimum(x + 0.1, 1) - x))
@@ -96,7 +96,7 @@ def test_intervals_of_differences_cover_the_truth_as_often_as_they_say():
     assert 0.925 < covered / runs < 0.98
 
 
-def test_tables_pair_problems_by_their_names_and_give_a_row_for_all(tmp_path):
+def test_comparisons_pair_problems_by_name_and_have_a_row_for_all(tmp_path):
     a = {"x": [{"avg@4": 0.25, "pass@4": 1.0}, {"avg@4": 0.5}], "y": [{"avg@4": 1.0, "cons@4": 1.0}]}
     b = {"y": [{"avg@4": 0.75}], "x": [{"avg@4": 0.5, "pass@4": 0.0}, {"avg@4": 1.0, "pass@4": 1.0}]}
     found = compare(result(tmp_path / "a", "A", a), result(tmp_path / "b", "B", b))
@@ -118,7 +118,7 @@ def test_different_problems_are_refused_and_named(tmp_path):
         assert f"{a} has 2 that {b} lacks (1 of x, 1 of y), e.g. 'problem 2'" in str(refusal.value)
 
 
-def test_other_sampling_and_the_same_model_are_warned_of(tmp_path):
+def test_different_sampling_and_identical_models_cause_a_warning(tmp_path):
     problems = {"x": [{"pass@1": 1.0}]}
     a = result(tmp_path / "a", "A", problems, {"evaluation": {"temperature": 1.0}})
     b = result(tmp_path / "b", "A", problems, {"evaluation": {"temperature": 0.6}})
@@ -126,7 +126,7 @@ def test_other_sampling_and_the_same_model_are_warned_of(tmp_path):
     assert "`evaluation.temperature` is 1.0 of A and 0.6 of B" in first and "same model" in second
 
 
-def test_what_is_no_result_and_results_without_a_common_measure_are_refused(tmp_path):
+def test_files_that_are_no_results_and_results_without_a_common_measure_are_refused(tmp_path):
     a = result(tmp_path / "a", "A", {"x": [{"pass@1": 1.0}]})
     with pytest.raises(ValueError, match=r"no result\.json there"):
         compare(a, tmp_path)

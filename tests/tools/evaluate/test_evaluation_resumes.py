@@ -23,7 +23,7 @@ ARGUMENTS = (
 
 
 def evaluate(directory: Path, *more: str, kill_after: int | None = None) -> str:
-    """What `grpo-dist eval` prints; with ``kill_after``, once so many parts are there it is killed."""
+    """Return the output of `grpo-dist eval`; ``kill_after``: kill it after so many parts."""
     command = [sys.executable, "-m", "grpo_dist.cli", "eval", "demo:tiny", "demo:add3", *ARGUMENTS, *more]
     out, err = directory / "out", directory / "err"
     with out.open("w") as stdout, err.open("w") as stderr:
@@ -72,7 +72,7 @@ def test_a_killed_evaluation_resumes_to_the_same_bytes_and_then_reads_its_own_fi
         "cons@8",
     }
 
-    # Where no Ray can be started the answer is there all the same.
+    # The result is read without Ray.
     environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}
     command = [sys.executable, "-m", "grpo_dist.cli", "eval", "demo:tiny", "demo:add3", *ARGUMENTS]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""`grpo-dist eval` with fake workers: what is kept, what is sampled again, and what is refused."""
+"""`grpo-dist eval` with fake workers: stored parts, repeated sampling, refusals."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ class Engine(World):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A directory with data; ``worlds``: the engines that were started, ``failing``: what ends the next."""
+    """A directory with data; ``worlds``: started engines; ``failing``: failures of the next ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GRPO_DATA", raising=False)
     write("data.jsonl", PROBLEMS)
@@ -79,20 +79,20 @@ def write(name, rows):
 ARGUMENTS = (
     "sampling.max_new_tokens=4",
     "data.max_prompt_tokens=256",
-    "evaluation.samples_per_prompt=32",  # two problems to a part
+    "evaluation.samples_per_prompt=32",  # two problems per part
     "evaluation.k=[1,4]",
 )
 
 
 def evaluate(*arguments, data=("data.jsonl",), directory="out"):
-    """The exit code, the contents of result.json and problems.jsonl."""
+    """Return the exit code and the contents of result.json and problems.jsonl."""
     output = ("--output", directory) if directory else ()
     code = main(["eval", "demo:tiny", *data, *ARGUMENTS, *output, *arguments])
     return code, *(Path(f"{directory}/{name}").read_text() for name in ("result.json", "problems.jsonl"))
 
 
 def load_config_of(directory):
-    """A configuration with an evaluation set of its own, also written there."""
+    """Return a configuration with an evaluation set, also written as a file."""
     path = directory / "config.yaml"
     path.write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: data.jsonl}], eval: [{path: data.jsonl, "
@@ -105,7 +105,7 @@ def sampled(world):
     return len(world.sampled)
 
 
-def test_results_are_those_of_the_samples_in_total_and_by_level(here, capsys):
+def test_results_are_those_of_the_samples_overall_and_by_level(here, capsys):
     code, result, problems = evaluate()
     rows = [json.loads(line) for line in problems.splitlines()]
     measured = json.loads(result)["measured"]
@@ -127,14 +127,14 @@ def test_results_are_those_of_the_samples_in_total_and_by_level(here, capsys):
     assert "avg@32" in out and "= pass@1" in out and "level 1" in out and "results: out" in out
 
 
-def test_samples_are_kept_as_training_keeps_them(here):
+def test_samples_are_stored_as_in_training(here):
     evaluate()
     parts = [pq.read_table(f"out/samples/data/part_{i:05d}.parquet") for i in range(5)]
     assert sum(part.num_rows for part in parts) == 320
     assert {"completion", "logprobs", "reward", "outcome"} <= set(parts[0].column_names)
 
 
-def test_the_same_again_and_other_ks_start_no_engine(here, capsys):
+def test_repeating_an_evaluation_or_changing_k_starts_no_engine(here, capsys):
     _, result, _ = evaluate()
     assert evaluate()[1] == result and len(here.worlds) == 1
     _, other, _ = evaluate("evaluation.k=[2,8]")
@@ -171,7 +171,7 @@ def test_more_data_is_sampled_and_changed_problems_are_noticed(here):
     assert sampled(here.worlds[2]) == 1 and json.loads(problems.splitlines()[0])["answer"] == "99"
 
 
-def test_columns_that_rewards_see_are_part_of_the_problem(here):
+def test_columns_that_rewards_read_are_part_of_the_problem(here):
     columns = "data.eval.0.columns=[level]"
     evaluate(columns)
     write("data.jsonl", [{**PROBLEMS[0], "level": "7"}, *PROBLEMS[1:]])
@@ -180,11 +180,11 @@ def test_columns_that_rewards_see_are_part_of_the_problem(here):
     here.worlds.clear()
     evaluate(directory="unseen")
     write("data.jsonl", PROBLEMS)
-    evaluate(directory="unseen")  # a column of the report alone decides no sample
+    evaluate(directory="unseen")  # a column used only for reporting decides no sample
     assert len(here.worlds) == 1
 
 
-def test_another_model_or_setting_is_refused_in_the_same_directory_and_has_one_of_its_own(here, capsys):
+def test_another_model_or_setting_gets_its_own_directory_and_is_refused_in_a_used_one(here, capsys):
     evaluate()
     code, *_ = evaluate("evaluation.temperature=0.5", "rewards.timeout_s=2")
     error = capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_fresh_keeps_a_backup_and_samples_again(here, capsys):
     assert "out: moved the earlier evaluation to out.old-1" in capsys.readouterr().out
 
 
-def test_several_sets_have_rows_of_their_own_and_what_they_come_to(here):
+def test_several_sets_have_their_own_rows_and_a_mean(here):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     _, result, _ = evaluate(data=("data.jsonl", "other.jsonl"))
     measured = {(m["set"], m["value"]): m for m in json.loads(result)["measured"]}
@@ -218,7 +218,7 @@ def test_several_sets_have_rows_of_their_own_and_what_they_come_to(here):
     assert both == pytest.approx((10 * one + 2 * two) / 12) and mean == pytest.approx((one + two) / 2)
 
 
-def test_results_by_a_column_that_is_asked_for(here, capsys):
+def test_results_are_reported_by_a_requested_column(here, capsys):
     write("data.jsonl", [{**p, "topic": "abc"[i % 3]} for i, p in enumerate(PROBLEMS)])
     _, result, _ = evaluate("--by", "topic")
     values = [(m["by"], m["value"]) for m in json.loads(result)["measured"]]
@@ -227,14 +227,14 @@ def test_results_by_a_column_that_is_asked_for(here, capsys):
     assert "--by tpoic: no data set has such a column" in capsys.readouterr().err
 
 
-def test_a_column_that_some_rows_lack_is_not_reported_by(here):
+def test_a_column_that_some_rows_lack_is_not_used_for_reporting(here):
     write("data.jsonl", [*PROBLEMS[:9], {"problem": "x", "answer": "1", "source": "other"}])
     _, result, _ = evaluate()
     values = [(m["by"], m["value"], m["problems"]) for m in json.loads(result)["measured"]]
     assert values == [(None, None, 10), ("source", "made", 9), ("source", "other", 1)]
 
 
-def test_a_directory_of_something_else_is_refused(here, capsys, tmp_path):
+def test_a_directory_with_other_contents_is_refused(here, capsys, tmp_path):
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy/file").write_text("")
     assert main(["eval", "demo:tiny", "data.jsonl", *ARGUMENTS, "--output", "busy"]) == 2
@@ -268,7 +268,7 @@ def test_two_results_are_compared_on_the_command_line(here, capsys):
     assert main(["eval"]) == 2
 
 
-def test_one_process_at_a_time(here, capsys):
+def test_a_second_process_is_refused(here, capsys):
     evaluate()
     with alone(Path("out"), "here"):
         for arguments in ([], ["--fresh"]):
@@ -277,7 +277,7 @@ def test_one_process_at_a_time(here, capsys):
     assert len(here.worlds) == 1 and not Path("out.old-1").exists()
 
 
-def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_model, tmp_path):
+def test_a_pipeline_stage_is_evaluated_the_same_way_and_keeps_its_result(here, tiny_model, tmp_path):
     config = load_config_of(tmp_path)
     measures = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
     again = stages.evaluate_stage(config, tiny_model, tmp_path / "stage", lambda _: None)
@@ -289,7 +289,7 @@ def test_a_stage_of_a_pipeline_is_measured_the_same_way_and_keeps_it(here, tiny_
     assert found["estimates"]["pass@1"]["value"] == measures["eval/own/pass@1"]
 
 
-def test_a_deadline_is_for_the_next_step_and_not_for_all_of_them():
+def test_a_deadline_restarts_with_each_progress():
     async def steps(count, seconds):
         async with progressing(0.5, "evaluate: the next prompt") as still_going:
             for _ in range(count):
@@ -314,7 +314,7 @@ def test_without_a_math_grader_there_are_no_votes(here, monkeypatch):
     assert json.loads(problems.splitlines()[0])["numbers"] is None
 
 
-def test_what_another_grader_judged_is_not_mixed_with_what_this_one_does(monkeypatch):
+def test_verdicts_of_different_graders_are_not_mixed(monkeypatch):
     before = store.settings_of(fakes.config())
     monkeypatch.setattr(store, "installed", lambda name: "99.0" if name == "math-verify" else None)
     after = store.settings_of(fakes.config())
@@ -332,12 +332,12 @@ def test_a_second_data_set_leaves_the_result_of_the_first(here, capsys):
     measured = json.loads(both)["measured"]
     assert measured[:3] == json.loads(first)["measured"] and all_rows.startswith(rows)
     assert [m["set"] for m in measured[3:]] == ["other", "all problems", "mean of sets"]
-    _, again, _ = evaluate()  # the first once more: nothing is sampled, and all sets stay
+    _, again, _ = evaluate()  # the first again: nothing is sampled, and all sets stay
     assert {m["set"] for m in json.loads(again)["measured"]} == {m["set"] for m in measured}
     assert len(here.worlds) == 2
 
 
-def test_results_of_several_sets_are_compared_on_those_that_both_have(here, capsys):
+def test_results_are_compared_on_the_sets_that_both_have(here, capsys):
     write("other.jsonl", [{"problem": "x", "answer": "2"}, {"problem": "y", "answer": "3"}])
     evaluate(directory="a")
     evaluate("seed=3", directory="b")

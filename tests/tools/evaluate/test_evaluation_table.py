@@ -1,4 +1,4 @@
-"""What an evaluation prints: every number whole, however wide the terminal is."""
+"""Printed tables of evaluations have every number complete for any terminal width."""
 
 import io
 
@@ -18,7 +18,7 @@ MEASURES = ("pass@1", "pass@4", "pass@8", "avg@16", "maj@4", "maj@8", "cons@16")
 
 @pytest.fixture(params=[80, 120, 200])
 def terminal(request, monkeypatch):
-    """What is printed goes there."""
+    """Capture printed text."""
     out = io.StringIO()
     console = Console(file=out, width=request.param, highlight=False)
     monkeypatch.setattr(table, "wide_console", lambda: console)
@@ -34,13 +34,13 @@ def test_no_number_of_a_result_is_truncated(terminal):
     table.print_result(EvaluationResult(Identity("m", "f", {}, "d"), [], sets), "runs/[a]")
     text = terminal.getvalue()
     assert "…" not in text and "results: runs/[a]\n" in text
-    for share in (51, 52, 53, 54, 55, 56):  # pass@1 is avg@16, and is shown once
+    for share in (51, 52, 53, 54, 55, 56):  # pass@1 equals avg@16 and is shown once
         assert text.count(f"{share}.0 [41.0, 62.0]") == 2
     for cell in ("math500", "  subject Counting & Probability", "1,234", "4,321", "2%", "7%"):
         assert cell in text
 
 
-def test_no_number_of_scores_is_cut_off(terminal):
+def test_no_number_of_a_score_table_is_truncated(terminal):
     console = table.wide_console()
     print_agreements(console, [Agreement("my_rewards:same", "numeric", 12000, 30, 50, 400, 0)])
     columns = ("reward", "scored", "mean", "distribution")
@@ -51,7 +51,7 @@ def test_no_number_of_scores_is_cut_off(terminal):
         assert cell in text
 
 
-def test_no_number_of_a_comparison_is_cut_off(terminal):
+def test_no_number_of_a_comparison_is_truncated(terminal):
     gain = PairedDifference(0.123, -0.05, 0.2, 0.000123, "sign flips, 100,000 drawn")
     rows = [Paired("all problems", name, 1000, 0.5, 0.6, gain) for name in MEASURES]
     table.print_comparison(ModelComparison("A", "B", rows, ["careful"]))

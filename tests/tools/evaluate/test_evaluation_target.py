@@ -1,4 +1,4 @@
-"""What `grpo-dist eval` takes for a model and for data."""
+"""Models and data that `grpo-dist eval` accepts."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_a_run_is_evaluated_with_its_own_settings_and_the_model_it_exported(run)
     assert [s.path for s in config.data.eval] == ["demo:add3"]
 
 
-def test_other_data_for_a_run_is_looked_at_whole(run):
+def test_other_data_for_a_run_is_checked_whole(run):
     config = configuration(str(run), ["demo:add4", "x.jsonl"], ["data.eval.1.problem_column=question"])
     assert [(s.path, s.split, s.problem_column) for s in config.data.eval] == [
         ("demo:add4", "test", "problem"), ("x.jsonl", "test", "question")
@@ -57,7 +57,7 @@ def test_a_run_without_an_exported_model_is_refused(run):
         configuration(str(run), ["x.jsonl"], [])
 
 
-def test_a_model_is_asked_for_a_box_and_needs_data(tmp_path):
+def test_a_bare_model_gets_the_boxed_instruction_and_needs_data(tmp_path):
     config = configuration("Qwen/Qwen2.5-0.5B-Instruct", ["x.jsonl"], ["sampling.max_new_tokens=8"])
     assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct" and config.data.instruction == INSTRUCTION
     assert config.sampling.max_new_tokens == 8
@@ -85,8 +85,8 @@ def test_without_a_directory_benchmarks_come_from_the_hub_as_published(monkeypat
     assert all(s.path.count("/") == 1 for s in sources)
 
 
-def test_gsm8k_s_published_answers_are_read(tmp_path, shared_data):
-    """The data's `solution` is what the publishers call `answer`."""
+def test_the_published_answers_of_gsm8k_are_read(tmp_path, shared_data):
+    """The data's `solution` column is the publishers' `answer`."""
     rows = [json.loads(line) for line in (shared_data / "gsm8k_test.jsonl").read_text().splitlines()]
     published = [{"question": row["problem"], "answer": row["solution"]} for row in rows]
     path = tmp_path / "gsm8k.jsonl"
@@ -108,14 +108,14 @@ def test_every_benchmark_of_the_data_directory_is_read_whole(shared_data, name, 
 
 
 def shown(command):
-    """Commands of the READMEs with arguments of their own, not those that say how one is made."""
+    """Return commands of the READMEs with concrete arguments, without templates."""
     folders = (ROOT / "grpo_dist/evaluation/README.md", ROOT / "grpo_dist/tools/scoring/README.md")
     lines = [line for path in folders for line in path.read_text().splitlines()]
     return [x for x in lines if x.startswith(f"grpo-dist {command} ") and not re.search(r" \[|\bA B\b", x)]
 
 
 @pytest.mark.parametrize("line", shown("eval"))
-def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
+def test_evaluation_commands_of_the_readme_do_what_it_says(line, monkeypatch):
     monkeypatch.delenv("GRPO_DATA", raising=False)
     args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     data = [word for word in args.overrides if "=" not in word]
@@ -125,7 +125,7 @@ def test_evaluations_of_the_readme_are_what_they_say(line, monkeypatch):
 
 
 @pytest.mark.parametrize("line", shown("score"))
-def test_scorings_of_the_readme_are_understood(line):
+def test_scoring_commands_of_the_readme_parse(line):
     args, rest = command_parser().parse_known_args(shlex.split(line)[1:])
     assert args.config.endswith(".jsonl") and all("=" in word for word in rest)
 
@@ -147,7 +147,7 @@ def asked(run, tmp_path, row, *overrides):
     return source
 
 
-def test_other_data_for_a_run_is_read_by_the_run_s_own_columns(run, tmp_path):
+def test_other_data_for_a_run_is_read_with_the_runs_columns(run, tmp_path):
     (run / "config.yaml").write_text(OWN)
     row = {"question": "1+1", "solution": "so #### 2", "level": 3}
     source = asked(run, tmp_path, row)
@@ -155,7 +155,7 @@ def test_other_data_for_a_run_is_read_by_the_run_s_own_columns(run, tmp_path):
     assert asked(run, tmp_path, row, "data.eval.0.answer_pattern='so (.+)'").answer_pattern == "so (.+)"
 
 
-def test_data_that_have_other_columns_or_no_pattern_are_read_as_they_are(run, tmp_path):
+def test_data_with_other_columns_or_without_a_pattern_are_read_unchanged(run, tmp_path):
     (run / "config.yaml").write_text(OWN)
     source = asked(run, tmp_path, {"problem": "1+1", "answer": "2"})
     assert (source.problem_column, source.answer_pattern, source.columns) == ("problem", None, ())
@@ -164,7 +164,7 @@ def test_data_that_have_other_columns_or_no_pattern_are_read_as_they_are(run, tm
     assert [r.answer for r in read(source)] == ["2"]
 
 
-def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
+def test_a_missing_column_is_refused_with_the_key_to_set(run, tmp_path):
     source = asked(run, tmp_path, {"task": "1+1", "answer": "2"})
     with pytest.raises(
         ValueError, match=r"no column `problem`.*task, answer.*here `data\.eval\.0\.problem_column`"
@@ -176,7 +176,7 @@ def test_a_column_that_data_lack_is_refused_with_the_key_to_set(run, tmp_path):
         read_all([source], "data.eval")
 
 
-def test_a_pattern_of_a_run_that_finds_no_end_does_not_hang(run, tmp_path, monkeypatch):
+def test_a_pattern_with_runaway_backtracking_does_not_hang(run, tmp_path, monkeypatch):
     monkeypatch.setattr("grpo_dist.tools.evaluate.target.PATTERN_S", 1.0)
     (run / "config.yaml").write_text(OWN.replace("#### (.+)", "(a+)+b"))
     source = asked(run, tmp_path, {"question": "1+1", "solution": "a" * 60, "level": 3})

@@ -22,14 +22,14 @@ def config(**sft):
     )
 
 
-def test_states_are_four_float32_numbers_a_weight_and_activations_those_of_the_whole_batch():
+def test_states_are_four_float32_numbers_per_weight_and_activations_are_those_of_the_batch():
     model = published("Qwen/Qwen2.5-1.5B")
     one, two = (cold_start(config(batch_size=n), model, gpu=True, longest=64) for n in (4, 8))
     states = sum(one.parts[name] for name in ("weights", "gradients", "optimiser"))
     assert states == 16 * model.parameters
     assert two.parts["activations"] == pytest.approx(2 * one.parts["activations"])
     bounded = cold_start(config(batch_size=4, max_length=64), model, gpu=True)
-    assert bounded.total == one.total  # where the rows are not known, the longest that may be
+    assert bounded.total == one.total  # if the rows are unknown, the longest possible
 
 
 def test_what_does_not_fit_names_the_keys_to_lower():
@@ -40,7 +40,7 @@ def test_what_does_not_fit_names_the_keys_to_lower():
     assert said.startswith("cold start: ") and "lower `sft.batch_size` or `sft.max_length`" in said
 
 
-def test_a_plan_counts_it():
+def test_a_plan_counts_the_cold_start():
     assert is_trained_first(config()) and not is_trained_first(fakes.config())
     made = make_plan(config(), "1x8xH100", prompt_tokens=50, splits="none")
     console = Console(record=True, width=200, highlight=False, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""The memory model of `grpo-dist plan`: by hand, and against what real models keep for a backward pass."""
+"""The memory model of `grpo-dist plan`: by hand, and against activations that real models keep."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def gpu(**changes):
 
 @pytest.mark.parametrize(
     "hub_id, parameters",
-    [  # as their model cards, or the index of their checkpoint, say
+    [  # from their model cards or the index of their checkpoint
         ("Qwen/Qwen2.5-0.5B-Instruct", 494_032_768),
         ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
         ("Qwen/Qwen2.5-Math-7B-Instruct", 7_615_616_512),
@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_real_model(kind, tied):
     assert from_config_json(shape, "made").parameters == sum(p.numel() for p in real.parameters())
 
 
-def test_a_made_model_is_counted_from_its_directory(tiny_model):
+def test_a_local_model_is_counted_from_its_directory(tiny_model):
     from transformers import AutoModelForCausalLM
 
     real = AutoModelForCausalLM.from_pretrained(tiny_model)
@@ -151,7 +151,7 @@ def kept_for_backward(shape, dtype, *, checkpointing, prompt, total):
     def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # holding it keeps its address its own
+            kept[storage.data_ptr()] = storage  # a reference keeps the address from being reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -181,7 +181,7 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_one_is_computed_again():
         activation_bytes(from_config_json(s, ""), sizes, tokens=k[1], attended=k[2], checkpointing=True)
         for s, k in zip((few, many), kept, strict=True)
     ]
-    # What the pass keeps lacks the layer that the backward pass computes again.
+    # Saved tensors exclude the layer that the backward pass recomputes.
     assert found[1] - found[0] == kept[1][0] - kept[0][0] == 8 * kept[0][1] * 2 * 64
     assert found[0] > kept[0][0]
 
@@ -238,7 +238,7 @@ def test_rows_of_a_packed_stream_have_their_own_prompts():
     assert attended(config(model={"path": "x", "packing": False}), LENGTHS, 1000) == 1000
 
 
-def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
+def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
     model, sizes, card = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card
     engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory, colocated=False)
@@ -246,7 +246,7 @@ def test_an_engine_has_for_its_cache_what_weights_and_its_own_leave():
     others = 7_615_616_512 + 8192 * (3 * 18944 // 2 + 4 * 3584) * 2 + 3 * 256 * 152064 * 4 + 2 * GIB
     assert engine.token_bytes == token and engine.cache == int(81_559 * 2**20 * 0.9) - others
     assert engine.longest == engine.cache // token // (512 + 4)
-    assert engine.mean == 256  # no more are decoded at once
+    assert engine.mean == 256  # the most that are decoded at once
     assert engine.total == int(81_559 * 2**20 * 0.9)
     small = rollout_engine(
         c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, colocated=True
@@ -282,7 +282,7 @@ def test_missing_lengths_are_assumed_and_reported():
     known = workload_of(c, prompt_tokens=50, measured=[10, 2000])
     assert (known.prompt_tokens, known.mean, known.assumed) == (50, (10 + 900) / 2, "")
     fixed = workload_of(config(bench={"lengths": {"kind": "fixed"}}), prompt_tokens=5, measured=[9])
-    assert fixed.mean == 4 and fixed.length(3) == 4  # what is asked for comes before what was measured
+    assert fixed.mean == 4 and fixed.length(3) == 4  # requested lengths override measured ones
 
 
 def test_shapes_of_benchmarks_can_be_planned():

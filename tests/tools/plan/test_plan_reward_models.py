@@ -1,4 +1,4 @@
-"""Reward models in `grpo-dist plan`: their sizes, memory and times by hand, and what is said of them."""
+"""Reward models in `grpo-dist plan`: sizes, memory and times by hand, and messages."""
 
 import json
 from dataclasses import replace
@@ -37,7 +37,7 @@ def judged(*models, **changes):
 
 
 def one(**changes):
-    """The only model of a configuration."""
+    """Return the only model of a configuration."""
     (known,), unknown = reward_models_of(judged(changes))
     assert not unknown
     return known
@@ -126,7 +126,7 @@ def test_padding_is_computed_and_a_prompt_with_each_completion():
     assert one(micro_batch_tokens=60).flops(10, [10, 20, 5]) == pytest.approx(expected)
 
 
-def test_it_computes_at_what_is_reached_of_the_card_or_of_one_thread():
+def test_it_computes_at_the_measured_share_of_the_card_or_of_one_thread():
     known, c = one(), judged({})
     peaks = Peaks.of(parse_cluster("1x8xH100"))
     rates = Rates(c, known.shape, Sizes.of(c, gpu=True), peaks, Reached(training=0.5))
@@ -136,7 +136,7 @@ def test_it_computes_at_what_is_reached_of_the_card_or_of_one_thread():
     assert thread.reward_model_s(known, 100, [50] * 4) == pytest.approx(flops / (0.5 * 2e9))
 
 
-def test_a_reward_model_that_is_the_bottleneck_takes_all_groups_one_after_the_other():
+def test_a_reward_model_that_is_the_bottleneck_scores_groups_one_after_the_other():
     """Completions of 256 tokens, prompts of 100: 16 groups of 4 rows of 356 on one worker of 72 billion."""
     lengths = {"bench": {"lengths": {"kind": "fixed", "tokens": 256}}}
     c = judged({"path": "Qwen/Qwen2.5-72B"}, max_staleness=1, **lengths)
@@ -163,7 +163,7 @@ def test_a_reward_model_that_is_the_bottleneck_takes_all_groups_one_after_the_ot
     )
 
 
-# What is said
+# Messages
 
 
 def test_memory_and_times_are_shown():
@@ -183,7 +183,7 @@ def test_what_is_not_planned_is_named_and_nothing_is_refused():
     assert "warning: reward model exact: float32 takes longer than planned" in text
 
 
-def test_a_deadline_that_scoring_passes_is_warned_of():
+def test_scoring_longer_than_its_deadline_causes_a_warning():
     made = make_plan(judged({}), "1x4xH100", prompt_tokens=100, splits="none")
     run = made.simulated.simulated
     assert not warnings(made.simulated, made.setting)
@@ -197,7 +197,7 @@ def test_without_reward_models_the_plan_does_not_mention_them():
     assert "scoring by models" not in text and "reward models" not in text and "reward-model" not in text
 
 
-def test_a_model_of_another_kind_is_not_planned(tmp_path):
+def test_a_reward_model_of_another_architecture_is_not_planned(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "deberta-v2"}')
     known, unknown = reward_models_of(judged({"path": str(tmp_path)}))
     assert not known and f"model {tmp_path}: `model_type` = deberta-v2" in unknown["judge"]

@@ -1,4 +1,4 @@
-"""The simulated clock, engine and loop of `grpo-dist plan`, against times worked out by hand."""
+"""The simulated clock, engine and loop of `grpo-dist plan`, against times worked by hand."""
 
 import asyncio
 import math
@@ -35,13 +35,13 @@ def run(times, *, length=10, capacity=100, colocated=False, measured=(), steps=4
     )
 
 
-# It doubles with every restart within the window, so that has to be short, too.
+# The delay doubles with every restart within the window, so the window is short, too.
 NO_BACK_OFF = {"restarts": {"backoff_s": 1e-6, "window_s": 1e-6}}
 
 # The clock
 
 
-def test_waiting_takes_no_time_and_timers_keep_their_order():
+def test_simulated_waiting_takes_no_real_time_and_timers_keep_their_order():
     async def main():
         loop, seen = asyncio.get_running_loop(), []
 
@@ -54,10 +54,10 @@ def test_waiting_takes_no_time_and_timers_keep_their_order():
 
     begin = time.monotonic()
     assert run_virtually(main) == [(0.5, 0.5), (7.25, 7.25), (86_400.0, 86_400.0)]
-    assert time.monotonic() - begin < 3600  # of the day that it was
+    assert time.monotonic() - begin < 3600  # instead of a simulated day
 
 
-def test_deadlines_are_of_the_simulated_clock():
+def test_deadlines_follow_the_simulated_clock():
     async def main():
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(100):
@@ -67,7 +67,7 @@ def test_deadlines_are_of_the_simulated_clock():
     assert run_virtually(main) == 100
 
 
-def test_the_clock_stands_while_a_thread_computes():
+def test_the_clock_stops_while_a_thread_computes():
     async def main():
         timer = asyncio.create_task(asyncio.sleep(1000))
         found = await asyncio.to_thread(lambda: time.sleep(0.05) or 42)
@@ -78,7 +78,7 @@ def test_the_clock_stands_while_a_thread_computes():
     assert run_virtually(main) == (42, 1000)
 
 
-def test_a_simulation_in_which_all_wait_for_each_other_is_an_error():
+def test_a_deadlocked_simulation_is_an_error():
     async def main():
         await asyncio.get_running_loop().create_future()
 
@@ -90,7 +90,7 @@ def test_a_simulation_in_which_all_wait_for_each_other_is_an_error():
 
 
 def ends(times, groups, *, capacity=100, then=None):
-    """When the samples of each group (begin, prompt, lengths) were finished, and the engine."""
+    """Return when the samples of each group (begin, prompt, lengths) finished, and the engine."""
 
     async def main():
         engine, loop = Engine(times, capacity), asyncio.get_running_loop()
@@ -114,7 +114,7 @@ def test_sequences_of_a_batch_end_with_their_lengths():
     assert engine.steps == pytest.approx(10)
 
 
-def test_a_longer_context_slows_the_steps_down():
+def test_a_longer_context_slows_decoding():
     # Two sequences with 10 tokens of prompt each share: 10 + 2 t tokens after t steps, of which 20 are made.
     found, _ = ends(Times(step=0.1, each=0.001), [(0, 10, [20, 20])])
     assert found[0][0] == pytest.approx(20 * 0.1 + 0.001 * (10 * 20 + 2 * 20 * 20 / 2))
@@ -125,7 +125,7 @@ def test_a_group_that_comes_later_joins_the_batch_and_its_prefill_delays_all():
     assert found == [[pytest.approx(1.0 + 0.2)], [pytest.approx(0.5 + 0.2 + 1.0)]]
 
 
-def test_sequences_beyond_its_seats_wait_in_the_engine():
+def test_sequences_beyond_the_batch_size_wait_in_the_engine():
     found, _ = ends(Times(), [(0, 0, [10, 4, 6, 2])], capacity=2)
     assert sorted(found[0]) == pytest.approx([0.4, 1.0, 1.0, 1.2])
 
@@ -141,7 +141,7 @@ def test_a_paused_engine_resumes_after_its_cache_is_computed_again():
     assert found == [[pytest.approx(0.5 + 3 + 5 * 0.01 + 0.5)]]
 
 
-def test_an_engine_that_fails_loses_what_it_has_in_hand():
+def test_a_failed_engine_loses_its_requests():
     async def main():
         engine = Engine(Times(), 10)
         asyncio.get_running_loop().call_later(0.5, engine.fail)
@@ -174,7 +174,7 @@ def test_one_step_ahead_it_is_the_longer_of_sampling_and_training(length, longer
     assert found.step_s == pytest.approx(longer + 0.3, abs=1e-6) and found.staleness == 1
 
 
-def test_references_share_out_the_groups():
+def test_reference_workers_divide_the_groups():
     times = Times(reference=1.0, score=0.0)
     changes = {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"num_workers": 2}}
     found = run(times, **changes)  # 4 groups, 2 workers: two seconds after the samples
@@ -213,13 +213,13 @@ def test_colocated_roles_change_turns_twice_a_step():
     assert run(Times(), colocated=True).step_s == pytest.approx(3.8 + 2 * 0.25)
 
 
-def test_groups_go_to_the_engine_that_has_least():
+def test_groups_go_to_the_least_loaded_engine():
     found = run(Times(), rollout={"num_workers": 4}, capacity=2)
-    assert {len(found.bars[f"rollout-{i}"]) for i in range(4)} == {6 - 1}  # of every step, one at once
+    assert {len(found.bars[f"rollout-{i}"]) for i in range(4)} == {6 - 1}  # one group per step, one at a time
     assert found.queue == 0 and found.step_s == pytest.approx(3.8)
 
 
-def test_groups_wait_for_an_engine_with_room():
+def test_groups_wait_for_an_engine_with_capacity():
     # 4 groups of 2 on one engine that decodes one sequence at a time: two of them wait in the driver's queue.
     found = run(Times(), capacity=1)
     assert found.queue == 3 and found.stage_s["sample"] == pytest.approx(8 * 1.0)
@@ -227,7 +227,7 @@ def test_groups_wait_for_an_engine_with_room():
 
 def test_a_long_tail_keeps_the_engine_and_the_driver_waiting():
     even = run(Times(score=0.0), measured=[50])
-    uneven = run(Times(score=0.0), measured=[1, 99])  # as many tokens on average
+    uneven = run(Times(score=0.0), measured=[1, 99])  # the same mean length
     assert uneven.stage_s["sample"] == pytest.approx(9.9) and even.stage_s["sample"] == pytest.approx(5.0)
     assert uneven.idle["policy"] > even.idle["policy"]
 
@@ -236,7 +236,7 @@ def test_kept_samples_continue_under_new_weights_and_lose_nothing():
     times = Times(update=1.0, score=0.0)
     found = run(times, measured=[5, 50], max_staleness=2, weight_sync={"mode": "keep"}, steps=6)
     assert found.samples == 8 and 0 < found.staleness <= 2
-    assert found.step_s < 5.0 + 1.0 + 0.3  # the longest samples are not waited for by every step
+    assert found.step_s < 5.0 + 1.0 + 0.3  # not every step waits for the longest samples
 
 
 def test_failed_engines_are_replaced_and_no_sample_is_lost():
@@ -290,11 +290,11 @@ def test_the_predicted_cost_of_failed_ranks_is_what_the_loop_spends_on_them(shar
     assert len(each) == stretches and each.mean() == pytest.approx(5 * found.step_s)
     expected = formula.expected_s / stretches
     assert abs(each.mean() - expected) < 3 * error and error < 0.15 * expected
-    half_of_the_steps = 19.0 * (1 + (5.0 + 9.5) / every_s)  # right where losses are rare, for one
+    half_of_the_steps = 19.0 * (1 + (5.0 + 9.5) / every_s)  # exact if failures are rare
     assert (abs(each.mean() - half_of_the_steps) > 3 * error) == (share == 2.0)
 
 
-def test_a_loss_costs_what_it_does_by_daly():
+def test_the_cost_of_a_failure_agrees_with_dalys_formula():
     settings = {"checkpoint": {"every": 10}, "policy": {"num_workers": 2}, "steps": 100}
     at = {"step_s": 2.0, "failure_every_s": 80.0, "restart_s": 20.0}
     found = rank_failures(config(**settings), unseen_s=0.0, **at)
@@ -315,7 +315,7 @@ def test_a_loss_costs_what_it_does_by_daly():
     assert rank_failures(config(), unseen_s=0.0, **at | {"failure_every_s": 0.0}) is None
 
 
-def test_the_budget_of_restarts_ends_a_run_by_chance():
+def test_the_restart_budget_ends_a_run_with_the_poisson_probability():
     assert at_least(0, 2.0) == 1.0 and at_least(1, 2.0) == pytest.approx(1 - math.exp(-2))
     assert at_least(3, 0.5) == pytest.approx(1 - math.exp(-0.5) * (1 + 0.5 + 0.125))
     assert at_least(10**9, 3.0) == 0.0 and at_least(3, 5000.0) == 1.0
@@ -324,28 +324,28 @@ def test_the_budget_of_restarts_ends_a_run_by_chance():
         c = config(steps=100, checkpoint={"every": 10}, cluster={"restarts": restarts})
         return rank_failures(c, step_s=2.0, unseen_s=0.0, failure_every_s=1e5, restart_s=20.0).ends
 
-    assert ends(max_per_worker=0) == pytest.approx(1 - math.exp(-200 / 1e5), rel=0.01)  # any loss
-    two = 200 / 1e5 * (1 - math.exp(-0.01))  # a loss, and another within a thousand seconds
+    assert ends(max_per_worker=0) == pytest.approx(1 - math.exp(-200 / 1e5), rel=0.01)  # any failure
+    two = 200 / 1e5 * (1 - math.exp(-0.01))  # two failures within a thousand seconds
     assert ends(max_per_worker=1, window_s=1000.0) == pytest.approx(two, rel=0.01)
     assert ends(max_per_worker=3, window_s=1000.0) < 1e-8
 
 
 @pytest.mark.parametrize("graders", [1, 2])
-def test_graders_that_are_cancelled_serve_the_next_and_what_they_did_is_drawn(graders):
-    """A rank that is lost ends the batch that is sampled ahead, with its groups while they are graded."""
+def test_cancelled_graders_serve_the_next_group_and_their_time_is_in_the_timeline(graders):
+    """A lost rank cancels the batch that is sampled ahead, including groups in grading."""
     found = run(
         Times(), goes_wrong={"failures": FailureRates(rank_s=15.0, restart_s=5.0)}, steps=60, max_staleness=1,
         rewards={"num_workers": graders}, cluster=NO_BACK_OFF, checkpoint={"every": 5},
     )  # fmt: skip
     graded = [span for i in range(graders) for span in found.bars[f"reward-{i}"]]
     assert found.rank_restarts > 3 and len(found.ends) == 63
-    assert any(0 < span.end - span.begin < 0.499 for span in graded)  # of the half second that it takes
+    assert any(0 < span.end - span.begin < 0.499 for span in graded)  # grading takes half a second
     for own in (found.bars[f"reward-{i}"] for i in range(graders)):
         assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
 
 
 def test_groups_that_wait_when_a_rank_fails_stop_waiting():
-    """Two batches of 16 groups are on their way at most, on an engine that has room for one."""
+    """At most two batches of 16 groups are in flight, on an engine with capacity for one group."""
     queue = {"batch": {"prompts_per_step": 16, "samples_per_prompt": 4}, "max_staleness": 1, "capacity": 2}
     calm = run(Times(), steps=10, **queue)
     found = run(
@@ -381,8 +381,8 @@ def test_a_rank_that_fails_while_the_ranks_restart_makes_them_restart_again():
             assert then.begin == pytest.approx(one.end, abs=1e-3)  # nothing else comes between them
 
 
-def test_figures_of_a_run_that_goes_back_are_of_all_that_was_done(monkeypatch):
-    """Also what was done in vain: eight sequences at once, and the driver's time for each step made."""
+def test_figures_of_a_run_with_rollbacks_include_repeated_work(monkeypatch):
+    """Wasted work counts too: eight sequences at once, and the driver's time for each step made."""
     spent = iter([0.0, 1000.0])
     monkeypatch.setattr(simulation, "time", SimpleNamespace(process_time=lambda: next(spent)))
     wrong = {"failures": FailureRates(rank_s=20.0, restart_s=5.0)}
@@ -400,7 +400,7 @@ def test_a_thousand_restarts_within_the_window_wait_a_minute_each():
     assert budget.take() == 60.0
 
 
-def test_a_thousand_gpus_lose_ranks_and_get_there():
+def test_a_run_on_a_thousand_gpus_finishes_despite_lost_ranks():
     lost = {"failures": FailureRates(rank_s=40.0, engine_s=3000.0, restart_s=15.0)}
     shape = {"rollout": {"num_workers": 256, "tensor_parallel_size": 2}, "policy": {"num_workers": 512}}
     assert 256 * 2 + 512 == 1024
@@ -411,7 +411,7 @@ def test_a_thousand_gpus_lose_ranks_and_get_there():
     )  # fmt: skip
     assert found.rank_restarts > 0 and found.failed_engines > 0 and found.samples == 512 * 2
     assert any(span.stage == "restart" for span in found.bars["policy"])
-    # Groups of two batches, of which each engine has room for one, and those that lost engines had.
+    # Groups of two batches, one per engine, plus those of lost engines.
     assert 512 < found.queue <= 2 * 512 - 256 + found.failed_engines
 
 
@@ -426,9 +426,9 @@ def test_dynamic_sampling_draws_further_groups():
     assert all_signal.step_s == pytest.approx(3.8) and half.step_s > 3.8 + 1.0
 
 
-def test_the_drivers_own_time_is_in_the_way_of_many_groups():
+def test_the_drivers_time_delays_many_groups():
     slow = Times(reached=Reached(sample_s=0.1, overhead_s=0.2))
-    # Two samples of each of 4 groups, one group after the other through one thread; the last is scored then.
+    # Two samples of each of 4 groups, one group at a time on one thread; then the last is scored.
     assert run(slow).step_s == pytest.approx(1.0 + 4 * 2 * 0.1 + 0.5 + 2.0 + 0.3 + 0.2)
 
 
@@ -458,7 +458,7 @@ def test_a_thousand_gpus_take_a_few_events_for_each_sample(monkeypatch):
         policy={"num_workers": 512},
         sampling={"max_new_tokens": 8192},
     )
-    samples = 256 * 8 * 5  # of all steps
+    samples = 256 * 8 * 5  # in all steps
     assert found.samples == 256 * 8 and 0 < jumps < 8 * samples
     assert found.tokens == pytest.approx(256 * 8 * (lengths.mean() + 20), rel=0.1)
     assert found.driver_cpu_s > 0

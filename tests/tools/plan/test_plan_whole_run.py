@@ -1,4 +1,4 @@
-"""What a planned run does besides its steps: evaluations and checkpoints, by hand."""
+"""Evaluations and checkpoints of a planned run, by hand."""
 
 import json
 
@@ -49,12 +49,12 @@ def printed(made):
 
 @pytest.mark.parametrize(
     "evaluation, export, count",
-    [  # of 100 steps
+    [  # 100 steps
         ({"before": True, "after": True, "every": 0}, True, 2),
         ({"before": False, "after": False, "every": 25}, True, 4),
-        ({"before": True, "after": True, "every": 25}, True, 5),  # the last is that of the exported model
+        ({"before": True, "after": True, "every": 25}, True, 5),  # the last evaluates the exported model
         ({"before": True, "after": True, "every": 30}, True, 5),
-        ({"before": True, "after": True, "every": 25}, False, 5),  # nothing is exported: step 100 has its own
+        ({"before": True, "after": True, "every": 25}, False, 5),  # without an export step 100 is evaluated
         ({"before": False, "after": False, "every": 0}, True, 0),
     ],
 )
@@ -63,7 +63,7 @@ def test_evaluations_are_those_of_the_loop_and_of_the_exported_model(evaluation,
     assert evaluations(c) == count
 
 
-def test_without_sets_there_is_none():
+def test_without_evaluation_sets_no_evaluation_is_planned():
     c = wide(evaluation={"before": True, "every": 1})
     assert evaluations(c) == 0 and planned_evaluation(option(c)) is None
 
@@ -76,17 +76,17 @@ def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
     return evaluation_s(Scenario(settings, times, workload, capacity, False, **(goes_with or {})), sizes)
 
 
-def test_an_evaluation_is_sampling_and_scoring_with_nothing_else_to_do():
-    assert timed([7]) == pytest.approx(1.0 + 0.5)  # ten tokens of 0.1 s, and a grader
+def test_an_evaluation_is_sampling_and_scoring_alone():
+    assert timed([7]) == pytest.approx(1.0 + 0.5)  # ten tokens of 0.1 s, and grading
     assert timed([7, 5]) == pytest.approx(2 * 1.5)  # one set after the other
     assert timed([6], capacity=2) == pytest.approx(3 * 1.0 + 0.5)  # three at a time
     each = {"evaluation": {"before": False, "after": False, "samples_per_prompt": 4}}
     assert timed([6], capacity=8, **each) == pytest.approx(3 * 1.0 + 0.5)  # 24 samples, 8 at a time
-    assert timed([7], cap=6) == pytest.approx(0.6 + 0.5)  # the longest that is allowed
+    assert timed([7], cap=6) == pytest.approx(0.6 + 0.5)  # the longest completion allowed
     assert timed([2], goes_with=judges(judge=1)) == pytest.approx(1.0 + 2 * 1.5 + 0.5)
 
 
-def test_prompts_are_counted_where_they_can_be_seen(tmp_path):
+def test_prompts_are_counted_if_their_files_are_readable(tmp_path):
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"problem": "1+1", "answer": str(i)}) + "\n" for i in range(9)))
     sets = [{"path": str(file)}, {"path": "some/set", "max_rows": 40}, {"path": "other/set"}]
@@ -95,17 +95,17 @@ def test_prompts_are_counted_where_they_can_be_seen(tmp_path):
     assert (found.prompts, found.assumed, found.left_out) == (49, ("set",), ("set",))
     few = planned_evaluation(option(wide(data=data, evaluation={"after": False, "max_prompts": 5})))
     assert (few.prompts, few.assumed, few.left_out) == (15, ("set", "set"), ())
-    assert 0 < found.seconds < few.seconds  # of two sets, and of three
+    assert 0 < found.seconds < few.seconds  # two sets, three sets
     assert few.count == 1 and few.total_s == few.seconds
 
 
-def test_an_evaluation_has_a_longest_completion_of_its_own():
-    """200 tokens where 256 are allowed as in training, and 50 where no more are."""
+def test_an_evaluation_has_its_own_longest_completion():
+    """200 tokens if 256 are allowed as in training, and 50 if no more are."""
     usual, short = (
         option(wide(evaluation={"max_prompts": 8, "max_new_tokens": most}, **EVAL)) for most in (None, 50)
     )
     rates = usual.scenario.rates
-    longer_s = 150 * rates.decode_step_s(8, 8 * (100 + 125))  # with what eight hold half way
+    longer_s = 150 * rates.decode_step_s(8, 8 * (100 + 125))  # with the tokens that eight hold midway
     found = planned_evaluation(usual).seconds - planned_evaluation(short).seconds
     assert found == pytest.approx(longer_s, rel=0.01)
 
@@ -115,19 +115,19 @@ def test_an_evaluation_has_a_longest_completion_of_its_own():
 
 @pytest.mark.parametrize(
     "stage, dtype, expected",
-    [  # of 1000 parameters, two ranks
+    [  # 1000 parameters, two ranks
         (0, "float32", [12_000, 0]),
         (1, "bfloat16", [8_000, 6_000]),
         (2, "float32", [10_000, 6_000]),
         (3, "bfloat16", [6_000, 6_000]),
     ],
 )
-def test_ranks_write_what_deepspeed_shares_out(stage, dtype, expected):
+def test_ranks_write_their_deepspeed_shards(stage, dtype, expected):
     c = config(policy={"num_workers": 2, "zero_stage": stage}, model={"path": "demo:tiny", "dtype": dtype})
     assert rank_bytes(c, TINY, Sizes.of(c, gpu=True)) == expected
 
 
-def test_adapters_are_all_that_is_written_where_they_are_all_that_is_trained():
+def test_only_adapters_are_written_if_only_they_are_trained():
     c = config(policy={"num_workers": 1, "zero_stage": 1, "lora": {"rank": 2, "target_modules": ["o_proj"]}})
     assert rank_bytes(c, TINY, Sizes.of(c, gpu=True)) == [2 * (8 + 8) * (2 + 12)]
 
@@ -154,7 +154,7 @@ def test_background_saves_block_the_loop_only_for_the_copy_and_at_the_end():
     assert found.total_s == pytest.approx(2 * found.held_s + found.last_s)
 
 
-def test_a_checkpoint_waits_for_the_one_before():
+def test_a_checkpoint_waits_for_the_previous_one():
     found = saved(checkpoint={"every": 1}, steps=3)
     run = planned(option(wide(policy={"num_workers": 2}))).simulated
     assert found.late_s == pytest.approx(14 * WEIGHTS / 1e9 - run.step_s)
@@ -167,13 +167,13 @@ def test_a_single_checkpoint_waits_for_none():
     assert found.total_s == pytest.approx(found.held_s + found.last_s)
 
 
-def test_in_the_loop_all_that_is_written_is_waited_for():
+def test_a_foreground_checkpoint_blocks_the_loop_until_it_is_written():
     found = saved(checkpoint={"every": 50, "background": False})
     assert found.held_s == pytest.approx(14 * WEIGHTS / 1e9) and found.last_s == found.late_s == 0
     assert found.total_s == pytest.approx(2 * found.held_s)
 
 
-def test_a_reference_that_is_renewed_is_written_while_the_loop_waits():
+def test_a_refreshed_reference_is_written_while_the_loop_waits():
     renewed = {"algorithm": {"kl": {"coef": 0.1}}, "reference": {"refresh_every": 10}}
     found, plain = saved(**renewed), saved()
     assert found.held_s - plain.held_s == pytest.approx(2 * WEIGHTS / 1e9)
@@ -189,7 +189,7 @@ def test_colocated_roles_change_turns_to_save():
     assert planned_checkpoints(planned(one)).held_s == pytest.approx(turns_s + 8 * WEIGHTS / 5e9)
 
 
-# What is said
+# Messages
 
 
 def test_the_whole_run_is_in_hours_and_price():

@@ -1,4 +1,4 @@
-"""Pipelines, their stages' work faked: what runs, what is skipped, what goes on, and what is refused."""
+"""Pipelines with fake stages: which run, are skipped, resume, or are refused."""
 
 import fcntl
 import json
@@ -42,7 +42,7 @@ NAMES = [stage["name"] for stage in STAGES]
 
 
 class World:
-    """Stages that only leave what a stage leaves, and a log of those that ran."""
+    """Fake stages that only write a stage's outputs, and a log of those that ran."""
 
     def __init__(self):
         self.ran: list[str] = []
@@ -130,7 +130,7 @@ def test_an_interrupted_stage_resumes_and_its_time_adds_up(world):
 
 
 def test_a_killed_stage_resumes(world):
-    """SIGKILL leaves the record as it was written at the start."""
+    """After SIGKILL the record is the one written at the start."""
     run()
     path = Path("runs/p/02_reason/stage.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"state": "started", "id": ""}))
@@ -159,7 +159,7 @@ def test_settings_that_do_not_decide_the_result_may_change(world):
     assert world.ran == NAMES
 
 
-def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world):
+def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_nothing(world):
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -171,7 +171,7 @@ def test_a_stage_that_was_begun_is_refused_too_unless_it_has_left_nothing(world)
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
 
 
-def test_who_computes_in_which_portions_may_change_in_stages_that_are_done_or_begun(world):
+def test_workers_and_chunk_sizes_may_change_in_started_and_finished_stages(world):
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -185,12 +185,12 @@ def test_who_computes_in_which_portions_may_change_in_stages_that_are_done_or_be
     write(stages=[stage | {"overrides": stage.get("overrides", {}) | layout} for stage in STAGES])
     run()
     assert world.ran == ["cold", "reason", "reason", "reject", "again"]
-    assert world.before["reason"]["eval/add3/pass@1"] == 0.1  # of a stage with other engines
+    assert world.before["reason"]["eval/add3/pass@1"] == 0.1  # from a stage with other engines
 
 
 @pytest.mark.parametrize("fails_with", [KeyboardInterrupt, UserError])
-def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, fails_with):
-    """Also where nothing could be kept: the samples stay."""
+def test_selection_settings_may_change_until_samples_are_selected(world, fails_with):
+    """Also if no sample met the old selection: the samples stay."""
     world.fail_in, world.fail_with = "reject", fails_with
     with pytest.raises(fails_with):
         run()
@@ -208,7 +208,7 @@ def test_what_chooses_among_samples_may_change_while_they_are_not_chosen(world, 
     )
 
 
-def test_the_user_s_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
+def test_the_users_reward_functions_and_reward_models_are_inputs(world, monkeypatch):
     monkeypatch.setattr("grpo_dist.runs.prepare.check_model", lambda model: None)
     Path("code/pack").mkdir(parents=True)
     for name in ("code/mine.py", "code/pack/__init__.py", "code/pack/inner.py"):
@@ -243,7 +243,7 @@ def test_changed_files_are_changed_inputs(world):
     assert world.ran == NAMES
 
 
-def test_a_stage_made_from_one_that_is_gone_is_not_passed_off_as_done(world):
+def test_a_stage_whose_input_stage_is_gone_does_not_count_as_done(world):
     run()
     Path("runs/p/01_cold").rename("elsewhere")
     message = refused()
@@ -264,7 +264,7 @@ def test_a_complete_stage_without_its_weights_is_refused(world):
     assert "runs/p/01_cold/model/*.safetensors is missing" in refused()
 
 
-def test_from_redoes_a_stage_and_all_later_ones_and_moves_the_old_ones_aside(world):
+def test_from_repeats_a_stage_and_all_later_ones_and_keeps_backups(world):
     run()
     write(stages=with_overrides(2, **{"rejection.samples_per_prompt": 3}))
     done, said = run(again_from="reject")
@@ -288,7 +288,7 @@ def test_from_a_stage_that_does_not_exist_is_refused(world):
     )
 
 
-def test_a_directory_of_somebody_else_is_refused_and_moved_aside_on_request(world):
+def test_a_foreign_directory_is_refused_and_backed_up_on_request(world):
     Path("runs/p/01_cold").mkdir(parents=True)
     Path("runs/p/01_cold/theirs").write_text("x")
     assert "runs/p/01_cold exists, but is not of this pipeline" in refused()
@@ -314,8 +314,8 @@ def test_two_processes_cannot_run_one_pipeline(world, monkeypatch):
     assert "runs/p: another process is at this pipeline" in inner[0]
 
 
-def test_what_is_done_is_read_under_the_lock(world, monkeypatch):
-    """Another process may have finished a stage, or be at it, since before the lock was taken."""
+def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
+    """Another process may have started or finished a stage before this one got the lock."""
     run()
     held = []
     complete = recipe.complete_stages
@@ -368,7 +368,7 @@ def test_what_is_done_is_read_under_the_lock(world, monkeypatch):
         (3, {"data.eval": [{"path": "none.jsonl"}]}, ["stage `again`", "none.jsonl: no such file"]),
     ],
 )
-def test_what_a_later_stage_cannot_use_is_refused_before_the_first_one_starts(world, index, changes, words):
+def test_an_unusable_later_stage_is_refused_before_the_first_one_starts(world, index, changes, words):
     write(stages=with_overrides(index, **changes))
     message = refused()
     for word in words:
@@ -376,7 +376,7 @@ def test_what_a_later_stage_cannot_use_is_refused_before_the_first_one_starts(wo
     assert world.ran == [] and not Path("runs").exists()
 
 
-def test_check_says_what_would_be_done_and_starts_nothing(world):
+def test_check_lists_the_stages_to_run_and_starts_nothing(world):
     _, said = run(check_only=True)
     assert said[0] == "runs/p/01_cold  sft  to do" and not Path("runs").exists()
     run()
@@ -385,14 +385,14 @@ def test_check_says_what_would_be_done_and_starts_nothing(world):
     assert world.ran == NAMES and not Path("runs/p/04_again.old-1").exists()
 
 
-def test_measures_of_the_model_begun_with_are_those_of_the_stage_that_made_it(world):
+def test_measures_of_the_initial_model_are_those_of_the_stage_that_made_it(world):
     run()
     assert world.before["cold"] == {}
     assert world.before["reason"]["eval/add3/pass@1"] == 0.1
     assert world.before["again"]["eval/add3/pass@1"] == 0.1
 
 
-def test_measures_taken_otherwise_are_not_compared(world):
+def test_measures_taken_differently_are_not_compared(world):
     write(stages=with_overrides(1, **{"evaluation.temperature": 0.5}))
     run()
     assert world.before["reason"] == {}

@@ -1,4 +1,4 @@
-"""Pipeline files: how stages are resolved, and what is refused before anything starts."""
+"""Pipeline files: how stages are resolved, and refusals before anything starts."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -83,7 +83,7 @@ def test_stages_are_ordinary_configurations_that_name_the_results_of_earlier_one
     assert {config.seed for config in (cold_start, reason, reject, again)} == {3}
 
 
-def test_one_seed_for_all_and_settings_from_the_command_line(write):
+def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(write):
     path = write(seed=5)
     pipeline = load_pipeline(path, ["output_dir=out", "reason.steps=9", "again.sft.seed=1"])
     assert str(pipeline.directory) == "out/p"
@@ -92,7 +92,7 @@ def test_one_seed_for_all_and_settings_from_the_command_line(write):
     assert load_pipeline(path, ["seed=6"])["reject"].config.seed == 6
 
 
-def test_the_seed_of_the_pipeline_is_that_of_its_supervised_training_too(write):
+def test_supervised_training_also_uses_the_seed_of_the_pipeline(write):
     own = {"model": "demo:tiny", "data": "demo:add3", "seed": 3}
     stages = [
         {"name": "a", "kind": "sft", "config": "../base.yaml", "settings": {"sft": {"steps": 1}}},
@@ -109,7 +109,7 @@ def test_the_seed_of_the_pipeline_is_that_of_its_supervised_training_too(write):
     assert (a.seed, b.seed, c, d.seed, e.seed) == (5, 3, None, 4, 5)
 
 
-def test_the_pipeline_s_own_keys_may_be_interpolated(write, monkeypatch):
+def test_the_pipelines_own_keys_may_be_interpolated(write, monkeypatch):
     monkeypatch.setenv("WHERE", "elsewhere")
     assert str(load_pipeline(write(output_dir="${oc.env:WHERE}")).directory) == "elsewhere/p"
 
@@ -150,7 +150,7 @@ def test_the_pipeline_s_own_keys_may_be_interpolated(write, monkeypatch):
         ),
     ],
 )
-def test_a_stage_that_cannot_be_is_refused_by_name(write, overrides, words):
+def test_an_invalid_stage_is_refused_by_name(write, overrides, words):
     message = refused(write(changed(1, overrides=overrides)))
     assert "p.yaml: stage `reason`" in message
     for word in words:
@@ -173,7 +173,7 @@ def test_a_stage_that_cannot_be_is_refused_by_name(write, overrides, words):
         (2, {"overides": {}}, ["unknown key `stages.2.overides`", "did you mean `stages.2.overrides`?"]),
     ],
 )
-def test_a_pipeline_that_cannot_be_is_refused(write, index, changes, words):
+def test_an_invalid_pipeline_is_refused(write, index, changes, words):
     message = refused(write(changed(index, **changes)))
     for word in words:
         assert word in message

@@ -1,4 +1,4 @@
-"""The sample stage with fake workers: it goes on by chunks, repeats itself, and says when nothing is left."""
+"""The sample stage with fake workers: it resumes by chunks, is reproducible, and reports an empty result."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def config(**rejection) -> Config:
 
 
 class OneAtATime(World):
-    """An engine with room for one prompt: the first asked is the first done."""
+    """An engine with capacity for one prompt: requests finish in order."""
 
     def __init__(self, **settings):
         super().__init__(**settings)
@@ -38,7 +38,7 @@ class OneAtATime(World):
 
 @pytest.fixture
 def clusters(monkeypatch):
-    """Worlds of the clusters that are started; those in ``failing`` die on a uid."""
+    """Return the worlds of started clusters; those in ``failing`` die on a uid."""
     made: list[World] = []
     failing: list[str] = []
 
@@ -61,7 +61,7 @@ def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_s
     report, text = sample(tmp_path / "whole")
     order = [uid for uid, _, _ in sorted(made[0].sampled)]
     assert len(order) == 10 and report["samples"] == 40
-    third_chunk = json.loads(text.splitlines()[-1])["uid"]  # kept last, so of the third or the last chunk
+    third_chunk = json.loads(text.splitlines()[-1])["uid"]  # the last one kept, so of chunk 3 or 4
     failing.append(third_chunk)
     with pytest.raises(RuntimeError, match="engine died"):
         sample(tmp_path / "cut")
@@ -73,14 +73,14 @@ def test_an_interrupted_sampling_resumes_with_the_missing_chunks_and_gives_the_s
     assert third_chunk in again and len(again) == 10 - 3 * len(before)
 
 
-def test_no_engine_is_started_when_every_chunk_is_there(tmp_path, clusters):
+def test_no_engine_is_started_if_every_chunk_exists(tmp_path, clusters):
     made, _ = clusters
     first = sample(tmp_path)
     (tmp_path / "sft.jsonl").unlink()
     assert sample(tmp_path) == first and len(made) == 1
 
 
-def test_so_many_prompts_are_drawn_by_seed_and_the_samples_of_one_differ_in_seed(tmp_path, clusters):
+def test_prompts_are_drawn_by_seed_and_samples_of_a_prompt_have_different_seeds(tmp_path, clusters):
     made, _ = clusters
     report, _ = sample(tmp_path, max_prompts=4)
     assert report["prompts"] == 4 and report["samples"] == 16
@@ -88,7 +88,7 @@ def test_so_many_prompts_are_drawn_by_seed_and_the_samples_of_one_differ_in_seed
     assert len(set(seeds)) == 16
 
 
-def test_where_nothing_is_kept_the_stage_says_why_and_leaves_no_demonstrations(tmp_path, clusters):
+def test_a_stage_that_keeps_nothing_says_why_and_writes_no_demonstrations(tmp_path, clusters):
     with pytest.raises(UserError) as refusal:
         sample(tmp_path, min_reward=2)
     message = str(refusal.value)

@@ -1,4 +1,4 @@
-"""The work of a stage, without what it would start: what is taken from a finished run, how models appear."""
+"""The work of a stage with fake training: results of a finished run, and publication of models."""
 
 import json
 from dataclasses import replace
@@ -24,10 +24,10 @@ def stage(kind, directory: Path, **changes) -> ResolvedStage:
     ("lines", "after"),
     [
         ([(0, 0.1), (2, 0.2), (6, 0.3)], {"eval/add3/pass@1": 0.3}),
-        ([(0, 0.1), (4, 0.2), (6, None)], {}),  # 4 of 6 steps: not the model that the stage ends with
+        ([(0, 0.1), (4, 0.2), (6, None)], {}),  # step 4 of 6 is not the stage's final model
     ],
 )
-def test_a_run_s_result_is_measured_by_the_evaluation_of_its_last_step_alone(tmp_path, lines, after):
+def test_the_result_of_a_run_is_measured_by_the_evaluation_of_its_last_step_alone(tmp_path, lines, after):
     written = [
         {"step": step, "time/step_s": 1.0} | ({} if rate is None else {"eval/add3/pass@1": rate})
         for step, rate in lines
@@ -38,8 +38,8 @@ def test_a_run_s_result_is_measured_by_the_evaluation_of_its_last_step_alone(tmp
     assert result.before == {"eval/add3/pass@1": 0.1} and result.after == after
 
 
-def test_a_training_run_is_known_by_the_stages_it_names_not_by_their_directories(tmp_path, monkeypatch):
-    """So that it resumes where `output_dir` has moved."""
+def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_directories(tmp_path, monkeypatch):
+    """It resumes after `output_dir` has moved."""
     identities = []
 
     def finish(config, *, identity):
@@ -53,7 +53,7 @@ def test_a_training_run_is_known_by_the_stages_it_names_not_by_their_directories
     assert identities == ["stage:cold"]
 
 
-def test_a_model_has_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
+def test_a_model_gets_its_name_only_after_it_is_on_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("grpo_dist.runs.cold_start.base_model", lambda settings: tmp_path)
     monkeypatch.setattr("grpo_dist.runtime.files.os.fsync", lambda descriptor: synced.append(descriptor))
@@ -62,4 +62,4 @@ def test_a_model_has_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     )
     sft = {"model": "demo:tiny", "data": "demo:add3"}
     run_sft_stage(stage("sft", tmp_path, sft=sft), {}, quiet)
-    assert (tmp_path / "model/w").is_file() and len(synced) == 3  # the file, its directory, the one above
+    assert (tmp_path / "model/w").is_file() and len(synced) == 3  # the file, its directory, the parent

@@ -1,4 +1,4 @@
-"""Rejection sampling: what is kept, that counts balance, and that what was asked is what is taught."""
+"""Rejection sampling: selection, balanced counts, and identical tokens in supervised training."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ from grpo_dist.data.readers import DataRow
 from grpo_dist.tools.recipe.rejection import Selection
 from grpo_dist.types import Group, Prompt, Rollout
 
-END = 1  # the demo tokenizer's end
+END = 1  # the demo tokenizer's end token
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_the_shortest_right_answer_of_a_prompt_is_kept_and_every_other_sample_ac
     assert report["length_tokens"] == len("right") + 1 and report["respelled"] == 0
 
 
-def test_tokens_that_only_the_model_has_are_no_text_to_teach(tokenizer):
+def test_a_sample_with_tokens_unknown_to_the_tokenizer_is_dropped(tokenizer):
     """The demo's model has 272 tokens, its tokenizer 267."""
     [sampled] = one_prompt(tokenizer, ("right", 1.0))
     [rollout] = sampled.rollouts
@@ -106,7 +106,7 @@ def test_tokens_that_only_the_model_has_are_no_text_to_teach(tokenizer):
     assert records == [] and report["dropped"]["hidden_tokens"] == 1
 
 
-def test_more_may_be_kept_of_a_prompt_and_the_preference_is_a_setting(tokenizer):
+def test_several_answers_of_a_prompt_may_be_kept_and_the_preference_is_a_setting(tokenizer):
     samples = [(f"{'x' * n}", 1.0) for n in (5, 3, 4, 2)]
     groups = one_prompt(tokenizer, *samples)
     assert kept(select(tokenizer, groups, keep_per_prompt=2)[0]) == ["xx", "xxx"]
@@ -116,7 +116,7 @@ def test_more_may_be_kept_of_a_prompt_and_the_preference_is_a_setting(tokenizer)
     assert len(set(drawn)) == 2 and set(drawn) <= {text for text, _ in samples}
 
 
-def test_prompts_that_are_too_easy_are_dropped_when_asked(tokenizer):
+def test_prompts_that_are_too_easy_are_dropped_on_request(tokenizer):
     easy, hard = prompts(tokenizer, config().data, "easy", "hard")
     groups = [
         group(tokenizer, easy, ("a", 1.0), ("b", 1.0), ("c", np.nan)),
@@ -128,14 +128,14 @@ def test_prompts_that_are_too_easy_are_dropped_when_asked(tokenizer):
     assert kept(select(tokenizer, groups)[0]) == ["a", "d"]
 
 
-def test_a_problem_that_comes_twice_gives_the_same_answer_once(tokenizer):
+def test_a_duplicate_problem_does_not_duplicate_an_answer(tokenizer):
     twice = prompts(tokenizer, config().data, "same", "same")
     assert twice[0].uid != twice[1].uid
     records, report = select(tokenizer, [group(tokenizer, p, ("right", 1.0)) for p in twice])
     assert kept(records) == ["right"] and report["dropped"]["duplicate"] == 1
 
 
-def test_what_cannot_be_scored_at_all_is_no_pass_rate(tokenizer):
+def test_unscored_samples_do_not_enter_the_pass_rate(tokenizer):
     records, report = select(tokenizer, one_prompt(tokenizer, ("a", np.nan)))
     assert records == [] and report["pass_rate"] is None and report["length_tokens"] is None
 
@@ -149,9 +149,7 @@ def test_what_cannot_be_scored_at_all_is_no_pass_rate(tokenizer):
         {"chat_template": "none", "system_prompt": "You add.", "instruction": "Think first."},
     ],
 )
-def test_supervised_training_sees_the_tokens_the_policy_was_asked_with_and_answered(
-    tokenizer, tmp_path, data
-):
+def test_supervised_training_gets_the_policys_own_prompt_and_completion_tokens(tokenizer, tmp_path, data):
     settings = config(**data)
     prompt = prompts(tokenizer, settings.data, "1+1=")[0]
     sampled = group(tokenizer, prompt, ("<think>é</think>\\boxed{2}", 1.0))
@@ -164,7 +162,7 @@ def test_supervised_training_sees_the_tokens_the_policy_was_asked_with_and_answe
     assert answered == sampled.rollouts[0].completion_ids.tolist()
 
 
-def test_the_least_reward_asked_for_is_met_by_the_reward_that_is_it(tokenizer):
+def test_a_reward_equal_to_the_requested_minimum_is_kept(tokenizer):
     """0.8 + 0.1 as a reward is the float32 nearest to 0.9, which is below 0.9."""
     reward = np.float32(0.8 + 0.1)
     assert float(reward) < 0.9

@@ -1,4 +1,4 @@
-"""`grpo-dist report` without a browser: what it reads, what it leaves out, what it refuses."""
+"""`grpo-dist report` without a browser: what it reads, omits and refuses."""
 
 import gzip
 import json
@@ -47,7 +47,7 @@ def run(tmp_path_factory):
     return make_run(tmp_path_factory.mktemp("runs") / "one", recorded=(2, 5), evals=(0, 6))
 
 
-def test_a_page_holds_all_of_a_run_and_loads_nothing(run, tmp_path):
+def test_a_page_contains_the_whole_run_and_loads_nothing(run, tmp_path):
     manifest, found, target, said = page_of([run], tmp_path)
     (own,) = manifest["runs"]
     assert own["label"] == "one" and not own["about"]["notices"]
@@ -71,7 +71,7 @@ def test_a_page_holds_all_of_a_run_and_loads_nothing(run, tmp_path):
     assert "open it in a browser" in said[0]
 
 
-def test_token_values_are_what_was_recorded_within_their_rounding(run, tmp_path):
+def test_token_values_are_the_recorded_ones_within_rounding(run, tmp_path):
     _, found, _, _ = page_of([run], tmp_path)
     tokens = found["0/tokens/samples/step_000002/0"]
     table = pq.read_table(run / "samples/step_000002.parquet").to_pylist()
@@ -87,7 +87,7 @@ def test_token_values_are_what_was_recorded_within_their_rounding(run, tmp_path)
     assert found["0/tokens/samples/step_000001/0"]["kl"][0] is None
 
 
-def test_hostile_text_reaches_the_page_whole_and_as_no_markup(tmp_path):
+def test_hostile_text_reaches_the_page_intact_and_never_as_markup(tmp_path):
     run = make_run(tmp_path / 'a<b>"&', steps=1, texts=lambda s, g, i: HOSTILE)
     _, found, target, _ = page_of([run], tmp_path)
     assert found["0/texts/samples/step_000001/0"]["completion"][0] == HOSTILE
@@ -96,7 +96,7 @@ def test_hostile_text_reaches_the_page_whole_and_as_no_markup(tmp_path):
     assert "<title>grpo-dist: a&lt;b&gt;&quot;&amp;</title>" in text
 
 
-def test_text_that_is_no_utf8_and_lone_surrogates_are_shown(tmp_path):
+def test_invalid_utf8_and_lone_surrogates_are_shown(tmp_path):
     import pyarrow as pa
 
     run = make_run(tmp_path / "run", steps=1)
@@ -110,7 +110,7 @@ def test_text_that_is_no_utf8_and_lone_surrogates_are_shown(tmp_path):
     assert found["0/events/0"] == [[1.0, 1, "\ud800 lone"]]
 
 
-def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
+def test_torn_and_missing_files_are_reported_and_the_rest_is_shown(tmp_path):
     run = make_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('[1, 2]\n{"step": 7, "rew')
@@ -140,7 +140,7 @@ def test_what_is_torn_or_missing_is_said_and_the_rest_is_shown(tmp_path):
         ("environment.json", "[1"),
     ],
 )
-def test_nothing_that_stands_in_a_file_stops_a_report(tmp_path, name, text):
+def test_no_content_of_a_file_stops_a_report(tmp_path, name, text):
     run = make_run(tmp_path / "run", steps=1)
     (run / name).write_text(text + "\n")
     manifest, found, _, _ = page_of([run], tmp_path)
@@ -149,7 +149,7 @@ def test_nothing_that_stands_in_a_file_stops_a_report(tmp_path, name, text):
         assert manifest["runs"][0]["about"]["ledger"] == {"unscored": 1}
 
 
-def test_a_run_that_has_only_begun_has_a_page(tmp_path):
+def test_a_run_that_has_just_started_has_a_page(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
@@ -157,7 +157,7 @@ def test_a_run_that_has_only_begun_has_a_page(tmp_path):
     assert manifest["runs"][0]["samples"] == [] and found == {}
 
 
-def test_tables_of_older_runs_lack_columns(tmp_path):
+def test_tables_of_older_runs_may_lack_columns(tmp_path):
     run = make_run(tmp_path / "run", steps=1)
     path = run / "samples/step_000001.parquet"
     table = pq.read_table(path)
@@ -182,7 +182,7 @@ def test_a_group_is_never_split_and_one_prompt_may_have_several(tmp_path):
     assert rollouts.group_starts(pa.concat_tables([twice, twice])) == [0, 3]
 
 
-def test_the_newest_rollouts_are_kept_and_the_page_says_what_is_left_out(run, tmp_path):
+def test_the_newest_rollouts_are_kept_and_the_page_counts_the_others(run, tmp_path):
     manifest, found, _, _ = page_of([run], tmp_path, rollouts=30)
     (own,) = manifest["runs"]
     assert [e["step"] for e in own["samples"]] == [5, 6, 6]
@@ -190,7 +190,7 @@ def test_the_newest_rollouts_are_kept_and_the_page_says_what_is_left_out(run, tm
     assert "0/rows/samples/step_000004/0" not in found
 
 
-def test_token_values_keep_to_their_limit_recorded_steps_first(run, tmp_path):
+def test_token_values_stay_within_their_limit_with_recorded_steps_first(run, tmp_path):
     _, everything, _, _ = page_of([run], tmp_path)
     a_group = sum(map(len, everything["0/tokens/samples/step_000005/0"]["tokens"][:4]))
     manifest, found, _, _ = page_of([run], tmp_path, tokens=2 * a_group + 5)
@@ -203,7 +203,7 @@ def test_token_values_keep_to_their_limit_recorded_steps_first(run, tmp_path):
     assert not [name for name in found if "/tokens/" in name]
 
 
-def test_another_tokenizer_is_found_out(tmp_path):
+def test_a_wrong_tokenizer_is_detected(tmp_path):
     from grpo_dist.demo.tokenizer import word_tokenizer
 
     run = make_run(tmp_path / "run", steps=1)
@@ -213,7 +213,7 @@ def test_another_tokenizer_is_found_out(tmp_path):
     assert "do not match" in "\n".join(manifest["runs"][0]["about"]["notices"])
 
 
-def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
+def test_a_tokenizer_that_appears_during_serving_is_used(tmp_path):
     run = make_run(tmp_path / "run", steps=1, config={"model": {"path": "nobody/has-this"}})
     with AnswerReader() as answers:
         source = Source(open_runs([str(run)])[0], ReportLimits(), answers)
@@ -223,7 +223,7 @@ def test_a_tokenizer_that_comes_while_a_run_is_served_is_used(tmp_path):
         assert json.loads(gzip.decompress(source.piece("tokens/samples/step_000001/0")))["tokens"]
 
 
-def test_rows_of_a_table_that_is_shown_no_more_are_let_go(tmp_path):
+def test_rows_of_a_table_that_is_no_longer_shown_are_freed(tmp_path):
     run = make_run(tmp_path / "run", steps=2, evals=())
     with AnswerReader() as answers:
         source = Source(open_runs([str(run)])[0], ReportLimits(rollouts=16), answers)
@@ -256,7 +256,7 @@ def test_without_a_tokenizer_the_page_says_why_there_are_no_colours(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["a  b", "Ωm漢字🎉!", "line\n\n\\boxed{ 1}"])
-def test_texts_of_tokens_add_up_to_the_text(text):
+def test_token_texts_concatenate_to_the_text(text):
     from grpo_dist.demo.tokenizer import character_tokenizer
 
     tokenizer = character_tokenizer()
@@ -265,7 +265,7 @@ def test_texts_of_tokens_add_up_to_the_text(text):
     assert "".join(texts) == text and len(texts) == len(ids)
 
 
-def test_answers_are_those_that_the_grader_reads():
+def test_extracted_answers_are_those_of_the_grader():
     completions = ["\\boxed{1} no, \\boxed{2}", "The final answer is $8$.", "nothing", "so\nParis"]
     with AnswerReader() as answers:
         found = answers.found(completions, ["correct", "wrong", "no_answer", ""])
@@ -273,7 +273,7 @@ def test_answers_are_those_that_the_grader_reads():
     assert found == ["2", "8", None, "Paris"]
 
 
-def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch, tmp_path):
+def test_the_search_for_answers_without_a_box_is_limited_and_reported(monkeypatch, tmp_path):
     from grpo_dist.tools.report import answers as module
 
     monkeypatch.setattr(module, "_SEARCHED", 0)
@@ -284,8 +284,8 @@ def test_no_more_completions_without_a_box_are_searched_than_is_said(monkeypatch
 
 
 @pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "script"])
-def test_an_interrupt_ends_a_server_in_order(tmp_path, before):
-    """SIG_IGN: what a script starts with `&` has SIGINT ignored."""
+def test_an_interrupt_ends_a_server_cleanly(tmp_path, before):
+    """SIG_IGN: a script starts background processes with SIGINT ignored."""
     run = make_run(tmp_path / "run", steps=1)
     command = [sys.executable, "-m", "grpo_dist.cli", "report", str(run), "--serve", "--port", "0"]
 
@@ -302,7 +302,7 @@ def test_an_interrupt_ends_a_server_in_order(tmp_path, before):
     assert process.returncode == 0 and errors == ""
 
 
-def test_runs_are_told_apart_by_as_much_of_their_path_as_it_takes(tmp_path):
+def test_runs_are_labelled_by_the_shortest_distinct_path(tmp_path):
     for name in ("x/demo", "y/demo"):
         make_run_dir = tmp_path / name
         make_run_dir.mkdir(parents=True)
@@ -344,12 +344,12 @@ def test_the_command_writes_into_the_run(tmp_path, monkeypatch, capsys):
     assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_a_report_does_without_torch():
+def test_a_report_does_not_need_torch():
     code = "import sys, grpo_dist.tools.report.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
 
 
-def test_ranges_of_steps():
+def test_steps_are_selected_by_range():
     assert steps_of("1,10,50-52") == (1, 10, 50, 51, 52)
     assert steps_of("") == ()
     with pytest.raises(UserError, match="not a step"):
@@ -379,7 +379,7 @@ def test_only_changed_lines_are_read_again(tmp_path):
     assert [part.payload for part in file.parts] == [[1]]
 
 
-def test_of_a_long_file_the_newest_parts_are_kept(tmp_path):
+def test_the_newest_parts_of_a_long_file_are_kept(tmp_path):
     path = tmp_path / "lines.jsonl"
     write_lines(path, [{"step": s} for s in range(10)])
     file = LineFile(path, lambda lines: Encoded(len(lines), weight=len(lines)), per_part=2, most=5)
@@ -427,7 +427,7 @@ def ask(url, **headers):
         return answer, gzip.decompress(body) if answer.headers["Content-Encoding"] else body
 
 
-def test_a_server_tells_only_what_is_new(served):
+def test_a_server_sends_only_changes(served):
     run, url = served
     answer, body = ask(url + "manifest")
     before = json.loads(body)["runs"][0]
@@ -450,7 +450,7 @@ def test_a_server_tells_only_what_is_new(served):
 @pytest.mark.parametrize(
     "path", ["5/metrics/0", "0/metrics/99", "0/rows/../../../etc/passwd", "0/nothing", "x/y"]
 )
-def test_a_server_gives_nothing_but_its_pieces(served, path):
+def test_a_server_serves_only_the_files_of_the_page(served, path):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         ask(served[1] + path)
 
@@ -495,12 +495,12 @@ def test_a_server_listens_on_ipv6_too():
         thread.join(timeout=HANG_S)
 
 
-def test_a_server_answers_to_its_own_name_only(served):
+def test_a_server_answers_only_to_its_own_host_name(served):
     with pytest.raises(urllib.error.HTTPError, match="403"):
         ask(served[1], Host="evil.example:80")
 
 
-def test_a_server_that_was_told_to_be_seen_has_any_name():
+def test_a_server_on_all_interfaces_answers_to_any_host_name():
     with ReportServer("0.0.0.0", 0, []) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -510,7 +510,7 @@ def test_a_server_that_was_told_to_be_seen_has_any_name():
     assert json.loads(body) == {"live": True, "runs": []}
 
 
-def test_a_port_that_is_taken_is_refused(served, capsys):
+def test_a_port_in_use_is_refused(served, capsys):
     run, url = served
     port = url.rstrip("/").rpartition(":")[2]
     assert main(["report", str(run), "--serve", "--port", port]) == 2

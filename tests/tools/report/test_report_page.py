@@ -1,4 +1,4 @@
-"""The page of `grpo-dist report` in a real browser: it loads, filters, colours, overlays, and keeps up."""
+"""The page of `grpo-dist report` in a real browser: loading, filters, colours, overlays, live updates."""
 
 import threading
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ def opened(browser, runs, tmp_path, tab="curves", **limits):
 
 
 def rows_shown(page):
-    """The number above the table, once it is up to date."""
+    """Return the number above the table after its update."""
     page.until("document.getElementById('searching').textContent === ''")
     return int(page.text("#count").split()[0].replace(",", ""))
 
@@ -63,7 +63,7 @@ def column(page, field):
     return page.texts(f"#table .tabulator-row .tabulator-cell[tabulator-field={field}]")
 
 
-def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
+def test_every_tab_loads_without_console_messages(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
     titles = page.get("[...document.querySelectorAll('.chart')].map((c) => c.dataset.title)")
@@ -79,7 +79,7 @@ def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
     for tab in ("timeline", "rollouts", "events", "settings"):
         page.click(f"nav [data-tab={tab}]")
         page.until(f"!document.getElementById('{tab}').hidden")
-    page.click("nav [data-tab=rollouts]")  # again, after it has been filled out of view
+    page.click("nav [data-tab=rollouts]")  # again, after it was filled while hidden
     page.until("document.querySelector('#table .tabulator-row')")
     assert "rises" in page.text("#events-list")
     assert "versions.torch" in page.text("#environment-table")
@@ -90,7 +90,7 @@ def test_every_tab_loads_without_a_word_on_the_console(browser, runs, tmp_path):
     )
 
 
-def test_text_of_a_model_is_never_markup(browser, tmp_path):
+def test_model_text_is_never_markup(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=1, recorded=(1,), texts=lambda s, g, i: HOSTILE)
     page = opened(browser, [run], tmp_path, "rollouts")
     page.click("#table .tabulator-row")
@@ -104,7 +104,7 @@ def test_text_of_a_model_is_never_markup(browser, tmp_path):
     assert page.console() == []
 
 
-def test_filters_show_what_passes_and_nothing_else(browser, runs, tmp_path):
+def test_filters_show_exactly_the_matching_rows(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts")
     assert rows_shown(page) == 6 * 16 + 2 * 8
     filtered(page, "#f-kind", "training", 96)
@@ -141,7 +141,7 @@ def test_the_table_is_sorted_by_any_column(browser, runs, tmp_path):
     page.until("document.querySelector('#table .tabulator-cell[tabulator-field=step]').textContent === '0'")
 
 
-def test_a_group_shows_all_its_completions_in_colour(browser, runs, tmp_path):
+def test_a_group_shows_all_its_completions_coloured_by_token(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "rollouts")
     filtered(page, "#f-recorded", "yes", 32)
     page.click("#table .tabulator-row")
@@ -178,7 +178,7 @@ def test_a_group_shows_all_its_completions_in_colour(browser, runs, tmp_path):
     assert page.console() == []
 
 
-def test_a_long_completion_is_drawn_as_one_scrolls(browser, tmp_path):
+def test_a_long_completion_is_rendered_during_scrolling(browser, tmp_path):
     run = make_run(
         tmp_path / "run", steps=1, groups=1, recorded=(1,), evals=(), texts=lambda s, g, i: "x " * 3000
     )
@@ -186,7 +186,7 @@ def test_a_long_completion_is_drawn_as_one_scrolls(browser, tmp_path):
     page.click("#table .tabulator-row")
     page.until("document.querySelectorAll('.card').length === 4")
     count = "document.querySelectorAll('.card:first-child .token').length"
-    page.until(f"{count} > 700")  # as many as there is room for
+    page.until(f"{count} > 700")  # as many as fit
     drawn = page.get(count)
     assert drawn < 6000 and page.text(".card .text button") == f"{6000 - drawn:,} more tokens"
     page.set("#colour", "advantage")
@@ -219,7 +219,7 @@ def test_error_bars_are_those_of_an_evaluation(browser, runs, tmp_path):
     assert page.get("report.interval(1, 0)") == [1, 1] and page.get("report.interval(0.5, null)") is None
 
 
-def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp_path):
+def test_two_runs_are_overlaid_and_can_be_hidden(browser, runs, tmp_path):
     page = opened(browser, runs, tmp_path)
     page.until("document.querySelectorAll('#charts canvas').length > 3")
     inked = """
@@ -252,7 +252,7 @@ def test_two_runs_lie_over_each_other_and_can_be_switched_off(browser, runs, tmp
     assert page.console() == []
 
 
-def test_the_timeline_is_drawn_zoomed_and_chosen_by_step(browser, runs, tmp_path):
+def test_the_timeline_can_be_zoomed_and_selected_by_step(browser, runs, tmp_path):
     page = opened(browser, runs[:1], tmp_path, "timeline")
     page.until("document.querySelectorAll('#timeline-legend span').length === 2")
     assert page.get("['from', 'to'].map((e) => document.getElementById(`timeline-${e}`).value)") == ["2", "6"]
@@ -280,7 +280,7 @@ def test_the_timeline_is_drawn_zoomed_and_chosen_by_step(browser, runs, tmp_path
 
 
 def point(page, event, share, **options):
-    """An event on the first worker's line, at this share of the time that is shown."""
+    """Return a mouse event on the first worker's line at this share of the shown time."""
     page.run(
         "const c = document.getElementById('timeline-drawing'), box = c.getBoundingClientRect();"
         "const clientX = box.left + 110 + arguments[0] * (box.width - 116), clientY = box.top + 12;"
@@ -328,7 +328,7 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
         page.click("#group-close")
         page.click("nav [data-tab=timeline]")
         page.until("document.getElementById('timeline-to').value === '4'")
-        # Rolled back to step 2: what came after it is taken back, and another step 3 comes.
+        # Rolled back to step 2: later steps are withdrawn, and another step 3 follows.
         write_lines(run / "metrics.jsonl", [metrics_of(step, rng, step == 0) for step in range(3)])
         write_samples(run / "samples/step_000003.parquet", 3, 2, 4, rng)
         page.until("document.getElementById('summary').textContent.includes('2 of 3')")
@@ -338,7 +338,7 @@ def test_a_served_page_follows_the_run_without_losing_filters(browser, tmp_path)
     assert page.text("#count").startswith("32 of 64")
 
 
-def test_a_served_page_waits_for_a_run_that_cannot_be_read_and_says_so(browser, tmp_path):
+def test_a_served_page_reports_an_unreadable_run_and_keeps_waiting(browser, tmp_path):
     run = make_run(tmp_path / "run", steps=3)
     metrics = run / "metrics.jsonl"
     metrics.rename(run / "kept")
@@ -400,7 +400,7 @@ def write_many(path, step, rng):
 
 
 def seconds(page, act, done):
-    """From an act in the page until an expression is true and the browser has drawn it, best of three."""
+    """Time from an action until an expression is true and the browser has drawn it, best of three."""
     script = """
         const [act, done, finish] = arguments;
         const begin = performance.now();
@@ -431,7 +431,7 @@ def head(field):
 
 
 def first(field):
-    """Of the table, the topmost value of a column."""
+    """Return the topmost value of a column of the table."""
     return f"document.querySelector('#table .tabulator-row [tabulator-field={field}]').textContent"
 
 

@@ -1,4 +1,4 @@
-"""`grpo-dist score` through the real grader processes, and what two graders have in common."""
+"""`grpo-dist score` with real grader processes, and agreement of graders."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def lines(name):
 
 
 def refusal(capsys, *arguments):
-    """The one line of the refusal, having ended with code 2 and written nothing."""
+    """Return the single line of the refusal; asserts exit code 2 and no output file."""
     before = sorted(Path().iterdir())
     assert main(["score", *arguments]) == 2
     error = capsys.readouterr().err
@@ -49,7 +49,7 @@ def refusal(capsys, *arguments):
 # Files
 
 
-def test_every_row_comes_back_with_what_the_math_grader_says(here, capsys):
+def test_every_row_is_returned_with_the_verdict_of_the_math_grader(here, capsys):
     assert main(["score", "c.jsonl"]) == 0
     scored = lines("c.scored.jsonl")
     assert [{k: v for k, v in row.items() if k != "score"} for row in scored] == ROWS
@@ -65,10 +65,10 @@ def test_every_row_comes_back_with_what_the_math_grader_says(here, capsys):
     out = capsys.readouterr().out
     assert "math outcomes: correct 2, wrong 2, no_answer 1" in out and "scores: c.scored.jsonl" in out
     assert "5 completions in" in out and "(p99)" in out and "slowest: c.jsonl:" in out
-    assert "graders:" not in out  # there is one
+    assert "graders:" not in out  # there is only one
 
 
-def test_scores_of_before_are_replaced_and_no_directory_is(here, capsys):
+def test_earlier_scores_are_replaced_and_a_directory_is_not(here, capsys):
     for _ in range(2):
         assert main(["score", "c.jsonl"]) == 0
     assert len(lines("c.scored.jsonl")) == len(ROWS)
@@ -86,7 +86,7 @@ def test_lists_of_completions_have_lists_of_scores(here):
     assert row["score"]["reward"] == [1, 0, 1] and row["score"]["outcome"] == ["correct", "wrong", "correct"]
 
 
-def test_graders_and_a_label_are_compared_and_their_disagreements_listed(here, capsys):
+def test_graders_are_compared_with_a_label_and_disagreements_are_listed(here, capsys):
     arguments = ["--reward", "math", "--reward", "exact", "--label", "right", "--show", "1"]
     assert main(["score", "c.jsonl", *arguments]) == 0
     out = capsys.readouterr().out
@@ -102,7 +102,7 @@ def test_graders_and_a_label_are_compared_and_their_disagreements_listed(here, c
     assert "80.00%" in out and f"{(0.8 - 0.48) / 0.52:.3f}" in out
 
 
-def test_what_is_no_verdict_is_not_compared(here, capsys):
+def test_values_that_are_no_verdicts_are_not_compared(here, capsys):
     own = "def length(completion):\n    return len(completion) / 10\n"
     Path("mine.py").write_text(own)
     arguments = ["--reward", "math", "--reward", "mine:length", "--label", "right", "rewards.code_paths=[.]"]
@@ -113,7 +113,7 @@ def test_what_is_no_verdict_is_not_compared(here, capsys):
     assert {tuple(row["graders"]) for row in lines("c.scored.disagreements.jsonl")} == {("math", "right")}
 
 
-def test_own_rewards_get_the_answer_that_is_graded_against_as_the_text_that_a_run_gives_them(here):
+def test_custom_rewards_get_the_reference_answer_as_text_as_in_a_run(here):
     Path("mine.py").write_text("def same(completion, answer):\n    return answer.strip() in completion\n")
     own = ["--reward", "mine:same", "rewards.code_paths=[.]"]
     assert main(["score", "c.jsonl", *own]) == 0  # 2 and 4.0, not "2" and "4"
@@ -124,9 +124,9 @@ def test_own_rewards_get_the_answer_that_is_graded_against_as_the_text_that_a_ru
 
 
 def test_weights_gates_and_columns_are_those_of_a_configuration(here):
-    """The weight is no power of two, and comes back as it was written."""
+    """A weight that is no power of two is returned unchanged."""
     Path("mine.py").write_text("def bonus(completion, problem, right):\n    return 0.5 if right else -0.5\n")
-    Path("lr=1e-6").mkdir()  # a path with such a sign is no override
+    Path("lr=1e-6").mkdir()  # an existing path with "=" is no override
     Path("lr=1e-6/config.yaml").write_text(
         "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
         "rewards: {code_paths: [.], functions: [{function: math}, "
@@ -136,7 +136,7 @@ def test_weights_gates_and_columns_are_those_of_a_configuration(here):
     assert [row["score"]["reward"] for row in lines("c.scored.jsonl")] == [1.1, 1.1, 0, 0, 0]
 
 
-def test_what_cannot_be_scored_is_null_with_its_reason(here, capsys):
+def test_unscored_rows_are_null_with_a_reason(here, capsys):
     Path("mine.py").write_text(
         "import time\ndef picky(completion):\n"
         "    if 'idea' in completion:\n        raise KeyError('no idea')\n"
@@ -153,7 +153,7 @@ def test_what_cannot_be_scored_is_null_with_its_reason(here, capsys):
     assert float(slowest.split()[1]) >= 3000
 
 
-def test_rewards_of_tokens_need_a_tokenizer(here, capsys):
+def test_rewards_that_read_tokens_need_a_tokenizer(here, capsys):
     assert "reward repetition counts tokens; set the model" in refusal(
         capsys, "c.jsonl", "--reward", "repetition"
     )
@@ -186,13 +186,13 @@ def test_rows_that_cannot_be_scored_are_named(here, capsys, row, words):
     assert all(word in message for word in words), message
 
 
-def test_labels_that_are_none_are_named(here, capsys):
+def test_invalid_labels_are_named(here, capsys):
     write("c.jsonl", [*ROWS, {**ROWS[0], "right": "yes"}])
     assert "c.jsonl:6: `right` holds 'yes'" in refusal(capsys, "c.jsonl", "--label", "right")
     assert "c.jsonl:1: no column `rihgt`" in refusal(capsys, "c.jsonl", "--label", "rihgt")
 
 
-def test_commands_that_cannot_be_are_refused(here, capsys):
+def test_invalid_commands_are_refused(here, capsys):
     assert "nothing.jsonl: no such file" in refusal(capsys, "nothing.jsonl")
     assert "is the file of completions" in refusal(capsys, "c.jsonl", "--output", "c.jsonl")
     assert "'maths'" in refusal(capsys, "c.jsonl", "--reward", "maths")
@@ -202,7 +202,7 @@ def test_commands_that_cannot_be_are_refused(here, capsys):
     assert "empty.jsonl: no rows" in refusal(capsys, "empty.jsonl")
 
 
-def test_reward_models_are_not_asked_and_nothing_may_depend_on_them(here, capsys):
+def test_reward_models_are_not_run_and_no_reward_may_depend_on_them(here, capsys):
     text = "model: {path: 'demo:tiny'}\ndata: {train: [{path: 'demo:add3'}]}\n"
     Path("config.yaml").write_text(text + "rewards: {models: [{name: quality, path: /models/q}]}\n")
     assert main(["score", "c.jsonl", "config.yaml"]) == 0
@@ -214,7 +214,7 @@ def test_reward_models_are_not_asked_and_nothing_may_depend_on_them(here, capsys
 
 
 def test_people_and_the_math_grader_agree_on_gsm8k(shared_data, here, capsys):
-    """Solutions written by models, which their authors have called right or wrong."""
+    """Model solutions labelled right or wrong by their authors."""
     path = str(shared_data / "gsm8k_graded_solutions.jsonl")
     assert main(["score", path, "--completion-column", "solution", "--label", "is_correct"]) == 0
     assert "disagreements: 0 in" in capsys.readouterr().out
@@ -238,7 +238,7 @@ def test_cohen_s_kappa_worked_by_hand():
     assert found.kappa == pytest.approx(0.4)  # chance 0.5 * 0.6 + 0.5 * 0.4
 
 
-def test_kappa_at_its_ends():
+def test_kappa_at_its_extremes():
     (same,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([1.0, 0.0])})
     (opposed,) = agreements({"a": np.array([1.0, 0.0]), "b": np.array([0.0, 1.0])})
     (silent,) = agreements({"a": np.array([1.0, 1.0]), "b": np.array([1.0, 1.0])})
@@ -247,12 +247,12 @@ def test_kappa_at_its_ends():
     assert math.isnan(silent.kappa) and silent.rate == 1.0 and math.isnan(nothing.rate)
 
 
-def test_graders_are_what_says_right_or_wrong():
+def test_only_binary_rewards_count_as_graders():
     assert is_grader(np.array([1.0, 0.0, NAN])) and is_grader(np.array([0.0]))
     assert not is_grader(np.array([1.0, 0.5])) and not is_grader(np.array([NAN]))
 
 
-def test_a_disagreement_takes_one_who_calls_it_right_and_one_who_calls_it_wrong():
+def test_a_disagreement_needs_one_right_and_one_wrong_verdict():
     graders = {
         "a": np.array([1, 1, NAN, 0, NAN]),
         "b": np.array([1, 0, 1, 0, 0]),
@@ -261,7 +261,7 @@ def test_a_disagreement_takes_one_who_calls_it_right_and_one_who_calls_it_wrong(
     assert disagreements(graders).tolist() == [1, 2]
 
 
-def test_bars_are_the_counts_from_the_least_to_the_greatest_value():
+def test_histogram_bars_cover_the_range_of_values():
     assert bars(np.array([0.0, 0.0, 1.0])) == "█        ▄"
     assert bars(np.array([2.0, 2.0])) == "█"
     assert bars(np.array([0.0, 0.0, 1.0, np.inf])) == "█        ▄" and bars(np.array([np.inf])) == "█"

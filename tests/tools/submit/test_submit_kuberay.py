@@ -1,4 +1,4 @@
-"""Runs submitted to Kubernetes: the manifest against the schema of a RayJob, and kubectl by a stand-in."""
+"""Runs submitted to Kubernetes: the manifest against the schema of a RayJob, with a fake kubectl."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def calls(notes):
     return (notes / "calls").read_text().splitlines()
 
 
-def test_the_manifest_is_a_rayjob_with_what_the_run_takes(kube, tmp_path, capsys):
+def test_the_manifest_is_a_rayjob_with_the_resources_of_the_run(kube, tmp_path, capsys):
     config, rayjob = manifest(
         capsys, tmp_path, "policy.num_workers=8", "rollout.num_workers=8", "batch.prompts_per_step=8",
         "max_staleness=1", "--secret", "wandb", "--secret", "hub:HF_TOKEN", "--env", "NCCL_DEBUG=INFO",
@@ -115,7 +115,7 @@ def test_numbers_that_make_no_sense_are_refused(kube, tmp_path, capsys, argument
     assert status == 2 and f"{' '.join(arguments)}: expected" in said and not (kube / "calls").exists()
 
 
-def test_a_failure_is_tried_again_as_often_as_asked(kube, tmp_path, capsys):
+def test_a_failure_is_retried_as_often_as_requested(kube, tmp_path, capsys):
     tried = [manifest(capsys, tmp_path, *own)[1]["spec"]["backoffLimit"] for own in ((), ("--retries", "0"))]
     assert tried == [3, 0]
 
@@ -137,8 +137,8 @@ def test_the_configuration_is_the_one_that_was_given(kube, tmp_path, capsys):
     assert rayjob["spec"]["entrypoint"] == "grpo-dist train /etc/grpo-dist/config.yaml"
 
 
-def test_a_run_without_gpus_has_room_on_its_nodes(kube, tmp_path, capsys):
-    """As Ray counts them: with the head, whose CPUs are no room for what takes half of all."""
+def test_a_run_without_gpus_fits_on_its_nodes(kube, tmp_path, capsys):
+    """Ray counts the head's CPUs too, though a worker that needs half of all CPUs does not fit there."""
     own = ("--gpus-per-node", "0", "max_staleness=1")
     _, rayjob = manifest(capsys, tmp_path, *own)
     cluster = rayjob["spec"]["rayClusterSpec"]
@@ -151,18 +151,18 @@ def test_a_run_without_gpus_has_room_on_its_nodes(kube, tmp_path, capsys):
     assert fits(bundles(placement(config, has, training=True)), nodes)
 
 
-def test_names_are_what_kubernetes_allows(kube, tmp_path, capsys):
+def test_names_are_valid_for_kubernetes(kube, tmp_path, capsys):
     for name in ("A.Strange_Name--", "7b", "x" * 90):
         _, rayjob = manifest(capsys, tmp_path, f"name={name}")
         jsonschema.validate(rayjob, RAYJOB)  # which has the pattern and the length
 
 
-def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, capsys):
+def test_a_job_is_created_once_queried_followed_and_stopped(kube, tmp_path, capsys):
     assert submit(capsys, tmp_path)[0] == 0
     run = "/data/runs/tiny"
     _, rayjob = yaml.safe_load_all((kube / "created.yaml").read_text())
     name = rayjob["metadata"]["name"]
-    # Also where only its RayJob was deleted by hand.
+    # Also if only its RayJob was deleted by hand.
     assert calls(kube)[-2].startswith(f"kubectl --namespace=research delete configmap {name} ")
     assert calls(kube)[-1] == "kubectl --namespace=research create -f -"
 
@@ -180,17 +180,17 @@ def test_it_is_created_once_asked_about_followed_and_stopped(kube, tmp_path, cap
     assert calls(kube)[-1].endswith("exec pod/tiny-head --container=ray-head -- ray job stop --no-wait j-1")
     assert "--selector ray.io/cluster=c-1,ray.io/node-type=head" in calls(kube)[-2]
 
-    has(kube, {"jobDeploymentStatus": "Initializing"})  # no driver that could save anything
+    has(kube, {"jobDeploymentStatus": "Initializing"})  # no driver yet that could save
     command(capsys, "stop", run)
     assert calls(kube)[-1].endswith(f"delete rayjob,configmap {name} --ignore-not-found --wait=false")
 
-    has(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # over: it gives way to the next
+    has(kube, {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"})  # finished, so the next may start
     assert submit(capsys, tmp_path)[0] == 0
     assert [call.split()[2] for call in calls(kube)[-3:]] == ["get", "delete", "create"]
     assert "its RayJob no longer exists" in command(capsys, "status", run)[1]
 
 
-def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
+def test_one_of_two_concurrent_submissions_is_refused(kube, tmp_path, capsys):
     (kube / "exists").touch()
     status, said = submit(capsys, tmp_path)
     assert status == 2 and "AlreadyExists" in said
@@ -225,7 +225,7 @@ def test_of_two_at_once_one_is_refused(kube, tmp_path, capsys):
         (("checkpoint.resume=never",), "`checkpoint.resume` = never"),
     ],
 )
-def test_what_cannot_work_is_not_submitted(kube, tmp_path, capsys, arguments, words):
+def test_a_job_that_cannot_work_is_not_submitted(kube, tmp_path, capsys, arguments, words):
     status, said = submit(capsys, tmp_path, *arguments)
     assert status == 2 and words in said and "k-1" not in said
     assert not (kube / "calls").exists()
@@ -240,7 +240,7 @@ def test_no_value_becomes_another_part_of_the_manifest(kube, tmp_path, capsys):
     assert (config["kind"], rayjob["kind"]) == ("ConfigMap", "RayJob")
 
 
-def test_the_template_is_a_manifest_as_it_is():
+def test_the_template_itself_is_a_valid_manifest():
     config, rayjob = yaml.safe_load_all((ROOT / "launch/rayjob.yaml").read_text())
     jsonschema.validate(rayjob, RAYJOB)
     assert config["metadata"]["name"] == rayjob["metadata"]["name"]
@@ -248,7 +248,7 @@ def test_the_template_is_a_manifest_as_it_is():
 
 
 @pytest.mark.skipif(not CRD, reason="KUBERAY_CRD names no file of the published definition")
-def test_both_are_valid_by_the_published_definition(kube, tmp_path, capsys):
+def test_both_manifests_satisfy_the_published_schema(kube, tmp_path, capsys):
     definition = yaml.safe_load(Path(str(CRD)).read_text())
     (v1,) = [v for v in definition["spec"]["versions"] if v["name"] == "v1"]
     published = v1["schema"]["openAPIV3Schema"]
@@ -260,7 +260,7 @@ def test_both_are_valid_by_the_published_definition(kube, tmp_path, capsys):
 
 
 def strict(schema):
-    """As the API server reads it: a key that is not there is an error, and some values are text or number."""
+    """Parse as the API server does: a missing key is an error, and some values are text or number."""
     if isinstance(schema, list):
         return [strict(inner) for inner in schema]
     if not isinstance(schema, dict):
@@ -274,7 +274,7 @@ def strict(schema):
 
 
 def beyond(own, published, place):
-    """What the schema of these tests allows and the published one does not know."""
+    """Yield keys and types that this schema allows and the published one does not."""
     if "type" in own and published.get("type", own["type"]) != own["type"]:
         yield f"{place}: {own['type']} is {published['type']}"
     for name, inner in own.get("properties", {}).items():

@@ -1,4 +1,4 @@
-"""Runs submitted to a Ray cluster from outside: a head of its own with a job server and a token."""
+"""Runs submitted to a Ray cluster from outside: a real head with a job server and a token."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.support.submitted import command, config_in, health, ray_head, until
 
 pytestmark = pytest.mark.machine
 
-# In place of the driver: says where it is and what it has been given, waits to be ended, and ends in order.
+# Replaces the driver: prints its location and arguments, waits for a stop, and ends cleanly.
 DRIVER = """
 import json, os, pathlib, signal, sys, time
 import grpo_dist
@@ -37,7 +37,7 @@ told = {
     "head": "node:__internal_head__" in ray.nodes()[0]["Resources"],
 }
 def ended(number, frame):
-    time.sleep(4)  # longer than Ray's own patience
+    time.sleep(4)  # longer than Ray waits
     print("checkpoint saved", flush=True)
     sys.exit(75)
 signal.signal(signal.SIGTERM, ended)
@@ -49,7 +49,7 @@ while True:
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """The current directory, with reward code beside data and results that must stay here."""
+    """Make a current directory with reward code, and with data and results that must not be uploaded."""
     rewards = tmp_path / "rewards"
     (rewards / "checkpoints").mkdir(parents=True)
     (rewards / "driver.py").write_text(DRIVER)
@@ -71,7 +71,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def outside(*arguments, **environment):
-    """Exit status and all that a command says, in a process of its own: Ray reads its token once in each."""
+    """Return exit status and output of a command in its own process: Ray reads its token once per process."""
     done = subprocess.run(
         [sys.executable, "-c", _COMMAND, *map(str, arguments)],
         env=os.environ | environment,
@@ -95,7 +95,7 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert "of-mine-alone" not in said + (run / "submitted.json").read_text()
 
         printed = until(lambda: driver_said(run), lambda: outside("status", run))
-        # The code that was here, not what is installed there.
+        # The uploaded code, not the installed one.
         assert Path(printed["code"]).is_relative_to(printed["here"])
         assert (printed["steps"], printed["run"]) == (2, str(project / "runs"))
         assert (printed["variable"], printed["head"]) == ("of-mine-alone", True)
@@ -107,12 +107,12 @@ def test_a_run_is_submitted_followed_refused_twice_stopped_and_resumed(project, 
         assert f"its job {job} is RUNNING; end it with `grpo-dist stop {run}`" in said
 
         assert outside("stop", run)[0] == 0
-        # Ends with the job, which had the time to save its checkpoint.
+        # Ends with the job, which had time to save its checkpoint.
         assert "checkpoint saved" in outside("logs", "--follow", run)[1]
         until(lambda: "STOPPED" in outside("status", run)[1], "not stopped")
         assert "is over: STOPPED" in outside("stop", run)[1]
 
-        (run / "submitted.json").unlink()  # as if the next submission came from another machine
+        (run / "submitted.json").unlink()  # as on another machine
         assert outside(*submit)[0] == 0
         assert json.loads((run / "submitted.json").read_text())["job"] == f"{job[:-2]}-2"
         until(lambda: driver_said(run), "the second job says nothing")
@@ -168,7 +168,7 @@ def test_logs_of_a_server_that_no_longer_knows_the_job_are_refused_in_one_messag
         raise ClientError("404")
 
 
-def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
+def test_the_code_is_uploaded_and_loads_as_the_same_configuration(project):
     path = config_in(project)
     config = load_config(path, ["rewards.code_paths=[rewards]", "cluster.address=10.0.0.1:6379"])
     into = project / "carried"
@@ -187,7 +187,7 @@ def test_what_travels_is_the_code_and_loads_as_the_same_configuration(project):
     assert there.model_copy(update={"cluster": config.cluster}) == config
 
 
-def test_by_hand_ray_leaves_no_code_behind():
+def test_a_job_submitted_by_hand_uploads_all_code_and_no_outputs():
     from ray._private.runtime_env.packaging import _get_excludes
 
     root = Path(__file__).resolve().parents[3]
@@ -227,7 +227,7 @@ def test_the_engines_find_the_plug_in_where_only_the_code_is(project):
     assert dict(line.split(" = ") for line in lines) == plugins
 
 
-def test_too_much_is_noticed_before_it_travels(project, capsys):
+def test_an_upload_that_is_too_large_is_refused_before_it_starts(project, capsys):
     (project / "rewards/big.txt").write_bytes(b"")
     os.truncate(project / "rewards/big.txt", 101 * 2**20)
     status, said = command(
@@ -237,7 +237,7 @@ def test_too_much_is_noticed_before_it_travels(project, capsys):
     assert "MiB would travel with the job" in said and "rewards/big.txt (101.0 MiB)" in said
 
 
-def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
+def test_an_upload_that_is_too_large_is_not_copied_first(project, capsys, monkeypatch):
     copied, real = [], code.shutil.copy2
     monkeypatch.setattr(code.shutil, "copy2", lambda file, to: copied.append(file) or real(file, to))
     for name in "abc":
@@ -249,7 +249,7 @@ def test_what_is_too_much_is_not_copied_first(project, capsys, monkeypatch):
     assert len([file for file in copied if file.endswith(".txt")]) == 1
 
 
-def test_neither_keys_nor_what_links_lead_out_to_travel(project, capsys):
+def test_neither_keys_nor_targets_of_outside_links_are_uploaded(project, capsys):
     rewards, outside = project / "rewards", project / "elsewhere"
     outside.mkdir()
     (outside / "private.py").write_text("SESAME")
@@ -283,7 +283,7 @@ def test_neither_keys_nor_what_links_lead_out_to_travel(project, capsys):
     yaml.safe_load(said.partition("\n# config.yaml\n")[0])
 
 
-def test_a_directory_of_code_that_is_a_link_out_of_here_is_refused(project, capsys, tmp_path_factory):
+def test_a_code_directory_that_links_outside_is_refused(project, capsys, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (project / "linked").symlink_to(other)
     arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[linked]")
@@ -291,12 +291,12 @@ def test_a_directory_of_code_that_is_a_link_out_of_here_is_refused(project, caps
     assert status == 2 and "linked is outside of the current directory" in said
 
 
-def test_by_hand_keys_stay_here_too():
+def test_by_hand_keys_are_not_uploaded_either():
     excludes = ray_jobs.runtime_env()["excludes"]
     assert [name for name in code.KEYS if name not in excludes and not name.startswith(".")] == []
 
 
-def test_links_that_lead_nowhere_do_not_travel(project, capsys):
+def test_dangling_links_are_not_uploaded(project, capsys):
     (project / "rewards/old.py").symlink_to("nowhere.py")
     arguments = ("--to", "ray", "--dry-run", "rewards.code_paths=[rewards]")
     assert command(capsys, "submit", config_in(project), *arguments)[0] == 0
@@ -328,7 +328,7 @@ def test_links_that_lead_nowhere_do_not_travel(project, capsys):
         (("--env", "BASIC_AUTH=k-1"), "--env BASIC_AUTH=***: looks like a secret"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_message(project, capsys, arguments, words):
+def test_a_submission_that_cannot_work_is_refused_in_one_message(project, capsys, arguments, words):
     (project / "here.jsonl").write_text('{"problem": "1", "answer": "1"}\n')
     status, said = command(capsys, "submit", config_in(project), "--to", "ray", *arguments)
     assert status == 2
@@ -344,13 +344,13 @@ def test_a_run_that_is_complete_is_not_submitted_again(project, capsys):
     assert status == 2 and "the run is complete (2 steps)" in said
 
 
-def test_a_run_that_was_not_submitted_is_named(project, capsys):
+def test_asking_about_a_run_that_was_not_submitted_names_it(project, capsys):
     for what in ("status", "logs", "stop"):
         status, said = command(capsys, what, "runs/other")
         assert status == 2 and "runs/other: nothing was submitted" in said
 
 
-def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monkeypatch):
+def test_the_record_is_kept_locally_if_the_storage_is_elsewhere(project, capsys, monkeypatch):
     from grpo_dist.tools.submit.job import SubmissionRecord, read_record
 
     SubmissionRecord("ray", "far-1", "/nowhere/runs/far", where="http://127.0.0.1:1").write()
@@ -358,7 +358,7 @@ def test_the_record_is_kept_here_where_the_storage_is_not(project, capsys, monke
     assert record is not None and (record.job, record.where) == ("far-1", "http://127.0.0.1:1")
 
 
-def test_a_job_is_recorded_where_its_directory_cannot_be_written(project, monkeypatch):
+def test_a_job_is_recorded_even_if_its_directory_cannot_be_written(project, monkeypatch):
     from grpo_dist.tools.submit import job
 
     run, real = project / "runs/tiny", job.write_text

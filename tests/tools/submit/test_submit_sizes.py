@@ -1,4 +1,4 @@
-"""Nodes that a job asks for, held against the GPUs that the run uses."""
+"""Nodes that a job requests, compared with the GPUs that the run uses."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def dry_run(capsys, directory, to, *arguments):
 
 
 @pytest.mark.parametrize("to", ["slurm", "kuberay"])
-def test_a_job_that_asks_for_more_gpus_than_the_run_uses_is_warned_of(tmp_path, capsys, to):
+def test_a_job_that_requests_more_gpus_than_the_run_uses_gets_a_warning(tmp_path, capsys, to):
     status, said = dry_run(capsys, tmp_path, to, "--gpus-per-node", "8", "cluster.placement=separate")
     assert status == 0
     assert "the job asks for 8 GPU(s), 1 node(s) with 8 each, and the run uses 2: 6 would be idle" in said
@@ -30,13 +30,13 @@ def test_over_several_nodes_the_warning_names_what_uses_the_rest(tmp_path, capsy
 
 
 @pytest.mark.parametrize("gpus", ["0", "2"])
-def test_a_job_that_uses_all_it_asks_for_has_no_warning(tmp_path, capsys, gpus):
+def test_a_job_that_uses_all_requested_gpus_gets_no_warning(tmp_path, capsys, gpus):
     placed = () if gpus == "0" else ("cluster.placement=separate",)
     status, said = dry_run(capsys, tmp_path, "slurm", "--gpus-per-node", gpus, *placed)
     assert status == 0 and "warning" not in said
 
 
-def test_a_submission_prints_the_warning_beside_what_it_submits(tmp_path, capsys, monkeypatch):
+def test_a_submission_prints_the_warning_with_the_job(tmp_path, capsys, monkeypatch):
     submitted = SubmissionRecord("slurm", "1", str(tmp_path))
     monkeypatch.setattr(SlurmTarget, "submit", lambda target, job: submitted)
     arguments = ["submit", str(config_in(tmp_path)), "--to", "slurm", "--gpus-per-node", "8"]
@@ -58,11 +58,11 @@ def test_a_submission_prints_the_warning_beside_what_it_submits(tmp_path, capsys
         ("ray", ("--driver-cpus", "inf"), "--driver-cpus inf: expected 0 to"),
     ],
 )
-def test_sizes_that_no_cluster_has_are_refused(tmp_path, capsys, to, arguments, words):
+def test_impossible_sizes_are_refused(tmp_path, capsys, to, arguments, words):
     status, said = dry_run(capsys, tmp_path, to, *arguments)
     assert status == 2 and words in said
 
 
-def test_a_run_directory_of_any_name_is_asked_for(tmp_path, capsys):
+def test_status_accepts_a_run_directory_with_any_name(tmp_path, capsys):
     status, said = command(capsys, "status", tmp_path / "\udcff")
     assert status == 2 and "nothing was submitted for this run directory" in said

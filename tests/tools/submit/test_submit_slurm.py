@@ -28,7 +28,7 @@ TEMPLATE = ROOT / "launch/slurm.sbatch"
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """A directory of stand-ins that comes first on the path, and what they note."""
+    """A directory of fake programs, first on the path, and the files they write."""
     programs, notes = tmp_path / "bin", tmp_path / "notes"
     programs.mkdir(), notes.mkdir()
     for name, text in PROGRAMS.items():
@@ -70,7 +70,7 @@ def start(tmp_path):
         job.kill()
 
 
-def test_the_run_has_all_nodes_and_is_queued_again_before_its_time_is_over(slurm, tmp_path, capsys, start):
+def test_the_run_gets_all_nodes_and_is_requeued_before_its_time_limit(slurm, tmp_path, capsys, start):
     status, said = submit(
         capsys,
         tmp_path,
@@ -99,7 +99,7 @@ def test_the_run_has_all_nodes_and_is_queued_again_before_its_time_is_over(slurm
 
 
 @pytest.mark.evidence
-def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm, tmp_path, start):
+def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_final(slurm, tmp_path, start):
     number = f"{os.getpid()}1"
     Path(f"/tmp/ray-{number}-0").mkdir()  # left by an attempt that was killed
     job = start(TEMPLATE.read_text(), "configs/my.yaml", "steps=3", nodes=1, number=number)
@@ -113,7 +113,7 @@ def test_by_hand_the_template_forwards_its_arguments_and_a_stop_is_the_end(slurm
 @pytest.mark.parametrize(
     ("state", "again"),
     [
-        ("JobState=RUNNING PreemptTime=None", True),  # of a partition with a grace time
+        ("JobState=RUNNING PreemptTime=None", True),  # a partition with a grace time
         ("JobState=COMPLETING PreemptTime=2026-01-02T03:04:05", True),
         ("JobState=COMPLETING PreemptTime=None", False),  # scancel
         ("JobState=CANCELLED PreemptTime=None", False),
@@ -134,9 +134,7 @@ def test_a_job_resumes_after_preemption_and_not_after_scancel(
     ("code", "restarts", "again"),
     [("0", "0", False), ("3", "0", False), ("75", "0", True), ("75", "100", False)],
 )
-def test_only_a_run_that_will_resume_is_queued_again(
-    slurm, without_ray, tmp_path, start, code, restarts, again
-):
+def test_only_a_run_that_will_resume_is_requeued(slurm, without_ray, tmp_path, start, code, restarts, again):
     job = start(
         TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0", DRIVER_CODE=code, SLURM_RESTART_COUNT=restarts
     )
@@ -144,28 +142,28 @@ def test_only_a_run_that_will_resume_is_queued_again(
     assert ("scontrol requeue" in " ".join(calls(slurm))) is again
 
 
-def test_a_head_that_does_not_start_is_tried_again(slurm, without_ray, tmp_path, start):
+def test_a_head_that_does_not_start_is_retried(slurm, without_ray, tmp_path, start):
     (slurm / "ray-fails").touch()
     job = start(TEMPLATE.read_text(), "my.yaml", nodes=1, DRIVER_S="0")
     assert job.end() == 0
     assert "has not started (try 1 of 3): port in use" in job.said() and "DRIVER" in job.said()
 
 
-def test_what_prepares_a_job_may_read_variables_that_are_not_set(slurm, without_ray, tmp_path, start):
+def test_a_setup_script_may_read_unset_variables(slurm, without_ray, tmp_path, start):
     text = TEMPLATE.read_text().replace("prepare() { :; }", 'prepare() { MINE="a$NOT_SET_HERE"; }')
     job = start(text, "my.yaml", nodes=1, DRIVER_S="0")
     assert job.end() == 0, job.said()
 
 
 @pytest.mark.evidence
-def test_nodes_that_do_not_come_end_the_job_in_time_and_leave_nothing(slurm, tmp_path, start):
+def test_missing_nodes_end_the_job_by_the_deadline_and_leave_no_process(slurm, tmp_path, start):
     (slurm / "no-workers").touch()
     job = start(TEMPLATE.read_text().replace('--within "$nodes_deadline_s"', "--within 4"), "my.yaml")
     assert job.end() == 1
     assert "1 of 2 nodes have joined within" in job.said() and "DRIVER" not in job.said()
 
 
-def test_it_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
+def test_a_job_is_submitted_once_followed_and_stopped(slurm, tmp_path, capsys):
     status, said = submit(capsys, tmp_path, "--sbatch=--partition=gpu", "--time", "01:00:00")
     assert status == 0, said
     run = tmp_path / "runs/tiny"
@@ -259,7 +257,7 @@ def test_following_a_job_polls_the_controller_sparingly(slurm, tmp_path, monkeyp
         ((JUDGE,), "rewards.functions.0.kwargs.extra_body.api_key` looks like a secret"),
     ],
 )
-def test_what_cannot_work_is_not_submitted(slurm, tmp_path, capsys, arguments, words):
+def test_a_job_that_cannot_work_is_not_submitted(slurm, tmp_path, capsys, arguments, words):
     status, said = submit(capsys, tmp_path, *arguments)
     assert status == 2 and words in said and said.count("error:") == 1 and "k-1" not in said
     assert not calls(slurm) and not (tmp_path / "runs").exists()
@@ -280,7 +278,7 @@ def test_a_line_break_in_the_current_directory_is_refused(slurm, tmp_path, capsy
     assert status == 2 and "the current directory = " in said and not calls(slurm)
 
 
-def test_a_setup_that_reads_a_secret_elsewhere_is_taken(slurm, tmp_path, capsys):
+def test_a_setup_that_reads_a_secret_from_elsewhere_is_accepted(slurm, tmp_path, capsys):
     setup = "export HF_TOKEN=$(cat /run/secret); module load cuda"
     status, said = submit(capsys, tmp_path, "--setup", setup, "--dry-run")
     assert status == 0 and f"    {setup}\n" in said
@@ -290,7 +288,7 @@ HOSTILE = "a'b\"c $(touch pwned) `touch pwned` ; touch pwned # %j"
 
 
 @pytest.mark.usefixtures("slurm", "without_ray")
-def test_nothing_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
+def test_no_value_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, monkeypatch):
     place = tmp_path / HOSTILE
     place.mkdir()
     monkeypatch.chdir(place)
@@ -314,7 +312,7 @@ def test_nothing_of_a_submission_is_run_as_a_command(tmp_path, capsys, start, mo
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
+def test_the_fewest_sufficient_nodes_are_requested(slurm, tmp_path, capsys):
     path = config_in(tmp_path)
     gpus = (
         "--to",
@@ -341,13 +339,13 @@ def test_nodes_are_the_fewest_that_suffice(slurm, tmp_path, capsys):
     assert status == 2 and "4 node(s) with 2 GPU(s) and 16 CPU(s) each have no room" in said
 
 
-def test_without_slurm_it_says_where_to_submit(tmp_path, capsys, monkeypatch):
+def test_without_slurm_the_message_says_where_to_submit(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     status, said = submit(capsys, tmp_path)
     assert status == 2 and "squeue: no such program here; submit from a machine that has it" in said
 
 
-def test_the_template_is_a_script_as_it_is():
+def test_the_template_itself_is_a_valid_script():
     assert subprocess.run(["bash", "-n", TEMPLATE], timeout=HANG_S).returncode == 0
     assert (
         TEMPLATE.read_text().count("# >>> settings\n") == TEMPLATE.read_text().count("# <<< settings\n") == 1
@@ -355,7 +353,7 @@ def test_the_template_is_a_script_as_it_is():
 
 
 @pytest.mark.evidence
-def test_a_whole_run_is_interrupted_queued_again_and_resumed(slurm, tmp_path, capsys, start):
+def test_a_whole_run_is_interrupted_requeued_and_resumed(slurm, tmp_path, capsys, start):
     status, said = submit(capsys, tmp_path, "--nodes", "2", "--dry-run", "steps=8", "checkpoint.keep=8")
     assert status == 0
     run, script = tmp_path / "runs/tiny", said
