@@ -56,7 +56,7 @@ class AlgorithmConfig(Section):
     preset: str | None = Field(
         None,
         description="name of the preset that these settings come from; set by `+algorithm=NAME` and "
-        "`defaults: [algorithms/NAME.yaml]`; informational only",
+        "`defaults: [algorithms/NAME.yaml]`. A name alone sets nothing: run and report add what differs",
     )
     advantage: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "opo", "pass_at_k",

@@ -174,10 +174,11 @@ def _with_preset(merged: DictConfig, override: str, path: Path) -> DictConfig:
     known = {file.stem: file for directory in reversed(directories) for file in directory.glob("*.yaml")}
     if key != "+algorithm" or name not in known:
         near = difflib.get_close_matches(name, known, n=1)
+        # A name that resembles no preset may be anything that was pasted, a token too.
+        shown = masked_setting(override) if near else f"{masked_setting(key)}=***"
         hint = f"; did you mean +algorithm={near[0]}?" if near else ""
         raise ConfigError(
-            f"override {masked_setting(override)!r}: expected +algorithm=NAME with NAME one of "
-            f"{', '.join(sorted(known))}{hint}"
+            f"override {shown!r}: expected +algorithm=NAME with NAME one of {', '.join(sorted(known))}{hint}"
         )
     preset = read_tree(known[name])
     rest = DictConfig({k: v for k, v in merged.items() if k != "algorithm"})

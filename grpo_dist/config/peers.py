@@ -7,9 +7,23 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from grpo_dist.config.peer_table import FRAMEWORKS, PEER_TABLE, Row
+from grpo_dist.config.peer_row import FRAMEWORKS, Row
+from grpo_dist.config.peer_table import PEER_TABLE
 
 _MOST_MEANINGS = 2
+# A last word that many settings share identifies none of them.
+_GENERIC = (
+    "backend",
+    "enable",
+    "enabled",
+    "filters",
+    "mode",
+    "name",
+    "num_workers",
+    "path",
+    "save_path",
+    "type",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +41,41 @@ def hint(key: str, value: Any = None, *, ends: bool = True) -> str | None:
 
         num_generations -> did you mean `batch.samples_per_prompt`? (TRL's `num_generations`)
     """
-    if isinstance(value, Mapping) and any(name.startswith(f"{key}.") for name in _whole()):
-        inside = [(path, lookup(path)) for path in _leaves(value, f"{key}.")]
-        known = "; ".join(f"`{path}`: {_describe(found)}" for path, found in inside if found)
-        if known:
-            return known
+    if isinstance(value, Mapping) and key in _sections():
+        inside: dict[str, list[str]] = {}
+        for path in _leaves(value, f"{key}."):
+            if found := lookup(path):
+                inside.setdefault(_describe(found), []).append(f"`{path}`")
+        if inside:
+            return "; ".join(f"{', '.join(paths)}: {text}" for text, paths in inside.items())
     found = lookup(key, ends=ends)
     return _describe(found) if found else None
 
 
 def lookup(key: str, *, ends: bool = True) -> list[Found]:
-    """Return the settings named ``key``; with ``ends`` also those with the longest common end. Return none
-    for a word with more than two meanings, such as `path`.
+    """Return the settings named ``key``, else the section of a table row that contains it; with ``ends`` also
+    those with the longest common end, or in a section named ``key``. Return none for a word with more than
+    two meanings, such as `path`.
+
+        critic.model.path -> verl's `critic`; filter_groups -> what is in verl's `algorithm.filter_groups`
     """
     key = key.lstrip("-+").replace("-", "_")
-    if not ends:
-        return _whole().get(key, [])
     parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        if found := _whole().get(".".join(parts[:end]), []):
+            return found
+    if not ends:
+        return []
     for start in range(len(parts)):
         wanted = ".".join(parts[start:])
-        for names in (_whole(), _ends()):
-            found = names.get(wanted, [])
-            if found and len({one.row.ours for one in found}) <= _MOST_MEANINGS:
-                return found
-    return []
+        if wanted not in _GENERIC and (found := _few(_whole(), wanted) or _few(_ends(), wanted)):
+            return found
+    return _few(_sections(), key)
+
+
+def _few(names: Mapping[str, list[Found]], wanted: str) -> list[Found]:
+    found = names.get(wanted, [])
+    return found if len({one.row.ours for one in found}) <= _MOST_MEANINGS else []
 
 
 def table() -> str:
@@ -98,6 +123,18 @@ def _ends() -> Mapping[str, list[Found]]:
         for start in range(len(parts)):
             ends.setdefault(".".join(parts[start:]), []).extend(found)
     return ends
+
+
+@lru_cache
+def _sections() -> Mapping[str, list[Found]]:
+    """Map every part of a name before its end to the settings in it: rollout, actor_rollout_ref.rollout."""
+    inside: dict[str, list[Found]] = {}
+    for name, found in _whole().items():
+        parts = name.split(".")
+        for start in range(len(parts)):
+            for end in range(start + 1, len(parts)):
+                inside.setdefault(".".join(parts[start:end]), []).extend(found)
+    return inside
 
 
 def _leaves(value: Any, prefix: str) -> Iterator[str]:

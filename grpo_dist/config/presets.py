@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,14 @@ def names() -> list[str]:
 
 
 @cache
+def _tree(name: str) -> dict[str, Any]:
+    """Read a preset of this project; {} for a user's preset."""
+    return yaml.safe_load((PRESETS / f"{name}.yaml").read_text()) if name in names() else {}
+
+
 def settings(name: str) -> dict[str, Any]:
     """Return the settings of a preset of this project by dotted key; {} for a user's preset."""
-    file = PRESETS / f"{name}.yaml"
-    if not file.is_file():
-        return {}
-    found = flat(yaml.safe_load(file.read_text()))
-    return {key: value for key, value in found.items() if key != KEY}
+    return {key: value for key, value in flat(_tree(name)).items() if key and key != KEY}
 
 
 def differences(name: str) -> dict[str, Any]:
@@ -44,19 +46,56 @@ def differences(name: str) -> dict[str, Any]:
     return {k: v for k, v in own.items() if v not in (defaults.get(k), filled.get(k))}
 
 
+def changed(name: str, now: Mapping[str, Any]) -> list[str]:
+    """Return ``key=value`` of the settings that differ from those of this project's preset ``name``.
+
+    ``now``: settings by dotted key. Keys of `algorithm` that the preset does not set have their defaults in
+    it; keys that ``now`` lacks are left out. Empty for a user's preset.
+    """
+    if not settings(name):
+        return []
+    algorithm = AlgorithmConfig.model_validate(_tree(name)["algorithm"]).model_dump(mode="json")
+    wanted = flat(_tree(name) | {"algorithm": algorithm})
+    loss = "algorithm.policy_loss"
+    filled = _FILLED if wanted[loss] == now.get(loss) == _DEFAULTS["algorithm"]["policy_loss"] else {}
+
+    def meaning(key: str, value: Any) -> Any:
+        return filled.get(key) if value is None else value
+
+    return [
+        f"{key}={_word(now[key])}"
+        for key, value in wanted.items()
+        if key != KEY and key in now and meaning(key, now[key]) != meaning(key, value)
+    ]
+
+
+def label(now: Mapping[str, Any]) -> str | None:
+    """Return the preset's name with what differs from it, None for settings (by dotted key) without one.
+
+    {"algorithm.preset": "dapo", "algorithm.clip_high": 0.3, ...} -> "dapo, changed: algorithm.clip_high=0.3"
+    """
+    name = now.get(KEY)
+    if not isinstance(name, str):
+        return None
+    different = changed(name, now)
+    return f"{name}, changed: {listed(different)}" if different else name
+
+
 def described(config: Config) -> str:
     """Describe in one line the preset, its settings outside `algorithm`, and the changes to it."""
     name = config.algorithm.preset
     if name is None:
-        own = sorted(config.algorithm.model_dump(exclude_unset=True))
-        more = f" with {listed(own)} set in the configuration" if own else ""
+        chosen = sorted(config.algorithm.model_dump(exclude_unset=True))
+        more = f" with {listed(chosen)} set in the configuration" if chosen else ""
         return f"algorithm: no preset, the defaults{more}"
-    wanted, now = settings(name), flat(config.model_dump(mode="json"))
-    others = [f"{k}={_word(v)}" for k, v in wanted.items() if not k.startswith("algorithm.")]
+    now = flat(config.model_dump(mode="json"))
+    others = [f"{k}={_word(v)}" for k, v in settings(name).items()
+              if not k.startswith("algorithm.") and now.get(k) == v]  # fmt: skip
     also = f", which also sets {', '.join(others)}" if others else ""
-    changed = [f"{k}={_word(now[k])}" for k, v in wanted.items() if now.get(k) != v]
-    then = f"; changed from it: {listed(changed)}" if changed else ""
-    return f"algorithm: preset {name}{also}{then}"
+    own = "" if settings(name) else " (not one of this project's)"
+    different = changed(name, now)
+    then = f"; changed from it: {listed(different)}" if different else ""
+    return f"algorithm: preset {name}{own}{also}{then}"
 
 
 def table() -> str:

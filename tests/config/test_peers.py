@@ -1,4 +1,4 @@
-"""Settings of other frameworks are answered with those of this project."""
+"""Unknown keys that are settings of other frameworks are answered with ours."""
 
 import re
 from collections import Counter
@@ -8,7 +8,8 @@ import pytest
 from grpo_dist.cli import main
 from grpo_dist.config import Config
 from grpo_dist.config.files import ConfigError, load_config
-from grpo_dist.config.peer_table import FRAMEWORKS, PEER_TABLE
+from grpo_dist.config.peer_row import FRAMEWORKS
+from grpo_dist.config.peer_table import PEER_TABLE
 from grpo_dist.config.peers import hint, lookup, table
 from grpo_dist.tools.config_reference import keys, sections
 
@@ -22,7 +23,7 @@ def base(tmp_path):
     return path
 
 
-def test_every_key_that_is_named_instead_exists():
+def test_every_key_of_ours_in_the_table_exists():
     known = {key.path for prefix, section in sections(Config) for key in keys(section, prefix)}
     named = {key for row in PEER_TABLE for key in row.ours} | {
         key for row in PEER_TABLE for key in re.findall(r"`([a-z_.]+)`", row.note) if "." in key
@@ -34,7 +35,7 @@ def test_the_table_covers_the_frameworks():
     count = {f: sum(len(row.names.get(f, ())) for row in PEER_TABLE) for f in FRAMEWORKS}
     assert min(count.values()) > 80 and sum(count.values()) > 500, count
     for row in PEER_TABLE:
-        assert row.ours or row.note, "what has no counterpart says why"
+        assert row.ours or row.note, "a setting without a counterpart needs a reason"
         assert row.names
 
 
@@ -68,6 +69,21 @@ def test_no_framework_has_one_name_in_two_rows():
         ("use_kl_loss=true", ["`algorithm.kl.coef`"]),
         ("actor_train={training_args: {learning_rate: 1e-6}}", ["did you mean `policy.optimizer.lr`?"]),
         ("top_p=0.9", ["no counterpart", "`sampling.temperature` alone"]),
+        ("prompt_max_len=512", ["did you mean `data.max_prompt_tokens`?", "OpenRLHF's"]),
+        ("generate_max_len=512", ["did you mean `sampling.max_new_tokens`?", "OpenRLHF's"]),
+        ("use_vllm=true", ["no counterpart", "vLLM always samples"]),
+        ("disable_dropout=true", ["no counterpart", "without dropout"]),
+        ("filter_groups=true", ["`dynamic_sampling.enabled`", "verl's `algorithm.filter_groups.enable`"]),
+        ("filter_groups={enable: true, max_num_gen_batches: 3}", [
+            "`filter_groups.enable`: did you mean `dynamic_sampling.enabled`?",
+            "`filter_groups.max_num_gen_batches`: did you mean `dynamic_sampling.max_extra_prompts`?",
+        ]),
+        ("algorithm.filter_groups.enable=true", ["did you mean `dynamic_sampling.enabled`?"]),
+        ("critic.model.path=m", ["`critic.model.path`: verl's `critic`", "no counterpart", "no critic"]),
+        ("critic={optim: {lr: 1}, ppo_epochs: 2}", ["`critic.optim.lr`, `critic.ppo_epochs`: verl's"]),
+        ("critic_pretrain=m", ["no critic"]),
+        ("reward_model.rollout.gpu_memory_utilization=0.5", ["did you mean `rewards.models`?"]),
+        ("ref.num_nodes=2", ["did you mean `reference.num_workers`?"]),
         # A misspelt key of ours is still answered by its spelling.
         ("algorithm.clip_hihg=0.3", ["did you mean `algorithm.clip_high`?"]),
         ("polcy.lr=1", ["did you mean `policy`?"]),
@@ -87,11 +103,23 @@ def test_every_name_of_the_table_finds_its_row():
                 assert any(one.row is row and one.framework == framework for one in lookup(name)), name
 
 
-def test_a_word_that_many_settings_end_in_names_none():
-    assert hint("path") is None and hint("no_such_thing") is None
+@pytest.mark.parametrize(
+    "name",
+    ["path", "enable", "mode", "no_such_thing", "data.custom_cls.name", "data.sampler",
+     "actor_rollout_ref.rollout.trace.backend", "actor_rollout_ref.rollout.prometheus.enable",
+     "actor_rollout_ref.model.tiled_mlp.enabled"],
+)  # fmt: skip
+def test_a_word_with_many_meanings_has_no_answer(name):
+    assert hint(name) is None
 
 
-def test_a_flag_of_another_framework_is_answered_with_the_key(base, capsys):
+@pytest.mark.parametrize("name", ["model.path", "optim.lr", "ppo_mini_batch_size", "enable", "strategy"])
+def test_a_setting_of_the_critic_is_never_answered_with_one_of_the_policy(name):
+    found = lookup(f"critic.{name}")
+    assert {one.row.ours for one in found} == {()}
+
+
+def test_a_flag_of_another_framework_is_answered_with_our_key(base, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["check", str(base), "--n-samples-per-prompt", "8"])
     assert ended.value.code == 2

@@ -1,10 +1,11 @@
-"""What an algorithm preset sets stands in one place, and its name in the run and its report."""
+"""One table documents what each algorithm preset sets; runs and reports name the preset and what differs."""
 
 from pathlib import Path
 
 import pytest
 
 from grpo_dist.config import presets
+from grpo_dist.config.differences import flat
 from grpo_dist.config.files import dump_config, load_config
 from grpo_dist.runs.identity import fingerprint
 from grpo_dist.tools.report.run_dir import about
@@ -20,8 +21,8 @@ def base(tmp_path):
 
 
 @pytest.mark.parametrize("name", presets.names())
-def test_the_documents_say_what_every_preset_sets(name):
-    """All of the file but what is the default anyway."""
+def test_the_documents_list_what_every_preset_sets(name):
+    """Everything in the file except default values."""
     page = (ROOT / "configs" / "README.md").read_text()
     part = page.partition("<!-- begin generated: presets -->")[2]
     (row,) = [line for line in part.splitlines() if line.startswith(f"| `{name}` | ")]
@@ -63,24 +64,56 @@ def test_the_name_changes_nothing(base):
     assert fingerprint(named) != fingerprint(load_config(base))
 
 
-def test_a_run_says_its_preset_and_what_is_changed_of_it(base):
-    def said(*overrides):
+def test_a_run_prints_its_preset_and_what_differs_from_it(base):
+    def printed(*overrides):
         return presets.described(load_config(base, overrides))
 
-    assert said() == "algorithm: no preset, the defaults"
-    assert said("algorithm.clip_high=0.3") == (
+    assert printed() == "algorithm: no preset, the defaults"
+    assert printed("algorithm.clip_high=0.3") == (
         "algorithm: no preset, the defaults with clip_high set in the configuration"
     )
-    assert said("+algorithm=dapo") == "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true"
-    assert said("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
+    assert (
+        printed("+algorithm=dapo") == "algorithm: preset dapo, which also sets dynamic_sampling.enabled=true"
+    )
+    assert printed("+algorithm=grpo", "algorithm.kl.coef=0.1") == (
         "algorithm: preset grpo; changed from it: algorithm.kl.coef=0.1"
     )
+
+
+def test_the_name_alone_is_reported_with_every_setting_that_differs(base):
+    config = load_config(base, ["algorithm.preset=dapo"])
+    differ = "algorithm.clip_high=null, dynamic_sampling.enabled=false"
+    assert presets.described(config) == f"algorithm: preset dapo; changed from it: {differ}"
+    assert label_of(config) == f"dapo, changed: {differ}"
+    more = load_config(base, ["+algorithm=dapo", "algorithm.top_entropy_share=0.2"])
+    assert label_of(more) == "dapo, changed: algorithm.top_entropy_share=0.2"
+    by_hand = ["algorithm.preset=dapo", "algorithm.clip_high=0.28", "dynamic_sampling.enabled=true"]
+    assert label_of(load_config(base, by_hand)) == "dapo"  # null means 0.2 and group, as the preset sets
+    assert label_of(load_config(base)) is None
+    own = load_config(base, ["algorithm.preset=mine"])
+    assert presets.described(own) == "algorithm: preset mine (not one of this project's)"
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_configuration_with_a_preset_has_its_label_unchanged(base, name):
+    steps = "rewards.models=[{name: steps, path: m, kind: process}]" if name == "process" else "seed=1"
+    config = load_config(base, [f"+algorithm={name}", "batch.samples_per_prompt=8", steps])
+    assert label_of(config) == name
+    assert "changed" not in presets.described(config)
+
+
+def label_of(config):
+    return presets.label(flat(config.model_dump(mode="json")))
 
 
 def test_the_report_of_a_run_has_the_name(base):
     run = base.parent / "run"
     run.mkdir()
-    (run / "config.yaml").write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
-    assert about(run, [])["config"]["algorithm.preset"] == "gspo"
-    script = (ROOT / "grpo_dist/tools/report/static/about.js").read_text()
-    assert 'about.config["algorithm.preset"]' in script
+    config = run / "config.yaml"
+    config.write_text(dump_config(load_config(base, ["+algorithm=gspo"])))
+    assert about(run, [])["preset"] == "gspo"
+    config.write_text(dump_config(load_config(base, ["+algorithm=gspo", "algorithm.kl.coef=0.5"])))
+    assert about(run, [])["preset"] == "gspo, changed: algorithm.kl.coef=0.5"
+    config.write_text("algorithm: {preset: [gspo]}\n")
+    assert about(run, [])["preset"] is None
+    assert "about.preset" in (ROOT / "grpo_dist/tools/report/static/about.js").read_text()

@@ -218,6 +218,9 @@ AS_OVERRIDES = [
     "steps={auth: [open, SESAME]",
     "rewards.functions=[{tokens: [open, 'SESAME']}, ",
     "rewards.functions=['--api-key SESAME']",
+    "+algorithm=SESAME",
+    "+algorithm=hf_SESAME: x",
+    "+model=SESAME",
 ]
 
 

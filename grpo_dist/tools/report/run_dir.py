@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from grpo_dist.config import presets
+from grpo_dist.config.differences import flat
 from grpo_dist.config.text import check_nesting
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.json_files import parse_json
@@ -90,9 +92,11 @@ def _tables(directory: Path) -> Iterator[SampleFile]:
 
 
 def about(run: Path, notices: list[str]) -> dict[str, Any]:
-    """Return settings, environment and state. Appends unreadable files to ``notices``."""
+    """Return settings, preset, environment and state. Appends unreadable files to ``notices``."""
+    config = _settings(run / "config.yaml", notices)
     return {
-        "config": dict(_flat(_settings(run / "config.yaml", notices))),
+        "config": dict(_flat(config)),
+        "preset": presets.label(flat(config)),
         "environment": dict(_flat(_object(run / "environment.json", notices))),
         "done": (run / "DONE").is_file(),
         "rows_dropped": _count_lines(run / "dropped.jsonl"),

@@ -241,7 +241,7 @@ def test_following_a_job_polls_the_controller_sparingly(slurm, tmp_path, monkeyp
     [
         (("rollout.num_workers=99", "--nodes", "1"), "`rollout.num_workers` = 99"),
         (("--sbatch=partition",), "--sbatch=partition: expected an option"),
-        (("rewards.models=[]", "+algorithm=nope"), "+algorithm=nope"),
+        (("rewards.models=[]", "+algorithm=nope"), "expected +algorithm=NAME with NAME one of"),
         (("--image", "x"), "--image is not an option of --to slurm"),
         (("sft.api_key=k-1",), "sft"),
         (('output_dir="/tmp/a\\ntouch pwned"',), "`output_dir` = '/tmp/a\\ntouch pwned' has a line break"),

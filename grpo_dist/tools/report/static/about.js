@@ -30,10 +30,9 @@
     const wanted = about.config.steps;
     const done = run.steps.length ? run.steps[run.steps.length - 1] : 0;
     const ledger = Object.entries(about.ledger).map(([name, count]) => `${count.toLocaleString("en")} ${outcomes[name] || name}`).join(", ");
-    const preset = about.config["algorithm.preset"];
     const hours = run.hours.length ? run.hours[run.hours.length - 1] : 0;
     return make(
-      "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(preset && preset !== "null" ? preset : "–", "nowrap"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
+      "tr", {}, cell(make("span", {}, dot(run), ` ${run.label}`), "nowrap"), cell(about.preset ?? "–", "lines"), cell(`${done}${wanted ? ` of ${wanted}` : ""}${about.done ? ", done" : ""}`, "nowrap"),
       cell(hours < 1 ? `${(hours * 60).toFixed(1)} min` : `${hours.toFixed(2)} h`, "number"), cell(number(report.first(run, "reward/mean")), "number"),
       cell(number(report.last(run, "reward/mean")), "number"), cell(accuracy(run), "lines"), cell(ledger || "–", "nowrap"), cell(String(run.events.length), "number"),
     );
