@@ -64,7 +64,7 @@ from grpo_dist.workers import Workers
 logger = logging.getLogger("grpo_dist")
 
 # Roles whose actors run one call at a time, so that calls wait for each other.
-_QUEUEING = {"reference", "reward_model", "policy"}
+QUEUEING = {"reference", "reward_model", "policy"}
 _POLL_S = 1.0  # while waiting for a node that joins
 
 
@@ -243,7 +243,7 @@ class Cluster:
                 timeout_s=timeout_s,
             )
         reference_sync = await self._reference_sync(policy, reference)
-        usage = ActorUsage(parts.teams(), queueing=_QUEUEING, timeout_s=timeout_s)
+        usage = ActorUsage(parts.teams(), queueing=QUEUEING, timeout_s=timeout_s)
         probe = EngineProbe(policy, rollouts)
         return Workers(
             rollouts, rewards, reference, policy, sync, reference_sync, usage, self.where_stuck, probe

@@ -48,6 +48,7 @@ class PolicyHandle(Protocol):
     ) -> dict[str, float]: ...
     async def trace_next(self, run_dir: Path, step: int) -> None: ...
     async def token_logprobs(self) -> dict[int, np.ndarray]: ...
+    async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
     async def save(self, directory: Path, *, blocking: bool = True) -> None: ...
     async def saved(self) -> None: ...
     async def load(self, directory: Path) -> None: ...
@@ -73,6 +74,26 @@ class ProbeHandle(Protocol):
         self, engine: Any, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: Sampling
     ) -> Sequence[tuple[Rollout, ...]]: ...
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]: ...
+
+
+class NoSampling:
+    """Takes the place of engines, reward workers and weight sync in supervised training, which has none."""
+
+    async def sample(self, prompt: Prompt, *, seeds: Sequence[int], sampling: Sampling) -> RolloutsRef:
+        raise AssertionError("supervised training samples nothing")
+
+    async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
+        raise AssertionError("supervised training scores nothing")
+
+    async def abandon(self) -> None:
+        """Nothing is in flight."""
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Return no metrics: nobody waits for weights."""
+        return {}
+
+
+NO_SAMPLING = NoSampling()
 
 
 @dataclass(frozen=True)

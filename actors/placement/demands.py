@@ -56,7 +56,7 @@ def placement(config: Config, has: Resources, *, training: bool) -> dict[str, De
     """Return what every role takes. Raises UserError with the role and the remedy when ``has`` is not
     enough.
     """
-    colocated = training and is_colocated(config, has)
+    colocated = training and not config.is_supervised and is_colocated(config, has)
     demands = _demands(config, has, training=training, colocated=colocated)
     if has.gpus:
         _check_gpus(config, demands, has.gpus)
@@ -121,7 +121,8 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
     # Colocated roles have all CPUs while they run; otherwise sampling and training get half of them each.
     # Where CPUs are reserved, one is left to the driver, which may be a job of the cluster itself.
     free = has.cpus - 1 if has.shared and not has.gpus else has.cpus
-    share = has.cpus if colocated or not training else max(1, free // 2)
+    alone = colocated or not training
+    share = free if config.is_supervised else has.cpus if alone else max(1, free // 2)
     most = has.node_cpus or has.cpus  # threads of one worker
     rollout, policy, reference = config.rollout, config.policy, config.reference
     demands = {
@@ -142,6 +143,8 @@ def _demands(config: Config, has: Resources, *, training: bool, colocated: bool)
         )
     if training and config.needs_reference:
         demands["reference"] = Demand(reference.num_workers, on_gpu, reference.threads or 1)
+    if config.is_supervised:
+        demands = {"policy": demands["policy"]}
     return _with_cpus(demands, has, colocated=colocated)
 
 
@@ -170,12 +173,15 @@ def _check_gpus(config: Config, demands: dict[str, Demand], gpus: int) -> None:
         f"{role} {d.workers} x {d.gpus}" for role, d in demands.items() if d.gpus and not d.shared
     )
     colocate, grown = "", " with the nodes of `cluster.grows_to`" if config.cluster.grows_to else ""
-    if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
-        colocate = "set cluster.placement=colocated, "
+    keys = "`policy.num_workers`"
+    if "rollout" in demands:
+        if "policy" in demands and not demands["rollout"].shared and _not_colocated(config) is None:
+            colocate = "set cluster.placement=colocated, "
+        keys += ", `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
+        keys += "`rewards.models`"
     raise UserError(
-        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {colocate}lower "
-        "`policy.num_workers`, `rollout.num_workers`, `rollout.tensor_parallel_size` or the `num_workers` of "
-        "`rewards.models`, or add nodes (`cluster.grows_to`: an autoscaler does)"
+        f"cluster: {needed} GPUs are needed ({parts}) but it has {gpus}{grown}; {colocate}lower {keys}, or "
+        "add nodes (`cluster.grows_to`: an autoscaler does)"
     )
 
 
@@ -189,7 +195,7 @@ def _check_cpus(demands: dict[str, Demand], cpus: int, tensor_parallel_size: int
                 f"and each such worker needs at least one; use at most {cpus}, or set `cluster.grows_to` "
                 "where an autoscaler adds nodes with GPUs"
             )
-    if tensor_parallel_size > 1:
+    if tensor_parallel_size > 1 and "rollout" in demands:
         raise UserError(
             f"`rollout.tensor_parallel_size` = {tensor_parallel_size} needs GPUs, and the cluster has none; "
             "use 1, or set `cluster.grows_to` where an autoscaler adds them"

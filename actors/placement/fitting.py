@@ -175,6 +175,8 @@ def nearest(config: Config, nodes: Sequence[Node], *, training: bool) -> dict[st
 
 def _least_gpus(config: Config, changes: dict[str, Any]) -> int:
     """Return the GPUs of the engines of ``config`` with ``changes``, a lower bound for the run."""
+    if config.is_supervised:
+        return 0
     engines = changes.get("rollout.num_workers", config.rollout.num_workers)
     width = changes.get("rollout.tensor_parallel_size", config.rollout.tensor_parallel_size)
     return int(engines * width)
@@ -200,6 +202,8 @@ def _smaller(config: Config) -> Iterator[dict[str, Any]]:
     """
     ranks, engines = config.policy.num_workers, config.rollout.num_workers
     width = config.rollout.tensor_parallel_size
+    if config.is_supervised:
+        engines = width = 1  # it has none
     widths = [width // n for n in (1, 2, 4, 8) if width % n == 0 and width // n]
     options = product(range(1, ranks + 1), range(1, engines + 1), widths)
 

@@ -56,7 +56,10 @@ class PolicySpec:
     @classmethod
     def of(cls, config: Config, model_dir: Path) -> PolicySpec:
         trainer = TrainerSettings(
-            loss=loss_settings(config.algorithm),
+            loss=replace(
+                loss_settings(config.algorithm),
+                objective="cross_entropy" if config.is_supervised else "policy",
+            ),
             temperature=config.sampling.temperature,
             token_budget=config.batch.micro_batch_tokens,
             epochs=config.batch.epochs_per_batch,
@@ -143,7 +146,7 @@ class PolicyGroup:
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
         """Return log-probs of the rows of ``batch``, which must have ids: see `PolicyWorker.logprobs`."""
         arguments = [(own,) for own in self.stage([batch])]
-        async with self._deadline(self.update_s, "log-probs of the sync probe"):
+        async with self._deadline(self.update_s, "log-probs"):
             answers = await self._each("logprobs", arguments)
         rows = {row: values for _, own in answers for row, values in own.items()}
         return answers[0][0], rows

@@ -30,6 +30,7 @@ from grpo_dist.config.monitoring import (
 from grpo_dist.config.rewards import GatedConfig, RewardConfig, RewardModelConfig, RewardsConfig
 from grpo_dist.config.root import Config
 from grpo_dist.config.stages import DemonstrationsConfig, RejectionConfig, SFTConfig
+from grpo_dist.config.supervised import SupervisedConfig
 from grpo_dist.config.workers import (
     LoRAConfig,
     OffloadConfig,
@@ -79,6 +80,7 @@ __all__ = [
     "SFTConfig",
     "SamplingConfig",
     "Section",
+    "SupervisedConfig",
     "TimeoutsConfig",
     "TrackingConfig",
     "TransferBackend",

@@ -104,7 +104,7 @@ def changed(config: Config, changes: Mapping[str, Any]) -> Config:
         for part in path:
             section = section[part]
         section[last] = value
-    return Config.model_validate(plain)
+    return type(config).model_validate(plain)
 
 
 def dump_config(config: Config) -> str:

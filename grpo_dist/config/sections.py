@@ -63,6 +63,11 @@ class Sections(Section):
         return self.algorithm.kl.coef > 0
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether the ranks minimise the cross-entropy of demonstrations; they are then the only workers."""
+        return False
+
+    @property
     def samples_in_flight(self) -> int:
         """Most training samples in flight at once, over all engines."""
         step = self.batch.prompts_per_step * self.batch.samples_per_prompt

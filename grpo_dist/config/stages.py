@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
@@ -67,11 +68,14 @@ def _as_sources(value: Any) -> Any:
 
 
 class SFTConfig(Section):
-    """Supervised training, e.g. a cold start: next-token loss on the completions of (prompt, completion)
-    pairs.
+    """Supervised training: cross-entropy on the completions of (prompt, completion) pairs. `model.path: sft`
+    trains in one process, in float32; the sft stage of a pipeline trains on the ranks of `policy`.
     """
 
-    model: str = Field(description="local directory, or `demo:<name>` for a model initialised from the seed")
+    model: str = Field(
+        description="local directory, `demo:<name>` for a model initialised from the seed, or in a pipeline "
+        "a hub id"
+    )
     data: Annotated[tuple[DemonstrationsConfig, ...], Field(min_length=1), BeforeValidator(_as_sources)] = (
         Field(description="a path as in `sft.data.0.path`, or a list of sources to mix")
     )
@@ -79,11 +83,17 @@ class SFTConfig(Section):
         None, description="examples of each source, from the start; null: all"
     )
     noise: Fraction = Field(0.0, description="share of generated demonstrations with one wrong step")
-    steps: PositiveInt = Field(500, description="optimiser steps")
+    steps: PositiveInt = Field(500, description="optimiser steps; not read with `epochs`")
+    epochs: PositiveFloat | None = Field(
+        None, description="passes over the demonstrations, in place of `steps`, e.g. 2; null: `steps`"
+    )
     batch_size: PositiveInt = Field(48, description="demonstrations per step")
     lr: PositiveFloat = Field(2e-3, description="highest learning rate; for pretrained models e.g. 1e-5")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="decay of AdamW's moving averages")
     weight_decay: NonNegative = Field(0.01, description="decoupled weight decay, scaled by the learning rate")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "linear", description="decay of the learning rate after warm-up"
+    )
     warmup_steps: Count = Field(20, description="steps over which the learning rate rises, before it decays")
     min_lr_ratio: Fraction = Field(0.1, description="final learning rate as a share of lr")
     max_grad_norm: PositiveFloat = Field(1.0, description="scale gradients with a larger norm down to it")
@@ -93,4 +103,18 @@ class SFTConfig(Section):
     seed: Seed = Field(
         0, description="random seed of the order of demonstrations, generated demonstrations and demo weights"
     )
-    threads: Count = Field(0, description="CPU threads; 0: all")
+    validation_share: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of the demonstrations, drawn by seed, that is held out; its loss is "
+        "`validation/loss`. Only in a stage of a pipeline",
+    )
+    validate_every: Count = Field(
+        100, description="steps between validation losses; 0: only before the first step and after the last"
+    )
+    threads: Count = Field(0, description="CPU threads of training in one process; 0: all")
+
+    def steps_for(self, demonstrations: int) -> int:
+        """Return the optimiser steps on so many training demonstrations."""
+        if self.epochs is None:
+            return self.steps
+        return max(1, math.ceil(self.epochs * demonstrations / self.batch_size))

@@ -50,6 +50,8 @@ class Console:
         if "time/step_s" in metrics:
             self.view.step(step, metrics)
             self._console.print(step_line(step, metrics))
+        if (loss := metrics.get("validation/loss")) is not None:
+            self._console.print(f"validation after step {step}  loss {loss:.4f} nats a token", style="bold")
         if any(key.startswith("eval/") for key in metrics):
             for line in eval_lines(step, metrics):
                 self._console.print(line, style="bold", markup=False)

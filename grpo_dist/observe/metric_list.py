@@ -76,6 +76,10 @@ METRICS = (
     Metric("train/tokens", "tokens", "sum over rows", "prompt and completion tokens of those", ""),
     Metric("train/loss_tokens", "tokens", "sum over rows", "completion tokens in the loss, before idle rows "
            "are left out", "above 0; the run ends after `health.idle_steps_above` steps without any"),
+    Metric("train/epoch", "passes", _STEP, "supervised training: passes over the demonstrations so far", ""),
+    Metric("validation/loss", "nats", "mean over all tokens of the held-out completions",
+           "supervised training: -log p of held-out demonstrations (`sft.validation_share`)",
+           "falls; a rise while `loss/total` falls: too many passes"),
     # The update
     Metric("loss/total", "loss", "sum over the update's rows" + _UPDATES, "the objective that is minimised",
            "finite; its value says little, as advantages are centred"),

@@ -15,6 +15,7 @@ so that no loss of a run meets one; `rollout/nan_logprobs` counts them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -36,6 +37,8 @@ Stats = dict[str, Tensor]
 class LossSettings:
     """What the objective is made of; the names are those of the registries in `grpo_dist.algorithms`."""
 
+    # cross_entropy: the mean of -log p over the trained tokens, in place of all terms below.
+    objective: Literal["policy", "cross_entropy"] = "policy"
     policy_loss: str = "ppo_clip"
     # Settings of the policy loss; None: its own default. `POLICY_LOSS_SETTINGS` says which it takes.
     clip_low: float | None = None
@@ -81,6 +84,8 @@ def batch_loss(
         kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
             have none in any update.
     """
+    if settings.objective == "cross_entropy":
+        return _cross_entropy(logprobs, batch, entropy)
     mask = batch.loss_mask
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
@@ -102,13 +107,25 @@ def batch_loss(
         stats["entropy"] = entropy.sum()
     if settings.entropy_coef:
         assert entropy is not None, "an entropy bonus needs entropies"
-        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings)
+        bonus = settings.entropy_coef * _aggregate(entropy, batch, settings.aggregation)
         loss = loss - bonus
         stats["loss_entropy"] = -bonus
     # The trainer's log-probs before it moved, where they are known. With ratios to the engine's own they are
     # not: the first update of a step, which has not moved yet, is then the one that is reported.
     own = logprobs.detach() if settings.old_policy == "rollout" else old
     stats |= {"loss_policy": policy, "loss_total": loss, "tokens": mask.sum(), **_mismatch(own, batch)}
+    return loss, {name: value.detach().double() for name, value in stats.items()}
+
+
+def _cross_entropy(
+    logprobs: Float[Tensor, "B T"], batch: TrainBatch, entropy: Float[Tensor, "B T"] | None
+) -> tuple[Float[Tensor, ""], Stats]:
+    """Return the share of these rows in the update's mean of -log p over its trained tokens, in nats."""
+    mask = batch.loss_mask
+    loss = _aggregate(-logprobs, batch, "token-mean")
+    stats = {"loss_total": loss, "tokens": mask.sum()}
+    if entropy is not None:
+        stats["entropy"] = torch.where(mask, entropy, 0.0).sum()
     return loss, {name: value.detach().double() for name, value in stats.items()}
 
 
@@ -132,7 +149,7 @@ def _policy_term(
     advantages = _without_overflow(batch.advantages, logprobs.detach() - old, weights, batch.loss_mask)
     token_losses, stats = policy_loss(logprobs, old, advantages, batch.loss_mask, **_own_settings(settings))
     stats |= {f"correction_{name}": value for name, value in weight_stats.items()}
-    return _aggregate(token_losses * weights, batch, settings), stats
+    return _aggregate(token_losses * weights, batch, settings.aggregation), stats
 
 
 def _kl_term(
@@ -146,7 +163,7 @@ def _kl_term(
     kl = named(KL_ESTIMATORS, settings.kl_estimator, "KL estimator")(
         torch.where(mask, logprobs, 0.0), torch.where(mask, ref_logprobs, 0.0)
     )
-    return _aggregate(kl, batch, settings), torch.where(mask, kl, 0.0).sum()
+    return _aggregate(kl, batch, settings.aggregation), torch.where(mask, kl, 0.0).sum()
 
 
 def add_stats(a: Stats, b: Stats) -> Stats:
@@ -164,8 +181,12 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     """Metrics of the whole update: means over its trained tokens where the statistic is a sum over tokens."""
     s = {name: float(value) for name, value in stats.items()}
     tokens = max(s["tokens"], 1.0)
-    metrics = {
-        "loss/total": s["loss_total"],
+    metrics = {"loss/total": s["loss_total"]}
+    if "entropy" in s:
+        metrics["policy/entropy"] = s["entropy"] / tokens
+    if "loss_policy" not in s:  # cross-entropy
+        return metrics
+    metrics |= {
         "loss/policy": s["loss_policy"],
         "policy/ratio_mean": s["ratio"] / tokens if s["tokens"] else 1.0,
         "policy/ratio_max": s["ratio_max"],
@@ -180,8 +201,6 @@ def finish_stats(stats: Stats) -> dict[str, float]:
     }
     if "loss_entropy" in s:
         metrics["loss/entropy"] = s["loss_entropy"]
-    if "entropy" in s:
-        metrics["policy/entropy"] = s["entropy"] / tokens
     if "kl" in s:
         metrics |= {"ref/kl": s["kl"] / tokens, "loss/kl": s["loss_kl"]}
     if "correction_weight" in s:
@@ -210,11 +229,9 @@ def _own_settings(settings: LossSettings) -> dict[str, float]:
     return {name: value for name, value in own.items() if value is not None}
 
 
-def _aggregate(
-    token_losses: Float[Tensor, "B T"], batch: TrainBatch, settings: LossSettings
-) -> Float[Tensor, ""]:
+def _aggregate(token_losses: Float[Tensor, "B T"], batch: TrainBatch, mode: str) -> Float[Tensor, ""]:
     return aggregate(
-        token_losses, batch.loss_mask, settings.aggregation,
+        token_losses, batch.loss_mask, mode,
         num_tokens=batch.num_tokens, num_sequences=batch.num_sequences, max_tokens=batch.max_tokens,
     )  # fmt: skip
 

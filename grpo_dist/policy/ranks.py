@@ -84,6 +84,8 @@ def over_ranks(stats: Stats) -> Stats:
     out: Stats = {}
     for maxima, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
         chosen = [name for name in names if is_maximum(name) == maxima]
+        if not chosen:  # on no rank
+            continue
         values = torch.stack([stats[name] for name in chosen])
         dist.all_reduce(values, op=operation)  # bounded: the process group has a deadline
         out |= dict(zip(chosen, values, strict=True))

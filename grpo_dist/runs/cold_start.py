@@ -31,12 +31,21 @@ _POOL = 16  # batches that are sorted by length together
 def run_sft(settings: SFTConfig, say: Callable[[str], None]) -> Path:
     """Return the directory of the model after supervised training on ``settings.data``. It is cached.
 
-    Raises ValueError for a model or data that cannot be used, naming file and row.
+    Raises ValueError for a model or data that cannot be used, naming file and row, and for settings that only
+    training on the policy's ranks has.
     """
+    if settings.validation_share:
+        raise ValueError(
+            f"sft.validation_share = {settings.validation_share:g}: a cold start in one process has no "
+            "validation loss; remove it, or make it a stage of a pipeline (`kind: sft`), which trains on the "
+            "policy's ranks"
+        )
     model_dir = base_model(settings)
     decides = {
         "version": _VERSION,
-        "settings": settings.model_dump(mode="json", exclude={"threads", "data"}),
+        "settings": settings.model_dump(
+            mode="json", exclude={"threads", "data", "validation_share", "validate_every"}
+        ),
         "model": model_dir.name if settings.model.startswith("demo:") else fingerprint(model_dir),
         "data": contents(settings),
     }
@@ -63,6 +72,7 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     pairs = load_pairs(settings, tokenizer)
+    settings = settings.model_copy(update={"steps": settings.steps_for(len(pairs))})
     device = torch.device(device_type())
     model = load_causal_lm(
         str(model_dir), dtype=resolve_dtype("float32"), attention="auto", trust_remote_code=False
@@ -75,8 +85,8 @@ def _train(settings: SFTConfig, model_dir: Path, out: Path, say: Callable[[str],
     for step, batch in enumerate(_batches(pairs, settings)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(
-                step, lr=settings.lr, schedule="linear", warmup=settings.warmup_steps, total=settings.steps,
-                min_ratio=settings.min_lr_ratio,
+                step, lr=settings.lr, schedule=settings.schedule, warmup=settings.warmup_steps,
+                total=settings.steps, min_ratio=settings.min_lr_ratio,
             )  # fmt: skip
         loss = response_loss(model, *(t.to(device) for t in batch))
         loss.backward()

@@ -42,6 +42,9 @@ _LAYOUT = (
     "rollout.kv_cache_gib", "rollout.max_num_seqs", "rollout.threads", "rollout.enforce_eager",
     "weight_sync.backend", "weight_sync.bucket_mb",
 )  # fmt: skip
+# Keys of `sft` that may change, and the sections that supervised training on the policy's ranks reads.
+FREE_SFT = ("threads", "validate_every")
+_SUPERVISED = {"seed", "steps", "model", "policy", "sft"}
 _DESCRIBED = 3  # differences a message names
 
 
@@ -65,13 +68,15 @@ class Change:
 
     def decides(self, config: Config) -> bool:
         """Return whether it makes ``config`` another run, as `fingerprint` does."""
-        section = self.key.split(".")[0]
+        section, key = self.key.partition(".")[::2]
+        if config.is_supervised and section not in _SUPERVISED:
+            return False
         if section == "steps":
             return config.policy.optimizer.schedule != "constant"
         if section == "health":
             return self.key == "health.min_signal_groups"
         if section == "sft":
-            return config.model.path == "sft" and self.key != "sft.threads"
+            return config.model.path == "sft" and key not in FREE_SFT
         return not self.is_layout and section not in _FREE and self.key not in _FREE_KEYS
 
 
@@ -85,7 +90,10 @@ def fingerprint(config: Config) -> str:
     if config.model.path != "sft":
         kept.pop("sft")  # nothing uses it
     elif config.sft is not None:
-        kept["sft"].pop("threads")
+        for key in FREE_SFT:
+            kept["sft"].pop(key)
+    if config.is_supervised:
+        kept = {section: value for section, value in kept.items() if section in _SUPERVISED}
     if config.policy.optimizer.schedule != "constant":
         kept["steps"] = config.steps  # the schedule ends there
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -165,7 +165,7 @@ def resolve_model(config: Config, say: Callable[[str], None], *, train_first: bo
         raise ValueError(
             f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
         )
-    return _download(path, config.model.revision)
+    return download(path, config.model.revision, "model.path")
 
 
 def _check_shards(model_dir: Path) -> None:
@@ -181,7 +181,8 @@ def _check_shards(model_dir: Path) -> None:
             )
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def download(hub_id: str, revision: str | None, key: str) -> Path:
+    """Return the directory of a hub model, as the configuration's ``key`` names it. Raises ValueError."""
     from huggingface_hub import snapshot_download  # slow to import, and only for models of the hub
 
     try:
@@ -190,7 +191,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         )
     except Exception as error:
         raise ValueError(
-            f"model.path = {hub_id}: no such directory here, and downloading it from the hub failed "
+            f"{key} = {hub_id}: no such directory here, and downloading it from the hub failed "
             f"({type(error).__name__}: {str(error).splitlines()[0]}); check the name, the network and "
             "HF_TOKEN"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
 from grpo_dist.errors import Rollback, StateLost, UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
+from grpo_dist.loop import supervised
 from grpo_dist.loop.ledger import DROPPED
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
@@ -23,6 +25,7 @@ from grpo_dist.runs.environment import write_environment
 from grpo_dist.runs.ledger_check import audit
 from grpo_dist.runs.preemption import Interruption, ended_by_sigterm
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
+from grpo_dist.runs.prepare_supervised import PreparedDemonstrations, prepare_supervised
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, other_layout
 from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
@@ -60,10 +63,12 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
                 )
                 run = Run(config, identity, prepared, run_dir, tracker, checkpoints)
                 final = asyncio.run(_session(run, point))
-                totals = audit(run)  # before the run is marked done: nothing may build on a wrong ledger
+                # Before the run is marked done: nothing may build on a wrong ledger.
+                totals = None if config.is_supervised else audit(run)
             mark_finished(run)
             _print_result(run_dir, final)
-            _say(totals)
+            if totals:
+                _say(totals)
             return run_dir
 
 
@@ -77,7 +82,8 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
             newest = newest_whole(run_dir / CHECKPOINTS, _say) if config.checkpoint.resume == "auto" else None
             state = load_state(newest, identity) if newest else None
             has = fit(config)
-        prepared = prepare(config, _say, device="cuda" if has.gpus else "cpu")
+        load = prepare_supervised if config.is_supervised else prepare
+        prepared = load(config, _say, device="cuda" if has.gpus else "cpu")
         point = load_resume_point(newest, state, prepared.prompts)
     check_unfinished(config, run_dir, point.step)
     return prepared, point
@@ -99,17 +105,20 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
             f"{error.filename or run_dir}: {error.strerror or error}; expected a file of the run, or none: "
             "move it away, or choose another `name`"
         ) from error
-    _say(described(config))
+    if not config.is_supervised:
+        _say(described(config))
     return tracker
 
 
 async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     """Train to the end. Returns the evaluation of the exported model, {} where there is none."""
     from actors.cluster import Cluster
+    from actors.supervised import SupervisedCluster
 
     config, model_dir = run.config, run.prepared.model_dir
     interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
-    async with interruption, Cluster(config) as cluster:
+    actors = (SupervisedCluster if config.is_supervised else Cluster)(config)
+    async with interruption, actors as cluster:
         interruption.listen()  # Ray has installed a handler of its own
 
         async def start() -> Workers:
@@ -146,12 +155,12 @@ async def _resume(run: Run, interruption: Interruption, point: ResumePoint, work
     await _restore(config, point, workers)
     if workers.usage is not None:
         run.tracker.follow(workers.usage)
+    if isinstance(prepared, PreparedDemonstrations):
+        loop = partial(supervised.run, config, workers, prepared.demonstrations, prepared.held_out)
+    else:
+        loop = partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets)
     with interruption.finishing():
-        await driver.run(
-            config,
-            workers,
-            prepared.prompts,
-            prepared.eval_sets,
+        await loop(
             run.tracker,
             run.checkpoints,
             start=point.step,
@@ -177,6 +186,8 @@ async def _restore(config: Config, point: ResumePoint, workers: Workers) -> None
                 explain=workers.where_stuck,
             ):
                 await workers.reference.load(point.checkpoint / REFERENCE)
+    if config.is_supervised:
+        return
     with stage("weight sync", "engines get the policy's weights"):
         await workers.sync.push(version=point.step)
 

@@ -104,6 +104,13 @@ def position_limit(config: Config, model_dir: Path) -> int | None:
 def check_length(config: Config, model_dir: Path) -> None:
     """Raise ValueError where the run may make longer sequences than the model takes."""
     limit = position_limit(config, model_dir)
+    if config.is_supervised and config.sft is not None:
+        if limit is not None and config.sft.max_length > limit:
+            raise ValueError(
+                f"sft.max_length = {config.sft.max_length}, but the model in {model_dir} has "
+                f"max_position_embeddings = {limit}; lower it"
+            )
+        return
     if limit is not None and config.max_length > limit:
         raise ValueError(
             f"prompt + completion may be {config.max_length} tokens (data.max_prompt_tokens + "

@@ -176,6 +176,8 @@ class LoopStages:
         self._phase = name
         if name == "evaluate":
             self._begin("evaluation", "held-out problems are sampled and scored", quiet=self._stepped)
+        elif name == "validate":
+            self._begin("validation", "the loss of held-out demonstrations", quiet=self._stepped)
         elif name == "save":
             self._begin("checkpoint", quiet=True)
         elif self._stepped:

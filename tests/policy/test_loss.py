@@ -389,3 +389,33 @@ def test_statistics_of_disjoint_rows_add_up_except_maxima():
     a = {"ratio": torch.tensor(2.0), "ratio_max": torch.tensor(5.0)}
     b = {"ratio": torch.tensor(3.0), "ratio_max": torch.tensor(4.0)}
     assert {k: float(v) for k, v in add_stats(a, b).items()} == {"ratio": 5.0, "ratio_max": 5.0}
+
+
+CROSS_ENTROPY = LossSettings(objective="cross_entropy")
+
+
+def test_cross_entropy_is_the_mean_of_minus_log_p_and_ignores_all_that_sampling_adds():
+    batch = batch_of_one_row(advantages=torch.full((1, 4), 7.0), rollout_logprobs=torch.full((1, 4), -9.0))
+    entropy = torch.tensor([[5.0, 1, 2, 3]])
+    loss, gradient, metrics = loss_and_gradient(
+        batch, CROSS_ENTROPY, torch.tensor([[torch.nan, -1, -2, -4.5]]), entropy
+    )
+    assert loss == 2.5
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -1, -1, -1]]) / 3)
+    assert metrics == {"loss/total": 2.5, "policy/entropy": 2.0}
+
+
+def test_cross_entropy_of_parts_adds_up_to_that_of_the_whole_and_is_0_without_tokens():
+    batch = made_groups.batch(reference=False)
+    logprobs = -torch.rand(batch.tokens.shape, dtype=torch.float64)
+    whole, _, metrics = loss_and_gradient(batch, CROSS_ENTROPY, logprobs)
+    total, stats = 0.0, None
+    for rows in (list(range(5)), list(range(5, len(batch)))):
+        part = batch.select(rows)
+        own, found = batch_loss(logprobs[rows, : part.tokens.shape[1]], part, CROSS_ENTROPY)
+        total, stats = total + own.item(), found if stats is None else add_stats(stats, found)
+    assert total == pytest.approx(whole, rel=1e-12)
+    assert finish_stats(stats)["loss/total"] == pytest.approx(metrics["loss/total"], rel=1e-12)
+    nothing = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0)
+    loss, gradient, _ = loss_and_gradient(nothing, CROSS_ENTROPY, logprobs)
+    assert loss == 0.0 and not gradient.any()

@@ -113,6 +113,11 @@ def test_a_non_finite_loss_is_refused_before_it_reaches_the_weights(tmp_path, mo
     assert not list(tmp_path.glob("sft-*"))
 
 
+def test_epochs_replace_steps():
+    messages = said(settings(examples=10, epochs=2.5, steps=500))
+    assert any("supervised: 7 steps of 4 on 10 demonstrations" in message for message in messages)
+
+
 def test_the_callers_thread_settings_are_restored(tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_DIST_CACHE", str(tmp_path))
     before = torch.get_num_threads()
@@ -160,6 +165,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, words):
         ({"data": "demo:sub3"}, ["demo:sub3", "demo:add3"]),
         ({"model": "demo:huge"}, ["demo:huge", "demo:tiny"]),
         ({"model": "none"}, ["sft.model = none", "config.json"]),
+        ({"validation_share": 0.1}, ["sft.validation_share = 0.1", "a stage of a pipeline"]),
     ],
 )
 def test_missing_data_and_models_are_refused_by_name(changes, words):

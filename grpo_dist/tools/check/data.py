@@ -59,8 +59,8 @@ def check_cold_start(context: Context) -> str:
     fail(wrong)
     context.longest_demonstration = max(len(prompt) + len(completion) for prompt, completion in pairs)
     return (
-        f"{len(pairs)} demonstrations of up to {context.longest_demonstration} tokens; {sft.steps} steps of "
-        f"{sft.batch_size}"
+        f"{len(pairs)} demonstrations of up to {context.longest_demonstration} tokens; "
+        f"{sft.steps_for(len(pairs))} steps of {sft.batch_size}"
     )
 
 

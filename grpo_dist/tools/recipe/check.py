@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, DataSourceConfig, DemonstrationsConfig
+from grpo_dist.config import Config, DataSourceConfig, DemonstrationsConfig, SupervisedConfig
 from grpo_dist.config.engine_arguments import engine_problems
-from grpo_dist.data.demonstrations import source_pairs
+from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.runs.cold_start import base_model
 from grpo_dist.runs.prepare import (
     check_scoring,
     check_writable,
@@ -27,7 +27,8 @@ from grpo_dist.runs.prepare import (
     resolve_model,
     train_prompts,
 )
-from grpo_dist.runs.start_checks import check_backend, check_length, position_limit, setting_problems
+from grpo_dist.runs.prepare_supervised import starting_model
+from grpo_dist.runs.start_checks import check_backend, check_length, model_problems, setting_problems
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.recipe.config import ResolvedPipeline, ResolvedStage
 
@@ -46,7 +47,8 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
                 continue
             config = stage.config.model_copy(update={"model": _model(stage, ancestors[stage.name])})
             if stage.kind == "sft":
-                _check_sft_length(stage, config, pipeline)
+                _check_ranks(SupervisedConfig.of(config))
+                _check_rows_to_come(stage, pipeline)
             _CHECKS[stage.kind](stage, config)
             if stage.kind != "sft" or evaluates(config):
                 check_fits(config, training=stage.kind == "grpo")
@@ -78,7 +80,7 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
     if start.startswith("stage:"):
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
-        return base_model(stage.config.sft)
+        return starting_model(stage.config.sft)
     return resolve_model(stage.config, _quiet, train_first=False)
 
 
@@ -88,25 +90,30 @@ def _model(stage: ResolvedStage, ancestor: Path) -> Any:
 
 def _check_sft(stage: ResolvedStage, config: Config) -> None:
     assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
-    tokenizer = load_tokenizer(Path(config.model.path), False)
-    for source, symbolic in zip(config.sft.data, stage.symbolic.sft.data, strict=True):
-        if not _to_come(symbolic.path):
-            source_pairs(_a_few(source), config.sft, tokenizer)
+    tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
+    there = [not _to_come(symbolic.path) for symbolic in stage.symbolic.sft.data]
+    for source in compress(config.sft.data, there):
+        source_pairs(_a_few(source), config.sft, tokenizer)
+    if all(there):
+        count_held_out(config.sft, count_rows(config.sft))
     if evaluates(config):
         _check_sampling(config)
         prepare_eval(config, read_all(config.data.eval), tokenizer, [], _quiet)
 
 
-def _check_sft_length(stage: ResolvedStage, config: Config, pipeline: ResolvedPipeline) -> None:
-    """Check that the model accepts rows of `sft.max_length`, and that no earlier stage makes longer ones."""
-    assert config.sft is not None and stage.symbolic.sft is not None  # an sft stage has the section
-    longest = config.sft.max_length
-    limit = position_limit(config, Path(config.model.path))
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"sft.max_length = {longest}, but the model in {config.model.path} has max_position_embeddings = "
-            f"{limit}; lower it"
-        )
+def _check_ranks(config: SupervisedConfig) -> None:
+    """Check what the policy's ranks would refuse, and that they fit the cluster."""
+    from actors.cluster import check_fits  # imports Ray
+
+    refuse(setting_problems(config, device_type()))
+    refuse(model_problems(config, device_type(), Path(config.model.path)))
+    check_fits(config)
+
+
+def _check_rows_to_come(stage: ResolvedStage, pipeline: ResolvedPipeline) -> None:
+    """Check that no earlier stage makes longer rows than `sft.max_length`."""
+    assert stage.symbolic.sft is not None  # an sft stage has the section
+    longest = stage.symbolic.sft.max_length
     for source in stage.symbolic.sft.data:
         if not _to_come(source.path):
             continue

@@ -190,8 +190,9 @@ def _tree(
         changed = [*written.settings, *written.overrides, *overrides]
         if tree.get("sft") is not None or any(re.match(r"sft\b", key) for key in changed):
             OmegaConf.update(tree, "sft.seed", seed)
-    if written.kind == "sft":
-        set_key(tree, "model", {"path": "sft"}, where)
+    if written.kind == "sft":  # starts from `sft.model`
+        set_key(tree, "model.path", "sft", where)
+        set_key(tree, "model.revision", None, where)
     merged = OmegaConf.merge(tree, written.settings)
     assert isinstance(merged, DictConfig)
     for key, value in written.overrides.items():
@@ -265,10 +266,10 @@ def _check_kind(kind: Kind, config: Config, where: str) -> None:
             f"{where}: `rewards.shuffle` = true: a control of training, and a sample stage does not train; "
             "remove it"
         )
-    if kind == "grpo" and not config.checkpoint.export:
+    if kind != "sample" and not config.checkpoint.export:
         raise ConfigError(
-            f"{where}: `checkpoint.export` = false: the result of a grpo stage is its exported model; "
-            "set it to true"
+            f"{where}: `checkpoint.export` = false: the result of {'an' if kind == 'sft' else 'a'} {kind} "
+            "stage is its exported model; set it to true"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from grpo_dist.config.differences import changes
 from grpo_dist.rewards.registry import own_code
-from grpo_dist.runs.identity import without_layout
+from grpo_dist.runs.identity import FREE_SFT, without_layout
 from grpo_dist.runtime.cache import fingerprint
 from grpo_dist.runtime.files import write_text
 from grpo_dist.runtime.json_files import read_json
@@ -28,11 +28,11 @@ FILE = "stage.json"
 
 # Sections that do not affect the result of a stage.
 _PLACES = {"name", "output_dir", "checkpoint", "tracking", "cluster"}
-_NO_TRAINING = {"batch", "algorithm", "reference", "policy", "weight_sync", "steps", "max_staleness"}
+_OF_STEPS = {"batch", "algorithm", "reference", "weight_sync", "steps", "max_staleness"}
 _UNUSED: dict[Kind, set[str]] = {
-    "sft": _PLACES | _NO_TRAINING | {"rejection", "model"},
+    "sft": _PLACES | _OF_STEPS | {"rejection"},
     "grpo": _PLACES | {"rejection"},
-    "sample": _PLACES | _NO_TRAINING | {"evaluation"},
+    "sample": _PLACES | _OF_STEPS | {"policy", "evaluation"},
 }
 
 # Keys of `rejection` that choose among finished samples.
@@ -90,7 +90,9 @@ def _settings(stage: ResolvedStage) -> dict[str, Any]:
         config.pop("sft")
     if stage.kind == "sft":
         config["data"].pop("train")
-        config["sft"].pop("threads")
+        config["policy"].pop("optimizer")  # `sft` has its own
+        for key in FREE_SFT:
+            config["sft"].pop(key)
     return config
 
 

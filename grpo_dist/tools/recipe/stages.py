@@ -1,7 +1,8 @@
 """The work of each kind of stage. Every stage resumes from the files in its directory.
 
-sft      model/; with `evaluation.after` also evaluation.json and evaluations/
-grpo     a run directory as of `grpo-dist train`; resumes from its newest checkpoint
+sft      a run directory as of `grpo-dist train`; resumes from its newest checkpoint; with `evaluation.after`
+         also evaluation.json and evaluations/
+grpo     a run directory, which resumes likewise
 sample   samples/, sft.jsonl, report.json
 """
 
@@ -17,8 +18,7 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
-from grpo_dist.runtime.files import clear, publish, write_text
-from grpo_dist.runtime.stage_log import stage as logged_stage
+from grpo_dist.runtime.files import write_text
 from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 from grpo_dist.tools.recipe.record import StageRecord
@@ -37,27 +37,26 @@ Run = Callable[[ResolvedStage, Measures, Callable[[str], None]], StageResult]
 
 
 def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
-    """Train the supervised model and evaluate it.
+    """Train on the policy's ranks, and evaluate the result.
 
     ``before``: the evaluation of the initial model if an earlier stage has it; otherwise it is made here when
     `evaluation.before` is set.
     """
-    from grpo_dist.runs.cold_start import base_model, write_sft  # imports transformers
+    from grpo_dist.runs.prepare_supervised import starting_model, supervised  # imports transformers
+    from grpo_dist.runs.run import finished_steps
+    from grpo_dist.runs.session import train  # imports the actors
 
     settings = stage.config.sft
     assert settings is not None  # an sft stage has the section
-    if not stage.result.exists():
-        partial = stage.directory / ".partial_model"
-        clear(partial)  # left by a killed start
-        partial.mkdir()
-        with refusals(), logged_stage("supervised", f"{settings.steps} steps"):
-            write_sft(settings, base_model(settings), partial, say)
-        publish(partial, stage.result)
+    if finished_steps(stage.directory) is None:
+        with refusals():
+            config, identity = supervised(stage.config, stage.symbolic)
+        train(config, identity=identity)
     if not evaluates(stage.config):
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():
-            before = evaluate_stage(stage.config, base_model(settings), stage.directory, say)
+            before = evaluate_stage(stage.config, starting_model(settings), stage.directory, say)
     after = evaluate_stage(stage.config, stage.result, stage.directory, say)
     write_text(stage.directory / "evaluation.json", json.dumps({"before": before, "after": after}, indent=1))
     return StageResult(before, after)
@@ -65,7 +64,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
 
 def run_grpo_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], None]) -> StageResult:
     """Train, and return the run's evaluations before its first and after its last step, if it made them."""
-    # These import the actors, which other kinds of stages do not need.
+    # These import the actors, which a sample stage does not need.
     from grpo_dist.runs.run import finished_steps
     from grpo_dist.runs.session import train
 

@@ -53,13 +53,26 @@ def test_a_training_stage_is_identified_by_the_stages_it_names_and_not_by_direct
     assert identities == ["stage:cold"]
 
 
-def test_a_model_gets_its_name_only_after_it_is_on_disk(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr("grpo_dist.runs.cold_start.base_model", lambda settings: tmp_path)
-    monkeypatch.setattr("grpo_dist.runtime.files.os.fsync", lambda descriptor: synced.append(descriptor))
+def test_supervised_training_is_identified_by_the_stages_it_names(tmp_path, monkeypatch):
+    trained = []
     monkeypatch.setattr(
-        "grpo_dist.runs.cold_start.write_sft", lambda settings, base, out, say: (out / "w").write_text("1")
+        "grpo_dist.runs.session.train", lambda config, *, identity: trained.append((config, identity))
     )
+    sft = {"model": "runs/p/01_cold/model", "data": "demo:add3", "examples": 20, "batch_size": 8, "epochs": 3}
+    moved = stage("sft", tmp_path, model={"path": "sft"}, sft=sft)
+    run_sft_stage(
+        replace(moved, symbolic=fakes.config(model={"path": "sft"}, sft=sft | {"model": "stage:cold"})),
+        {},
+        quiet,
+    )
+    ((config, identity),) = trained
+    assert config.is_supervised and identity.is_supervised
+    assert (config.sft.model, identity.sft.model) == ("runs/p/01_cold/model", "stage:cold")
+    assert config.steps == identity.steps == 8  # 60 of 8, the last of them the rest
+
+
+def test_finished_supervised_training_is_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr("grpo_dist.runs.session.train", None)
+    (tmp_path / "DONE").write_text("7\n")
     sft = {"model": "demo:tiny", "data": "demo:add3"}
-    run_sft_stage(stage("sft", tmp_path, sft=sft), {}, quiet)
-    assert (tmp_path / "model/w").is_file() and len(synced) == 3  # the file, its directory, the parent
+    run_sft_stage(stage("sft", tmp_path, model={"path": "sft"}, sft=sft), {}, quiet)

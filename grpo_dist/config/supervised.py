@@ -1,0 +1,38 @@
+"""Supervised training on the policy's ranks, the sft stage of a pipeline, as the configuration of a run."""
+
+from __future__ import annotations
+
+from grpo_dist.config.files import checked
+from grpo_dist.config.root import Config
+
+_OPTIMIZER = {"lr", "betas", "weight_decay", "max_grad_norm", "schedule", "warmup_steps", "min_lr_ratio"}
+
+
+class SupervisedConfig(Config):
+    """A run without engines, rewards and reference: `sft` gives its data, steps and optimiser."""
+
+    @classmethod
+    def of(cls, config: Config, *, steps: int | None = None) -> SupervisedConfig:
+        """Return the supervised training that ``config`` describes. ``steps``: as `SFTConfig.steps_for` has
+        it; None: `sft.steps`. Raises ConfigError for settings that contradict each other.
+        """
+        sft = config.sft
+        assert sft is not None, "supervised training needs an `sft` section"
+        plain = config.model_dump()
+        changes = {
+            "seed": sft.seed,
+            "steps": steps or sft.steps,
+            "max_staleness": 0,
+            "batch": plain["batch"] | {"updates_per_step": 1, "epochs_per_batch": 1},
+            "sampling": plain["sampling"] | {"temperature": 1.0},
+            "policy": plain["policy"]
+            | {"optimizer": plain["policy"]["optimizer"] | sft.model_dump(include=_OPTIMIZER)},
+            "health": plain["health"] | {"min_signal_groups": 0},
+        }
+        unused = {"algorithm", "dynamic_sampling", "reference", "weight_sync", "bench"}
+        kept = {key: value for key, value in plain.items() if key not in unused}
+        return checked(kept | changes, f"{config.name}: supervised training", cls)
+
+    @property
+    def is_supervised(self) -> bool:
+        return True

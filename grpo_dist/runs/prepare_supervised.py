@@ -1,0 +1,75 @@
+"""Loads and checks what supervised training on the policy's ranks needs before any actor starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from grpo_dist.config import Config, SFTConfig, SupervisedConfig
+from grpo_dist.data.demonstrations import (
+    Demonstration,
+    count_held_out,
+    count_rows,
+    load_demonstrations,
+    split,
+)
+from grpo_dist.runs.cold_start import base_model
+from grpo_dist.runs.prepare import Prepared, download, load_tokenizer, refuse
+from grpo_dist.runs.start_checks import model_problems, setting_problems
+from grpo_dist.runtime.hardware import DeviceType, device_type
+from grpo_dist.runtime.stage_log import stage
+
+
+@dataclass(frozen=True)
+class PreparedDemonstrations(Prepared):
+    """``prompts``: the demonstrations. ``held_out``: those of the validation loss."""
+
+    demonstrations: list[Demonstration] = field(default_factory=list)
+    held_out: list[Demonstration] = field(default_factory=list)
+
+
+def supervised(config: Config, symbolic: Config) -> tuple[SupervisedConfig, SupervisedConfig]:
+    """Return the supervised training of ``config``, and that of ``symbolic``, its identity.
+
+    With `sft.epochs`, the rows are counted, which gives the number of steps. Raises ValueError for rows that
+    cannot be used, and ConfigError for settings that contradict each other.
+    """
+    sft = config.sft
+    assert sft is not None
+    steps = sft.steps
+    if sft.epochs is not None:
+        rows = count_rows(sft)
+        steps = sft.steps_for(rows - count_held_out(sft, rows))
+    return SupervisedConfig.of(config, steps=steps), SupervisedConfig.of(symbolic, steps=steps)
+
+
+def prepare_supervised(
+    config: Config, say: Callable[[str], None], *, device: DeviceType | None = None
+) -> PreparedDemonstrations:
+    """Load and check model and demonstrations. Raises ValueError with one message for input that cannot be
+    used. ``device``: of the ranks; None: as on this machine.
+    """
+    sft, device = config.sft, device or device_type()
+    assert sft is not None
+    refuse(setting_problems(config, device))
+    with stage("model", sft.model):
+        model_dir = starting_model(sft)
+    refuse(model_problems(config, device, model_dir))
+    tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
+    with stage("demonstrations", "are tokenized"):
+        trained, held_out = split(load_demonstrations(sft, tokenizer), sft)
+    say(
+        f"{len(trained)} demonstrations, {config.steps} steps of {sft.batch_size}"
+        + (f"; {len(held_out)} more for the validation loss" if held_out else "")
+    )
+    return PreparedDemonstrations(model_dir, list(trained), [], demonstrations=trained, held_out=held_out)
+
+
+def starting_model(sft: SFTConfig) -> Path:
+    """Return the directory of `sft.model`. A hub model is downloaded. Raises ValueError where it is
+    missing.
+    """
+    local = Path(sft.model).expanduser()
+    is_hub_id = sft.model.count("/") == 1 and not sft.model.startswith((".", "~", "/")) and not local.exists()
+    return download(sft.model, None, "sft.model") if is_hub_id else base_model(sft)

@@ -1,0 +1,79 @@
+"""Supervised training on the policy's ranks as the configuration of a run."""
+
+import pytest
+
+from grpo_dist.config import SFTConfig, SupervisedConfig
+from grpo_dist.config.files import ConfigError, changed, dump_config, load_config
+from grpo_dist.runs.identity import changes, fingerprint
+from tests.support import fakes
+
+SFT = {"model": "demo:tiny", "data": "demo:add3", "lr": 1e-3, "steps": 30, "seed": 5, "warmup_steps": 3}
+
+
+def config(**more):
+    return fakes.config(**{"model": {"path": "sft", "dtype": "bfloat16"}, "sft": SFT} | more)
+
+
+def test_steps_seed_and_optimiser_are_those_of_sft_and_ranks_those_of_policy():
+    policy = {"num_workers": 2, "zero_stage": 3, "lora": {}, "optimizer": {"lr": 1e-6, "eps": 1e-7}}
+    found = SupervisedConfig.of(
+        config(
+            policy=policy,
+            batch={
+                "prompts_per_step": 4,
+                "samples_per_prompt": 2,
+                "updates_per_step": 2,
+                "epochs_per_batch": 3,
+            },
+            algorithm={"kl": {"coef": 0.1}, "entropy_coef": 0.1},
+        )
+    )
+    assert (found.steps, found.total_updates, found.seed) == (30, 30, 5)
+    optimizer = found.policy.optimizer
+    assert (optimizer.lr, optimizer.warmup_steps, optimizer.eps) == (1e-3, 3, 1e-7)
+    assert (optimizer.schedule, optimizer.min_lr_ratio, optimizer.weight_decay) == ("linear", 0.1, 0.01)
+    assert (found.policy.zero_stage, found.policy.lora is not None, found.model.dtype) == (
+        3,
+        True,
+        "bfloat16",
+    )
+    assert not found.needs_reference and found.is_supervised
+    assert found.sampling.temperature == 1.0
+
+
+def test_it_is_written_as_a_configuration_that_loads(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_config(SupervisedConfig.of(config())))
+    assert load_config(path).steps == 30
+
+
+def test_contradictions_are_refused_by_key():
+    with pytest.raises(
+        ConfigError, match=r"supervised training: .*`profile.steps` has 6, but .* `steps` = 5"
+    ):
+        SupervisedConfig.of(config(profile={"steps": [6]}), steps=5)
+
+
+@pytest.mark.parametrize(("demonstrations", "steps"), [(8, 4), (9, 5), (1, 1)])
+def test_epochs_give_the_steps(demonstrations, steps):
+    assert SFTConfig.model_validate(SFT | {"epochs": 2, "batch_size": 4}).steps_for(demonstrations) == steps
+    assert SFTConfig.model_validate(SFT).steps_for(demonstrations) == 30
+
+
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"sft.threads": 3, "sft.validate_every": 7}, True),
+        ({"policy.num_workers": 2, "policy.zero_stage": 3, "batch.micro_batch_tokens": 64}, True),
+        ({"sampling.max_new_tokens": 9, "algorithm.policy_loss": "cispo", "rewards.timeout_s": 3.0}, True),
+        ({"sft.validation_share": 0.5}, False),
+        ({"sft.batch_size": 5}, False),
+        ({"policy.lora": {"rank": 4}}, False),
+        ({"model.dtype": "float32"}, False),
+    ],
+)
+def test_only_what_changes_the_numbers_makes_it_another_training(change, same):
+    before, after = (SupervisedConfig.of(c) for c in (config(), changed(config(), change)))
+    assert (fingerprint(before) == fingerprint(after)) == same
+    decisive = [c for c in changes(dump_config(before), after) if not c.is_layout and c.decides(after)]
+    assert (decisive == []) == same
