@@ -6,7 +6,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRA)
 
-.PHONY: setup demo demo-short pipeline bench test chaos evidence install-check reference lint clean
+.PHONY: setup demo demo-short pipeline bench gpu-check test chaos evidence install-check reference lint clean
 setup: $(READY)
 
 $(READY): pyproject.toml launch/setup.sh
@@ -28,6 +28,10 @@ pipeline: $(READY)
 BENCH ?= configs/bench/cpu_13m.yaml
 bench: $(READY)
 	$(BIN)/grpo-dist bench $(BENCH) $(ARGS)
+
+# What holds on this machine's GPUs, in at most 10 minutes: make gpu-check EXTRA=gpu. Without a GPU: ARGS=--rehearse
+gpu-check: $(READY)
+	$(BIN)/grpo-dist gpu-check $(ARGS)
 
 # $(call both,FIRST,SECOND) runs both commands and fails if either fails. pytest returns 5 when ARGS select no test; one of
 # the two may have none.

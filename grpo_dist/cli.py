@@ -1,6 +1,7 @@
 """The command line: ``grpo-dist train|sft|sample|check|bench|plan|submit CONFIG [key=value ...]``,
 ``grpo-dist eval MODEL DATA``, ``grpo-dist score COMPLETIONS``, ``grpo-dist pipeline FILE``, ``grpo-dist
-status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are inside the commands.
+gpu-check``, ``grpo-dist status|logs|stop RUN`` and ``grpo-dist report RUN [RUN ...]``. Heavy imports are
+inside the commands.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from grpo_dist.runtime.stage_log import stage, stages_logged
 from grpo_dist.secrets import masked, masked_command
 from grpo_dist.tools.arguments import add_command, print_line
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
+from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report
 from grpo_dist.tools.scoring.arguments import add_commands as add_scoring
 from grpo_dist.tools.submit.arguments import add_commands as add_submission
@@ -207,6 +209,7 @@ def command_parser() -> argparse.ArgumentParser:
         )
     _add_check(commands)
     _add_bench(commands)
+    add_gpu_check(commands)
     _add_plan(commands)
     _add_recipes(commands)
     add_evaluation(commands)

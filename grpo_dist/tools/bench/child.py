@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from grpo_dist.runtime.stacks import listen
+
 
 class Barrier:
     """Makes the processes of one limit wait for each other, so that they measure at the same time."""
@@ -30,6 +32,7 @@ class Barrier:
 
 
 def main() -> None:
+    listen()
     directory, own = Path(sys.argv[1]), sys.argv[2]
     module, index, count, job = pickle.loads((directory / f"{own}.job").read_bytes())
     result = importlib.import_module(module).measure(Barrier(directory, index, count), **job)

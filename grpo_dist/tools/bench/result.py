@@ -68,7 +68,9 @@ class BenchResult:
 
     @classmethod
     def read(cls, path: Path) -> BenchResult:
-        """Read `bench.json`. Raises UserError for another kind of file, or another schema."""
+        """Read `bench.json`, or the benchmark in the record of `grpo-dist gpu-check`. Raises UserError for
+        another kind of file, or another schema.
+        """
         try:
             plain = read_json(path)
         except OSError as error:
@@ -77,6 +79,8 @@ class BenchResult:
             ) from error
         except ValueError as error:
             raise UserError(f"{path}: not JSON ({error}); expected the bench.json of a run") from error
+        if isinstance(plain, dict) and plain.get("kind") == "gpu-check":
+            plain = _benchmark_of(plain, path)
         found = plain.pop("schema", None) if isinstance(plain, dict) else None
         if found != SCHEMA:
             what = "no `schema`" if found is None else f"`schema` = {found}"
@@ -92,6 +96,16 @@ class BenchResult:
             )
         except (KeyError, TypeError) as error:
             raise UserError(f"{path}: not the bench.json of a run ({error}); measure again") from error
+
+
+def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
+    """Return the benchmark in the ``record`` of a check. Raises UserError where it has none."""
+    if not record.get("bench"):
+        raise UserError(
+            f"{path}: this check has no benchmark, because its line `bench` was left out or failed; run "
+            "`grpo-dist gpu-check --only bench`, or pass the bench.json of a run"
+        )
+    return record["bench"]
 
 
 def _plain(value: Any) -> Any:

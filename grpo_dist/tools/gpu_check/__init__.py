@@ -1,0 +1,1 @@
+"""Checks of a machine with GPUs, one command: what holds here, and what does not."""

@@ -1,0 +1,51 @@
+"""What one line of the check found: figures by name, and claims with the bound of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """``what`` was measured as ``value``. ``bound``: what it is held to; ``why``: where that comes from."""
+
+    what: str
+    value: float
+    bound: str
+    why: str
+    holds: bool
+
+
+@dataclass(slots=True)
+class Findings:
+    """``figures``: rates per second, bytes, seconds, shares of 1. ``bench``: a whole bench.json."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
+    bench: dict[str, Any] | None = None
+
+    def at_most(self, what: str, value: float, bound: float, why: str) -> None:
+        """Claim that ``value`` is at most ``bound``. NaN is not."""
+        self.claims.append(Claim(what, float(value), f"<= {bound:.3g}", why, bool(value <= bound)))
+
+    def at_least(self, what: str, value: float, bound: float, why: str) -> None:
+        """Claim that ``value`` is at least ``bound``. NaN is not."""
+        self.claims.append(Claim(what, float(value), f">= {bound:.3g}", why, bool(value >= bound)))
+
+    def equal(self, what: str, value: float, expected: float, why: str) -> None:
+        """Claim that ``value`` is exactly ``expected``."""
+        self.claims.append(Claim(what, float(value), f"= {expected:g}", why, bool(value == expected)))
+
+    @property
+    def holds(self) -> bool:
+        return all(claim.holds for claim in self.claims)
+
+    def plain(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Findings:
+        """Make it from the output of `plain`."""
+        return cls(plain["figures"], [Claim(**claim) for claim in plain["claims"]], plain["bench"])

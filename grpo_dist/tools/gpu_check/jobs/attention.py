@@ -1,0 +1,115 @@
+"""Attention over packed rows, as the trainer calls it, against a dense one in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.tools.gpu_check.clock import device, fastest_of
+from grpo_dist.tools.gpu_check.dtypes import ROUNDING, forward_dtype
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+
+_HEADS = ((14, 2, 64), (12, 2, 128))  # queries, keys and values, size: those of 0.5B and 1.5B
+_PROMPT = 37  # tokens that the first two rows share
+_NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of values")
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found, lengths = Findings(), [5, 33, 60, 1] if task.rehearsal else [5, 130, 700, 1]
+    dtype = forward_dtype(task)
+    for heads in _HEADS[:1] if task.rehearsal else _HEADS:
+        for window in (None, 33):
+            errors = _errors(lengths, heads, window, dtype)
+            where = f"heads of {heads[2]}" + (f", window {window}" if window else "")
+            # The softmax is rounded once, the output once; a gradient is a product of two more. In float32
+            # each sum over a row is rounded at each term, too.
+            terms = math.sqrt(max(lengths)) if dtype == torch.float32 else 1.0
+            for name, error, roundings in zip(_NAMES, errors, (4, 8, 8, 8), strict=True):
+                bound = roundings * ROUNDING[dtype] * terms
+                why = f"{roundings} roundings of {str(dtype).removeprefix('torch.')}"
+                found.at_most(f"{name}, {where}, relative error", error, bound, why)
+    found.figures |= _speed(task, dtype)
+    yield "attention", found
+
+
+def _rows(lengths: Sequence[int]) -> tuple[list[np.ndarray], int]:
+    """Return the indices of each row in a stream where the second row begins with the first one's prompt."""
+    own, end = [], 0
+    for length in lengths:
+        own.append(np.arange(end, end + length))
+        end += length
+    shared = np.concatenate([own[1][:_PROMPT], np.arange(end, end + 50)])
+    return [*own, shared], end + 50 + 3  # three tokens that no row has
+
+
+def _errors(
+    lengths: Sequence[int], heads: tuple[int, int, int], window: int | None, dtype: torch.dtype
+) -> list[float]:
+    """Return relative errors of the output and of three gradients, for rows that share tokens too."""
+    rows, size = _rows(lengths)
+    queries, keys, width = heads
+    generator = torch.Generator().manual_seed(len(rows) + queries)
+    q, k, v = (
+        torch.randn(size, h, width, generator=generator).to(device(), dtype).requires_grad_()
+        for h in (queries, keys, keys)
+    )
+    weight = torch.randn(size, queries, width, generator=generator).to(device())
+    read = torch.zeros(size, 1, 1, device=device())
+    read[torch.from_numpy(np.unique(np.concatenate(rows))).to(device())] = 1.0  # the others are arbitrary
+    spans = choose_kernel("auto", device(), dtype).spans(rows, size, device())
+    scale = width**-0.5
+    out = spans.attend(q, k, v, scale=scale, window=window, dropout=0.0) * read
+    own = torch.autograd.grad((out.float() * weight).sum(), (q, k, v))
+    dense = _dense(rows, [t.detach().double().requires_grad_() for t in (q, k, v)], scale, window, weight)
+    return [_apart(a, b) for a, b in zip((out, *own), dense, strict=True)]
+
+
+def _dense(
+    rows: Sequence[np.ndarray], operands: Sequence[Tensor], scale: float, window: int | None, weight: Tensor
+) -> tuple[Tensor, ...]:
+    """Return output and gradients of each row alone, in float64. A token of two rows has the last one's
+    output, which is the same: it attends to the same tokens.
+    """
+    q, k, v = operands
+    out = torch.zeros_like(q)
+    for row in rows:
+        index = torch.from_numpy(row).to(q.device)
+        x, y, z = (t.index_select(0, index).transpose(0, 1)[None] for t in (q, k, v))
+        y, z = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (y, z))
+        age = torch.arange(len(row), device=q.device)[:, None] - torch.arange(len(row), device=q.device)
+        seen = (age >= 0) & (age < (window or len(row)))
+        one = scaled_dot_product_attention(x, y, z, attn_mask=seen, scale=scale)[0].transpose(0, 1)
+        out = out.index_copy(0, index, one)
+    return (out, *torch.autograd.grad((out * weight).sum(), operands))
+
+
+def _apart(value: Tensor, reference: Tensor) -> float:
+    exact = reference.detach()
+    return float((value.detach().double() - exact).norm() / exact.norm())
+
+
+def _speed(task: CheckTask, dtype: torch.dtype) -> dict[str, float]:
+    """Return the rate of forward and backward over rows of 512 tokens: operations of causal attention."""
+    rows, length, (queries, keys, width) = (2 if task.rehearsal else 32), 512, _HEADS[0]
+    q, k, v = (
+        torch.randn(rows * length, h, width, device=device()).to(dtype).requires_grad_()
+        for h in (queries, keys, keys)
+    )
+    indices = [np.arange(i * length, (i + 1) * length) for i in range(rows)]
+    spans = choose_kernel("auto", device(), dtype).spans(indices, rows * length, device())
+
+    def both() -> None:
+        out = spans.attend(q, k, v, scale=width**-0.5, window=None, dropout=0.0)
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+
+    operations = 6.0 * 2 * rows * queries * width * length * (length + 1) / 2
+    rate = operations / fastest_of(3, both)
+    known = task.known.get("device/matrix_flops_per_s", float("nan"))
+    return {"attention/flops_per_s": rate, "attention/of_matrix_rate": rate / known}

@@ -1,0 +1,66 @@
+"""What the GPU reaches without this project: a large matrix product, and copies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+
+from grpo_dist.runtime.hardware import device_type, resolve_dtype
+from grpo_dist.tools.bench.flops import card_peak
+from grpo_dist.tools.bench.limit_training import matmul_rate
+from grpo_dist.tools.bench.machine import machine_facts
+from grpo_dist.tools.gpu_check.clock import device, fastest_of
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import MACHINE, CheckTask
+from grpo_dist.tools.plan.accelerators import card_called
+
+_BYTES = {"cuda": 1 << 30, "cpu": 1 << 22}
+_REPEATS = 5
+_OTHER = "a healthy card reaches two thirds and more; less: shared, capped or throttled"
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    kind, found = device_type(), Findings()
+    (task.directory / MACHINE).write_text(json.dumps(machine_facts()))
+    dtype = resolve_dtype("auto")
+    rate, (within, to_host, from_host) = matmul_rate(dtype), _copies(_BYTES[kind])
+    found.figures |= {
+        "device/matrix_flops_per_s": rate,
+        "device/copy_bytes_per_s": within,
+        "device/to_host_bytes_per_s": to_host,
+        "device/from_host_bytes_per_s": from_host,
+    }
+    found.at_least("matrix product, FLOP/s", rate, 1.0, "it is measured")
+    if kind == "cuda":
+        _of_card(found, dtype)
+    yield "device", found
+
+
+def _of_card(found: Findings, dtype: torch.dtype) -> None:
+    properties = torch.cuda.get_device_properties(0)
+    found.figures |= {
+        "device/memory_bytes": float(properties.total_memory),
+        "device/bfloat16": float(torch.cuda.is_bf16_supported(including_emulation=False)),
+        "device/capability": properties.major + properties.minor / 10,
+    }
+    peak, card = card_peak(properties.name), card_called(properties.name)
+    if peak and dtype == torch.bfloat16:
+        share = found.figures["device/matrix_flops_per_s"] / peak
+        found.figures["device/of_data_sheet"] = share
+        found.at_least("matrix product, share of the data sheet", share, 0.5, _OTHER)
+    if card:
+        share = 2 * found.figures["device/copy_bytes_per_s"] / card.hbm  # each byte is read and written
+        found.at_least("copy within the device, share of its memory's rate", share, 0.5, _OTHER)
+
+
+def _copies(size: int) -> tuple[float, float, float]:
+    """Return bytes per second of copies within the device, to pinned host memory, and from it."""
+    own, other = (torch.ones(size, dtype=torch.uint8, device=device()) for _ in range(2))
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=device_type() == "cuda")
+
+    def rate(into: torch.Tensor, out: torch.Tensor) -> float:
+        return size / fastest_of(_REPEATS, lambda: into.copy_(out, non_blocking=True))
+
+    return rate(other, own), rate(host, own), rate(own, host)

@@ -1,0 +1,129 @@
+"""An engine of this project in this process: it starts, samples, sleeps and wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_dist.config import Config
+from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sampling import PROMPT, same
+from grpo_dist.tools.gpu_check.sizes import dtype_of, random_path
+from grpo_dist.tools.gpu_check.trainers import model_dir_of
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.types import Rollout, Sampling
+
+_TOKENS, _TOKENS_REHEARSED = 128, 12
+_AT_ONCE = 16
+_SHARE = 0.3  # of the GPU's memory that the engine takes
+_ALONE = "one request at a time: the same kernels on the same shapes"
+
+
+def engine_config(task: CheckTask, *, eager: bool, **rollout: Any) -> Config:
+    """Return a configuration for the sampling of one engine."""
+    memory = {"kv_cache_gib": 0.25} if task.rehearsal else {"gpu_memory_utilization": _SHARE}
+    return Config.model_validate(
+        {
+            "name": "gpu-check",
+            "model": {"path": random_path(task), "dtype": dtype_of(task)},
+            "data": {"train": [{"path": "demo:add3"}], "max_prompt_tokens": 64},
+            "sampling": {"max_new_tokens": _TOKENS_REHEARSED if task.rehearsal else _TOKENS},
+            "rollout": {"enforce_eager": eager or task.rehearsal, "max_num_seqs": 64, **memory, **rollout},
+        }
+    )
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    eager = task.argument == "eager"
+    config = engine_config(task, eager=eager)
+    if eager:
+        yield "engine-eager", asyncio.run(_eager(config))
+        return
+    yield from asyncio.run(_graphs(config)).items()
+
+
+async def _eager(config: Config) -> Findings:
+    found = Findings()
+    engine = await _started(config, found, "engine-eager")
+    alone = await _sample(engine, config, [1])
+    found.equal("tokens of a request", len(alone[0].completion_ids), config.sampling.max_new_tokens, "asked")
+    if device_type() == "cuda":
+        await _sleep(engine, config, found, "engine-eager", keep_weights=True)
+        again = await _sample(engine, config, [1])
+        found.equal("the same tokens after sleep and wake", same(alone, again), 1, "the weights were kept")
+    await engine.close()
+    return found
+
+
+async def _graphs(config: Config) -> dict[str, Findings]:
+    started, seeds = Findings(), Findings()
+    engine = await _started(config, started, "engine-graphs")
+    first = await _sample(engine, config, [1])
+    started.equal(
+        "tokens of a request", len(first[0].completion_ids), config.sampling.max_new_tokens, "asked"
+    )
+    again, other = await _sample(engine, config, [1]), await _sample(engine, config, [2])
+    seeds.equal("the same seed, the same tokens", same(first, again), 1, _ALONE)
+    seeds.equal("another seed, the same tokens", same(first, other), 0, "each sample has its own generator")
+    many = range(100, 100 + _AT_ONCE)
+    begin = time.perf_counter()
+    batch = await _sample(engine, config, many)
+    seconds = time.perf_counter() - begin
+    repeated = await _sample(engine, config, many)
+    equal = sum(same([a], [b]) for a, b in zip(batch, repeated, strict=True)) / _AT_ONCE
+    seeds.figures |= {
+        "seeds/same_in_batches": equal,
+        "engine-graphs/tokens_per_s": sum(len(r.completion_ids) for r in batch) / seconds,
+    }
+    seeds.equal("different samples of one prompt", len({r.completion_ids.tobytes() for r in batch}), _AT_ONCE,
+                "random weights: no two samples of so many tokens are alike")  # fmt: skip
+    if device_type() == "cuda":
+        await _sleep(engine, config, started, "engine-graphs", keep_weights=False)
+    await engine.close()
+    return {"engine-graphs": started, "seeds": seeds}
+
+
+async def _started(config: Config, found: Findings, name: str) -> Any:
+    """Start the engine as a colocated rollout worker does, without an actor."""
+    from actors.workers.engine_settings import EngineSpec  # needs an engine, which other lines do not
+    from actors.workers.rollout import RolloutWorker
+
+    spec = EngineSpec.of(config, Path(model_dir_of(config)), colocated=device_type() == "cuda")
+    engine = RolloutWorker(spec)
+    begin = time.perf_counter()
+    await engine.start()
+    found.figures[f"{name}/start_s"] = time.perf_counter() - begin
+    return engine
+
+
+async def _sample(engine: Any, config: Config, seeds: Sequence[int]) -> list[Rollout]:
+    tokens = config.sampling.max_new_tokens
+    sampling = Sampling(max_new_tokens=tokens, lengths=(tokens,) * len(seeds))
+    _, rollouts = await engine.sample(PROMPT, list(seeds), sampling)
+    return list(rollouts)
+
+
+async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, keep_weights: bool) -> None:
+    """Claim that the engine frees its memory and takes it again."""
+    awake = torch.cuda.mem_get_info()[0]
+    begin = time.perf_counter()
+    await engine.sleep(keep_weights)
+    slept = time.perf_counter()
+    freed = torch.cuda.mem_get_info()[0] - awake
+    await engine.wake_up(None)
+    found.figures |= {
+        f"{name}/sleep_s": slept - begin,
+        f"{name}/wake_s": time.perf_counter() - slept,
+        f"{name}/freed_bytes": float(freed),
+    }
+    total, weights = torch.cuda.get_device_properties(0).total_memory, 2 * model_of(config).parameters
+    # The engine's share holds, besides weights and cache, what a step computes with.
+    expected = 0.5 * (_SHARE * total - weights) + weights
+    found.at_least("bytes freed asleep", freed, expected, "the weights, and most of the engine's share")

@@ -1,0 +1,132 @@
+"""The LM head in bfloat16: its values and gradients against float32, its speed, and its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_dist.policy.logprobs import selected_logprobs
+from grpo_dist.runtime.hardware import logprob_chunk_mib
+from grpo_dist.tools.gpu_check.clock import device, peak_bytes_of, seconds_of
+from grpo_dist.tools.gpu_check.dtypes import ROUNDING
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import dtype_of, model_shape, planned, update_config, update_size
+
+_TEMPERATURE = 0.9
+_COMPARED, _TIMED = 2048, 8192  # tokens
+_CORES = (
+    "float32 without tensor cores reaches a fifteenth of bfloat16's rate (H100, A100): more says that they "
+    "are used"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    rows: Tensor
+    weight: Tensor
+    targets: Tensor
+    chunk: int
+
+    @classmethod
+    def made(cls, task: CheckTask, tokens: int) -> _Operands:
+        shape = model_shape(task)
+        width, vocabulary = shape["hidden_size"], shape["vocab_size"]
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(tokens, width, generator=generator).to(device(), torch.bfloat16)
+        weight = (torch.randn(vocabulary, width, generator=generator) / width**0.5).to(device())
+        targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device())
+        chunk = logprob_chunk_mib(None, device().type) * 2**20 // (4 * vocabulary)  # type: ignore[arg-type]
+        return cls(rows.requires_grad_(), weight.bfloat16().requires_grad_(), targets, max(1, chunk))
+
+    def widened(self) -> _Operands:
+        rows, weight = (t.detach().float().requires_grad_() for t in (self.rows, self.weight))
+        return _Operands(rows, weight, self.targets, self.chunk)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        values, entropies = selected_logprobs(
+            self.rows,
+            self.weight,
+            self.targets,
+            temperature=_TEMPERATURE,
+            chunk_tokens=self.chunk,
+            with_entropy=True,
+        )
+        assert entropies is not None
+        return values, entropies
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found = Findings()
+    _values(task, found)
+    if device().type == "cuda":
+        _speed_and_memory(task, found)
+    yield "head", found
+
+
+def _values(task: CheckTask, found: Findings) -> None:
+    own = _Operands.made(task, 64 if task.rehearsal else _COMPARED)
+    wide = own.widened()
+    (values, entropies), (exact, exact_entropies) = own.forward(), wide.forward()
+    # A logit is a sum of as many products as the model is wide; products of bfloat16 are exact in float32.
+    width, largest = own.rows.shape[1], float(exact.detach().abs().max())
+    bound = 16 * math.sqrt(width) * ROUNDING[torch.float32] * largest
+    why = (
+        f"16 times what a float32 sum of {width} products is expected to be off; logits rounded to bfloat16 "
+        f"are off by {ROUNDING[torch.bfloat16] * largest:.1g}"
+    )
+    found.at_most("log-probs, largest error in nats", _largest(values, exact), bound, why)
+    found.at_most("entropies, largest error in nats", _largest(entropies, exact_entropies), bound, why)
+    factor = torch.linspace(-1, 1, len(own.targets), device=device())
+    for operands, result in ((own, values), (wide, exact)):
+        (result * factor).sum().backward()
+        assert operands.rows.grad is not None and operands.weight.grad is not None
+    for name in ("rows", "weight"):
+        a, b = (getattr(o, name).grad.double() for o in (own, wide))
+        error, bound = float((a - b).norm() / b.norm()), 4 * ROUNDING[torch.bfloat16]
+        why = "4 roundings of bfloat16: the logits' gradient and the result, twice each at most"
+        found.at_most(f"gradient of the {name}, relative error", error, bound, why)
+
+
+def _largest(value: Tensor, exact: Tensor) -> float:
+    return float((value.detach() - exact.detach()).abs().max())
+
+
+def _speed_and_memory(task: CheckTask, found: Findings) -> None:
+    own = _Operands.made(task, _TIMED)
+    values: list[Tensor] = []
+
+    def forward() -> None:
+        values[:] = [own.forward()[0]]
+
+    def backward() -> None:
+        own.rows.grad = own.weight.grad = None
+        values.pop().sum().backward()
+
+    def both() -> None:
+        forward()
+        backward()
+
+    both()
+    operations = 2.0 * own.rows.numel() * own.weight.shape[0]
+    rate = task.known["device/matrix_flops_per_s"]
+    for name, work, passes in (("forward", forward, 1), ("backward", backward, 3)):
+        fastest = float("inf")
+        for _ in range(3):
+            if name == "backward":
+                forward()
+            fastest = min(fastest, seconds_of(work))
+        share = passes * operations / fastest / rate
+        found.figures |= {f"head/{name}_s": fastest, f"head/{name}_of_matrix_rate": share}
+        found.at_least(f"{name}, share of the matrix rate", share, 0.15, _CORES)
+    values.clear()
+    own.rows.grad = own.weight.grad = None
+    size = update_size(task, dtype=dtype_of(task), zero_stage=1)
+    config = update_config(task, size, dtype=dtype_of(task), zero_stage=1)
+    expected, peak = planned(config, size).parts["logits"], peak_bytes_of(both)
+    found.figures |= {"head/peak_bytes": float(peak), "head/planned_bytes": float(expected)}
+    found.at_most("peak memory, off from plan", abs(peak / expected - 1), 0.05, "plan counts these buffers")

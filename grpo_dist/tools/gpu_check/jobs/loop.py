@@ -1,0 +1,95 @@
+"""Three steps of the real loop: what the engine and the trainer compute, their turns, and the weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+
+from grpo_dist.health.watch import BAD_WEIGHTS, SKIPPED
+from grpo_dist.loop.sync_probe import BOUNDS
+from grpo_dist.runtime.hardware import resolve_dtype
+from grpo_dist.tools.bench.record import StepRecord
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.loops import STEPS, loop_config, run_steps
+from grpo_dist.tools.gpu_check.sizes import dtype_of
+from grpo_dist.tools.plan.models import model_of
+
+_TURN = "time/turn_"
+_SYNC = ("stop", "travel", "take")  # parts of a weight sync, without the turns before and after it
+_PROBE, _UPDATE = "probe/logprob_diff_mean", "mismatch/logprob_diff_mean"
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    if task.argument == "float32":
+        records = asyncio.run(run_steps(loop_config(task, dtype="float32"), task))
+        yield "mismatch-float32", mismatch(records, "mismatch-float32", "float32")
+        return
+    dtype = dtype_of(task)
+    config = loop_config(task, dtype=dtype)
+    records = asyncio.run(run_steps(config, task))
+    yield "steps", _steps(records)
+    yield "mismatch-bfloat16", mismatch(records, "mismatch-bfloat16", dtype)
+    yield "turns", _turns(records)
+    itemsize = resolve_dtype(config.model.dtype).itemsize
+    yield "sync", _sync(task, records, model_of(config).parameters * itemsize)
+
+
+def mismatch(records: Sequence[StepRecord], name: str, dtype: str) -> Findings:
+    """Hold |trainer - engine| log-probs to the bound of the sync probe, at every version."""
+    found, why = Findings(), f"the sync probe's bound in {dtype}; the weights move far in a step"
+    for step, record in enumerate(records):
+        for key, what in ((_PROBE, "fresh samples"), (_UPDATE, "samples of the step")):
+            value = record.metrics.get(key, math.nan)
+            found.figures[f"{name}/{'probe' if key == _PROBE else 'update'}_{step}"] = value
+            found.at_most(f"version {step}, {what}: nats a token", value, BOUNDS[dtype], why)
+    return found
+
+
+def _steps(records: Sequence[StepRecord]) -> Findings:
+    found = Findings()
+    found.equal("steps", len(records), STEPS, "asked")
+    for step, record in enumerate(records):
+        found.figures[f"steps/step_{step}_s"] = record.seconds
+        norm = record.metrics.get("policy/grad_norm", math.nan)
+        found.at_least(f"step {step + 1}: norm of the gradient", norm, 1e-12, "rewards differ in groups")
+    for name in (SKIPPED, BAD_WEIGHTS):
+        found.equal(name, sum(r.metrics.get(name, math.nan) for r in records), 0, "every update is applied")
+    return found
+
+
+def _turns(records: Sequence[StepRecord]) -> Findings:
+    """Report the seconds of each part, of the last step: the first ones allocate and compile."""
+    found, last = Findings(), records[-1].metrics
+    parts = {key: value for key, value in last.items() if key.startswith(_TURN)}
+    found.figures |= {f"turns/{key.removeprefix(_TURN)}": value for key, value in parts.items()}
+    found.figures["turns/all_s"] = sum(parts.values())
+    names = ("engines_sleep", "engines_wake", "policy_reload", "policy_offload")
+    timed = [name for name in names if f"{_TURN}{name}_s" in parts]
+    found.equal("parts of a turn that took place", len(timed), len(names), ", ".join(names))
+    return found
+
+
+def _sync(task: CheckTask, records: Sequence[StepRecord], expected: int) -> Findings:
+    found, last = Findings(), records[-1].metrics
+    sent, seconds = last["sync/bytes"], sum(last[f"time/sync_{part}_s"] for part in _SYNC)
+    found.equal("bytes of a sync", sent, expected, "every parameter once, in the dtype of the model")
+    travel = last.get("time/sync_travel_s", math.nan)
+    found.figures |= {
+        "sync/bytes": sent,
+        "sync/bytes_per_s": sent / seconds,
+        "sync/of_copy": sent / seconds / task.known["device/copy_bytes_per_s"],
+        "sync/travel_bytes_per_s": sent / travel,
+        "sync/travel_of_copy": sent / travel / task.known["device/copy_bytes_per_s"],
+        **{
+            f"sync/{key.removeprefix('time/sync_')}": v
+            for key, v in last.items()
+            if key.startswith("time/sync_")
+        },
+    }
+    if not task.rehearsal:
+        host = task.known["device/to_host_bytes_per_s"]
+        why = "some five passes over each byte within the device are faster than one through the host"
+        found.at_least("weights travelling, share of a copy to the host", sent / travel / host, 0.1, why)
+    return found

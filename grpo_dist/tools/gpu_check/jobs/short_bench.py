@@ -1,0 +1,47 @@
+"""A short benchmark, with the limits of its stages; `plan` is calibrated with its result."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_dist.tools.bench.run import bench
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.loops import loop_config
+from grpo_dist.tools.gpu_check.sizes import dtype_of
+
+_KEPT = ("loop/", "generation/", "training/", "sync/", "of_limit/", "share/", "limit/")
+_STEP = "stages follow each other; more than twice their limits: something waits, or takes another path"
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found = Findings()
+    sections: dict[str, dict[str, Any]] = {
+        "bench": {"warmup_steps": 1, "steps": 2, "lengths": _lengths(task)},
+        "weight_sync": {"probe_every": 0},
+        "health": {"min_signal_groups": 0},
+    }
+    if not task.rehearsal:
+        sections["batch"] = {"prompts_per_step": 32, "samples_per_prompt": 8, "micro_batch_tokens": 16384}
+        sections["sampling"] = {"max_new_tokens": 512}
+    config = loop_config(task, dtype=dtype_of(task), **sections)
+    directory = bench(config.model_copy(update={"name": "bench"}))
+    found.bench = json.loads((Path(directory) / "bench.json").read_text())
+    figures = found.bench["figures"]
+    found.figures |= {f"bench/{key}": v for key, v in figures.items() if key.startswith(_KEPT)}
+    shares = sum(value for key, value in figures.items() if key.startswith("share/"))
+    found.at_most("shares of a step's time, off from 1", abs(shares - 1), 1e-6, "every moment counts once")
+    steps = len(found.bench["decode_steps"])
+    found.at_least("single steps of an engine", steps, 1, "`plan` takes the speed of decoding from them")
+    if not task.rehearsal:
+        over = figures.get("loop/step_over_limit", math.nan)
+        found.at_most("step over the sum of its limits", over, 2.0, _STEP)
+    yield "bench", found
+
+
+def _lengths(task: CheckTask) -> dict[str, object]:
+    return {"kind": "lognormal", "mean": 8 if task.rehearsal else 200, "sigma": 0.7}

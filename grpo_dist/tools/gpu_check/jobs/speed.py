@@ -1,0 +1,49 @@
+"""Tokens per second of the trainer and of a bare loop, each in its own process, on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from grpo_dist.runtime.hardware import available_cpus, resolve_dtype
+from grpo_dist.tools.bench.flops import training_flops
+from grpo_dist.tools.bench.limits import run_jobs
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import dtype_of, update_config, update_size
+from grpo_dist.tools.gpu_check.trainers import model_dir_of, run_trainers
+from grpo_dist.tools.plan.models import model_of
+
+_REPEATS = 3
+_OTHER = (
+    "it has the bare loop's products, and a copy of the gradients: at half its speed it takes another path"
+)
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    found, dtype = Findings(), dtype_of(task)
+    size = update_size(task, dtype=dtype, zero_stage=1)
+    config = update_config(task, size, dtype=dtype, zero_stage=1)
+    (own,) = run_trainers(task, config, size, timed=True)
+    job = {
+        "model_dir": model_dir_of(config),
+        "dtype": resolve_dtype(config.model.dtype),
+        "rows": size.rows,
+        "row_tokens": size.row,
+        "trained_share": size.completion / size.row,
+        "repeats": _REPEATS,
+    }
+    (bare,) = run_jobs("grpo_dist.tools.bench.limit_training", [job], threads=available_cpus(), gpus=1)
+    tokens, update_s, limit_s = size.rows * size.row, own["update_s"], min(bare["seconds"])
+    work = training_flops(model_of(config).shape, [(size.row, size.completion)] * size.rows)
+    found.figures |= {
+        "speed/tokens_per_s": tokens / update_s,
+        "speed/limit_tokens_per_s": tokens / limit_s,
+        "speed/of_limit": limit_s / update_s,
+        "speed/of_matrix_rate": work / update_s / bare["matmul"],
+        "speed/limit_of_matrix_rate": work / limit_s / bare["matmul"],
+    }
+    if task.rehearsal:
+        found.at_least("tokens per second", tokens / update_s, 1.0, "it trains")
+    else:
+        found.at_least("speed, share of a bare loop", limit_s / update_s, 0.5, _OTHER)
+    yield "speed", found

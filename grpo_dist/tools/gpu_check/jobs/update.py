@@ -1,0 +1,86 @@
+"""An update at one ZeRO stage: packed against padded, its memory against plan, and states off and on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from grpo_dist.loop.sync_probe import BOUNDS
+from grpo_dist.tools.gpu_check.dtypes import gradient_bound
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import (
+    dtype_of,
+    model_shape,
+    planned,
+    update_config,
+    update_size,
+)
+from grpo_dist.tools.gpu_check.trainers import run_trainers
+
+_PINNED = "through memory that is not pinned a copy reaches a fifth or so of the measured rate"
+
+
+def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
+    stage, found = int(task.argument), Findings()
+    dtype = dtype_of(task) if stage else "float32"
+    size = update_size(task, dtype=dtype, zero_stage=stage)
+    config = update_config(task, size, dtype=dtype, zero_stage=stage)
+    name, settings = f"zero{stage}", config.model.model_copy(update={"packing": False})
+    (packed,) = run_trainers(task, config, size, timed=True)
+    (padded,) = run_trainers(task, config.model_copy(update={"model": settings}), size)
+    compare(task, found, packed, padded, dtype=dtype, what="packed and padded")
+    found.figures |= {
+        f"{name}/update_s": packed["update_s"],
+        f"{name}/tokens": float(size.rows * size.row),
+        f"{name}/rows": float(size.rows),
+        f"{name}/row_tokens": float(size.row),
+    }
+    if not task.rehearsal:
+        expected = planned(config, size)
+        _memory(found, name, packed["peak_bytes"], expected.total - expected.parts["runtime"])
+    if stage:
+        _states(task, found, name, packed)
+    yield name, found
+
+
+def compare(
+    task: CheckTask, found: Findings, own: dict[str, Any], other: dict[str, Any], *, dtype: str, what: str
+) -> None:
+    """Claim that the gradients and log-probs of two trainers are the same but for rounding."""
+    shape = model_shape(task)
+    bound, why = gradient_bound(
+        dtype, layers=shape["num_hidden_layers"], widest=max(shape["intermediate_size"], shape["hidden_size"])
+    )
+    a, b = (np.concatenate([v.ravel() for _, v in sorted(t["gradients"].items())]) for t in (own, other))
+    apart = float(np.linalg.norm(a.astype(np.float64) - b) / np.linalg.norm(b.astype(np.float64)))
+    found.at_most(f"{what}: gradients, relative difference", apart, bound, why)
+    nats = float(np.abs(own["logprobs"] - other["logprobs"]).mean())
+    found.at_most(f"{what}: log-probs, mean difference", nats, BOUNDS[dtype], "bound of the sync probe")
+
+
+def _memory(found: Findings, name: str, peak: int, expected: int) -> None:
+    found.figures |= {f"{name}/peak_bytes": float(peak), f"{name}/planned_bytes": float(expected)}
+    found.at_most("peak memory, off from plan", abs(peak / expected - 1), 0.05, "what plan promises")
+
+
+def _states(task: CheckTask, found: Findings, name: str, own: dict[str, Any]) -> None:
+    why = f"checksums of {own['tensors']} tensors: weights, master weights, moments"
+    found.equal("states after a turn, the same bits", float(own["same"]), 1, why)
+    found.at_most("an update after the turn: norm of its gradient", own["after"], 1e6, "it is finite")
+    if task.rehearsal:
+        return
+    moved, off, on = own["moved_bytes"], own["offload_s"][-1], own["reload_s"][-1]
+    found.figures |= {
+        f"{name}/offload_first_s": own["offload_s"][0],
+        f"{name}/offload_s": off,
+        f"{name}/reload_s": on,
+        f"{name}/moved_bytes": float(moved),
+    }
+    for direction, seconds, rate in (
+        ("off", off, task.known["device/to_host_bytes_per_s"]),
+        ("on", on, task.known["device/from_host_bytes_per_s"]),
+    ):
+        found.at_least(f"states {direction}, share of a pinned copy", moved / seconds / rate, 0.25, _PINNED)

@@ -1,0 +1,82 @@
+"""A few steps of the real loop on the real actors, recorded as a benchmark records them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist import driver
+from grpo_dist.config import Config
+from grpo_dist.observe.console import step_line
+from grpo_dist.runs.prepare import prepare
+from grpo_dist.runtime.concurrency import deadline
+from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.arguments import print_line
+from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import random_path
+
+STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSize:
+    prompts: int
+    samples: int
+    completion: int
+    micro_batch: int
+
+
+_SIZES = {False: LoopSize(16, 8, 256, 16384), True: LoopSize(2, 4, 12, 512)}  # by whether it is a rehearsal
+
+
+def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> Config:
+    """Return the configuration of a colocated run with random weights.
+
+    Every step is probed, and no probe ends it: the lines judge what it finds. The learning rate is high, so
+    that an engine with the weights of the step before is far off.
+    """
+    size = _SIZES[task.rehearsal]
+    own: dict[str, dict[str, Any]] = {
+        "model": {"path": random_path(task), "dtype": dtype},
+        "data": {
+            "train": [{"path": "demo:add3", "split": "train"}],
+            "instruction": "Solve",
+            "max_prompt_tokens": 32,
+        },
+        "batch": {
+            "prompts_per_step": size.prompts,
+            "samples_per_prompt": size.samples,
+            "micro_batch_tokens": size.micro_batch,
+        },
+        "sampling": {"max_new_tokens": size.completion},
+        "rewards": {"functions": [{"function": "parity"}]},
+        "policy": {"zero_stage": 1 if dtype == "bfloat16" else 0, "optimizer": {"lr": 1e-3}},
+        "rollout": {"enforce_eager": task.rehearsal or dtype == "float32"},
+        "weight_sync": {"probe_every": 1, "probe_above": 1e9},
+        "evaluation": {"before": False, "after": False},
+        "checkpoint": {"every": 0, "export": False, "resume": "never"},
+        "health": {"min_signal_groups": 0},
+        "tracking": {"samples": False},
+        "cluster": {"placement": "colocated"},
+    }
+    if task.rehearsal:
+        own["rollout"]["kv_cache_gib"] = 0.25
+    for name, section in sections.items():
+        own[name] = own.get(name, {}) | section
+    return Config.model_validate(
+        {"name": "gpu-check", "output_dir": str(task.directory), "steps": STEPS, **own}
+    )
+
+
+async def run_steps(config: Config, task: CheckTask) -> list[StepRecord]:
+    """Run the steps of ``config`` on a cluster of this machine; return their records."""
+    from actors.cluster import Cluster  # needs Ray, which other lines do not
+
+    prepared = prepare(config, print_line, device=device_type())
+    async with Cluster(config) as cluster:
+        async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
+            workers = await cluster.start_training(prepared.model_dir)
+        recorder = BenchRecorder(config, task.directory, lambda step, m: print_line(step_line(step, m)))
+        await driver.run(config, workers, prepared.prompts, [], recorder, NoCheckpoints())
+    return recorder.steps

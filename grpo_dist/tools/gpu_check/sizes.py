@@ -1,0 +1,116 @@
+"""How large the work of a check is: 0.5B and full micro-batches on GPUs, tiny ones in a rehearsal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_dist.config import Config
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.plan.memory import Footprint, Sizes, policy_rank
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.workload import workload_of
+
+_SHARED: dict[str, Any] = {
+    "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+# That of Qwen2.5-0.5B.
+_REAL: dict[str, Any] = _SHARED | {
+    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+    "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6, "dtype": "bfloat16",
+}  # fmt: skip
+# Heads of size 32, the smallest that the engine's CPU kernels support; two ranks can share them.
+_TINY: dict[str, Any] = _SHARED | {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 272, "dtype": "float32",
+}  # fmt: skip
+_MICRO_BATCHES = 2  # of an update
+_FILLED = 0.85  # of a GPU's memory, that an update may take
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSize:
+    """The rows of an update: ``groups`` prompts in each micro-batch, ``samples`` completions of each."""
+
+    prompt: int
+    completion: int
+    samples: int
+    groups: int
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row."""
+        return self.prompt + self.completion
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens of a packed micro-batch: a group's prompt is in it once."""
+        return self.groups * (self.prompt + self.samples * self.completion)
+
+    @property
+    def prompts(self) -> int:
+        return _MICRO_BATCHES * self.groups
+
+    @property
+    def rows(self) -> int:
+        return self.prompts * self.samples
+
+
+_REAL_UPDATES = tuple(UpdateSize(128, 480, 8, groups) for groups in (4, 2, 1))
+_TINY_UPDATE = UpdateSize(8, 12, 4, 2)
+
+
+def model_shape(task: CheckTask) -> dict[str, Any]:
+    """Return the config.json of the measured model."""
+    return _TINY if task.rehearsal else _REAL
+
+
+def dtype_of(task: CheckTask) -> str:
+    """Return the dtype that runs have by default."""
+    return "float32" if task.rehearsal else "bfloat16"
+
+
+def random_path(task: CheckTask) -> str:
+    """Write the measured model's config.json to the task's directory; return the `model.path` of it."""
+    file = task.directory / ("tiny.json" if task.rehearsal else "qwen2_0.5b.json")
+    if not file.exists():
+        file.write_text(json.dumps(model_shape(task)))
+    return f"random:{file}"
+
+
+def update_config(task: CheckTask, size: UpdateSize, *, dtype: str, **policy: Any) -> Config:
+    """Return the configuration of a run whose steps are updates of this ``size``."""
+    return Config.model_validate(
+        {
+            "name": "gpu-check",
+            "model": {"path": random_path(task), "dtype": dtype},
+            "data": {"train": [{"path": "demo:add3"}], "max_prompt_tokens": size.prompt},
+            "batch": {
+                "prompts_per_step": size.prompts,
+                "samples_per_prompt": size.samples,
+                "micro_batch_tokens": size.micro_batch,
+            },
+            "sampling": {"max_new_tokens": size.completion},
+            "policy": policy,
+            "bench": {"lengths": {"kind": "fixed"}},
+        }
+    )
+
+
+def update_size(task: CheckTask, *, dtype: str, **policy: Any) -> UpdateSize:
+    """Return the largest update that `plan` expects to fit this GPU."""
+    if task.rehearsal:
+        return _TINY_UPDATE
+    most = _FILLED * task.known["device/memory_bytes"]
+    for size in _REAL_UPDATES:
+        if planned(update_config(task, size, dtype=dtype, **policy), size).total <= most:
+            return size
+    return _REAL_UPDATES[-1]
+
+
+def planned(config: Config, size: UpdateSize) -> Footprint:
+    """Return the memory that `plan` expects of a policy rank on a GPU."""
+    workload = workload_of(config, prompt_tokens=size.prompt)
+    return policy_rank(config, model_of(config), Sizes.of(config, gpu=True), workload)

@@ -1,0 +1,154 @@
+"""One rank of a trainer in a process of its own: gradients, log-probs, seconds and memory of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_dist.batch.rows import make_batch
+from grpo_dist.config import Config
+from grpo_dist.policy.extensions import build_in_own_directory
+from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.ranks import Rank
+from grpo_dist.policy.trainer import Trainer, TrainerSettings
+from grpo_dist.policy.weight_buckets import Checksum
+from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.bench.child import Barrier
+from grpo_dist.tools.gpu_check.clock import peak_bytes_of, seconds_of, synchronize
+from grpo_dist.tools.gpu_check.sizes import UpdateSize
+from grpo_dist.types import Group, PreparedBatch, Prompt, Rollout, TrainBatch
+
+_ROWS = 8  # whose log-probs are compared
+_ELEMENTS = 2**16  # of each gradient that are compared
+_COLLECTIVE_S = 60.0
+_TIMES = 2  # timed updates, and turns of the states
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """``index`` of ``count`` ranks, which meet at ``port`` of this machine."""
+
+    index: int
+    count: int
+    port: int
+
+
+def measure(
+    barrier: Barrier, *, config: Config, model_dir: str, ranks: Ranks, size: UpdateSize, timed: bool
+) -> dict[str, Any]:
+    """Return `norm`, `logprobs` and `gradients` of a first update; if ``timed`` also the seconds and the peak
+    bytes of a later one, and what moving the states does. Peaks and moves are of GPUs alone.
+    """
+    trainer = make_trainer(config, model_dir, ranks)
+    batch = made_batch(size, trainer.engine.module.model.config.vocab_size)
+    found: dict[str, Any] = {"logprobs": _logprobs(trainer, batch)}
+    trainer.accumulate(PreparedBatch.of(batch, old_logprobs=None, policy_mask=None))
+    found["gradients"] = {name: _some(gradient) for name, gradient in trainer.gradients().items()}
+    found["norm"] = trainer.step()["policy/grad_norm"]
+    if timed:
+        found |= _timed(trainer, batch)
+        if config.policy.zero_stage:
+            found |= _moved(trainer)
+            found["after"] = trainer.update([batch])["policy/grad_norm"]
+    barrier.wait()  # bounded: it ends with its parent
+    trainer.close()
+    return found
+
+
+def made_batch(size: UpdateSize, vocabulary: int) -> TrainBatch:
+    """Return rows of random tokens, with rewards that differ within each group."""
+    generator = np.random.default_rng(0)
+
+    def tokens(count: int) -> np.ndarray:
+        return generator.integers(vocabulary, size=count, dtype=np.int32)
+
+    groups, advantages = [], []
+    for i in range(size.prompts):
+        prompt = Prompt(f"p{i}", tokens(size.prompt), "", "gpu-check")
+        rollouts = tuple(
+            Rollout(
+                prompt.uid,
+                sample,
+                tokens(size.completion),
+                np.full(size.completion, -np.log(vocabulary), np.float32),
+                "length",
+                "",
+                np.zeros(size.completion, np.int32),
+            )
+            for sample in range(size.samples)
+        )
+        rewards = np.arange(size.samples, dtype=np.float32) % 2
+        groups.append(Group(prompt, rollouts, rewards, {}, ("",) * size.samples))
+        advantages.append(2 * rewards - 1)
+    return make_batch(groups, advantages, ref_logprobs=None, max_new_tokens=size.completion)
+
+
+def make_trainer(config: Config, model_dir: str, ranks: Ranks) -> Trainer:
+    """Make the trainer of a run with ``config``. Collective over ``ranks``."""
+    build_in_own_directory()
+    settings = TrainerSettings(
+        loss=LossSettings(),
+        temperature=config.sampling.temperature,
+        token_budget=config.batch.micro_batch_tokens,
+        epochs=1,
+        total_updates=10,
+        seed=config.seed,
+    )
+    rank = Rank(ranks.index, ranks.count, "127.0.0.1", ranks.port, _COLLECTIVE_S)
+    return Trainer(rank, config.policy, model=config.model, model_dir=model_dir, settings=settings)
+
+
+def _logprobs(trainer: Trainer, batch: TrainBatch) -> np.ndarray:
+    """Return the log-probs of the first rows' completions, float32 [N]."""
+    rows = batch.select(list(range(_ROWS)))
+    own: np.ndarray = trainer.logprobs(rows)[0][rows.loss_mask].numpy()
+    return own
+
+
+def _some(gradient: Tensor) -> np.ndarray:
+    flat = gradient.flatten()
+    own: np.ndarray = flat[:: max(1, len(flat) // _ELEMENTS)].numpy().copy()
+    return own
+
+
+def _timed(trainer: Trainer, batch: TrainBatch) -> dict[str, Any]:
+    """The optimiser's states are there already, so that this is an update like all later ones."""
+    seconds = [seconds_of(lambda: trainer.update([batch])) for _ in range(_TIMES)]
+    before = torch.cuda.memory_allocated() if device_type() == "cuda" else 0
+    peak = before + peak_bytes_of(lambda: trainer.update([batch]))
+    return {"update_s": min(seconds), "peak_bytes": peak}
+
+
+def _moved(trainer: Trainer) -> dict[str, Any]:
+    """Return seconds and freed bytes of moving the states away and back, and whether they came back."""
+    before, on_gpu = _digest(trainer), device_type() == "cuda"
+    found: dict[str, Any] = {"offload_s": [], "reload_s": []}
+    for _ in range(_TIMES):  # the first makes the buffers in host memory
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        found["offload_s"].append(seconds_of(trainer.offload_states))
+        found["moved_bytes"] = held - torch.cuda.memory_allocated() if on_gpu else 0
+        found["reload_s"].append(seconds_of(trainer.state.reload))
+    synchronize()
+    return found | {"same": _digest(trainer) == before, "tensors": len(before)}
+
+
+def _digest(trainer: Trainer) -> list[int]:
+    """Return checksums of all weights, and of the optimiser's weights and states."""
+    found = [_checksum(t) for bucket in trainer.weights.buckets(1 << 28) for _, t in bucket]
+    optimizer = getattr(trainer.engine.optimizer, "optimizer", trainer.engine.optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            own = optimizer.state.get(parameter, {})
+            tensors = [parameter.data, *(value for value in own.values() if isinstance(value, Tensor))]
+            found += [_checksum(t) for t in tensors if t.numel()]
+    return found
+
+
+def _checksum(tensor: Tensor) -> int:
+    checksum = Checksum()
+    checksum.add(tensor.detach().contiguous().flatten().view(torch.uint8))
+    return checksum.value

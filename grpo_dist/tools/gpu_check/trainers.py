@@ -1,0 +1,48 @@
+"""Runs the ranks of a trainer, each in a process of its own, one after the other or together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.transfer.transport import free_port
+from grpo_dist.config import Config
+from grpo_dist.demo.model import random_model
+from grpo_dist.runtime.hardware import available_cpus
+from grpo_dist.tools.bench.limits import run_jobs
+from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import UpdateSize
+from grpo_dist.tools.gpu_check.trainer_job import Ranks
+from grpo_dist.types import TrainBatch
+
+
+def model_dir_of(config: Config) -> str:
+    """Return the directory of the measured model, which is made if it is not there."""
+    return str(random_model(Path(config.model.path.removeprefix("random:")), seed=config.seed))
+
+
+def run_trainers(
+    task: CheckTask, config: Config, size: UpdateSize, *, timed: bool = False
+) -> list[dict[str, Any]]:
+    """Run `trainer_job.measure` on all ranks of ``config``; return what each found."""
+    count, port = config.policy.num_workers, free_port("127.0.0.1")
+    common = {"config": config, "model_dir": model_dir_of(config), "size": size, "timed": timed}
+    jobs = [{"ranks": Ranks(index, count, port), **common} for index in range(count)]
+    threads = max(1, available_cpus() // count)
+    return run_jobs("grpo_dist.tools.gpu_check.trainer_job", jobs, threads=threads, gpus=1)
+
+
+def trainer_logprobs(config: Config, batch: TrainBatch) -> np.ndarray:
+    """Return the trainer's log-probs of the tokens in the loss mask of ``batch``, float32 [B, T]."""
+    job = {
+        "config": config,
+        "model_dir": model_dir_of(config),
+        "port": free_port("127.0.0.1"),
+        "batch": batch,
+    }
+    found: list[np.ndarray] = run_jobs(
+        "grpo_dist.tools.gpu_check.logprob_job", [job], threads=available_cpus(), gpus=1
+    )
+    return found[0]

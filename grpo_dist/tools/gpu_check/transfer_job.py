@@ -1,0 +1,120 @@
+"""One process of a transfer group: rank 0 sends made weights, rank 1 receives them and once drops out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actors.transfer.connections import Seat
+from actors.transfer.stream import receive, send
+from actors.transfer.transport import open_broadcasts
+from grpo_dist.errors import TransferLost
+from grpo_dist.policy.weight_buckets import ParameterSpec, make_buckets
+from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.bench.child import Barrier
+from grpo_dist.tools.gpu_check.clock import device, seconds_of
+
+_PARAMETERS, _BUCKETS = 16, 4
+_TIMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """``port``, ``next_port``: of the first group and of the one after the cut."""
+
+    backend: str
+    port: int
+    next_port: int
+    secret: bytes = field(repr=False)
+    num_bytes: int
+    timeout_s: float
+
+    @property
+    def specs(self) -> list[ParameterSpec]:
+        each = self.num_bytes // _PARAMETERS // 2
+        return [ParameterSpec(f"p{i}", "bfloat16", (each,)) for i in range(_PARAMETERS)]
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.num_bytes // _BUCKETS
+
+    def open(self, rank: int, port: int) -> Any:
+        seat = Seat("127.0.0.1", port, rank, 2, self.secret)
+        return open_broadcasts(self.backend, seat, timeout_s=self.timeout_s)
+
+
+def measure(barrier: Barrier, *, plan: TransferPlan, rank: int) -> dict[str, Any]:
+    """Return what this rank found: seconds and losses of the sender, checksums of the receiver."""
+    return (_sender if rank == 0 else _receiver)(barrier, plan)
+
+
+def _sender(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
+    transport, held = plan.open(0, plan.port), _weights(plan)
+    sent: list[float] = []
+    for _ in range(_TIMES):
+        barrier.wait()  # bounded: it ends with its parent
+        sent.append(seconds_of(lambda: send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)))
+    raw, flat = [], torch.ones(plan.num_bytes, dtype=torch.uint8, device=transport.device)
+    for _ in range(_TIMES):
+        barrier.wait()  # bounded: it ends with its parent
+        raw.append(seconds_of(lambda: transport.broadcast(flat)))
+    barrier.wait()  # bounded: it ends with its parent
+    begin, lost = time.perf_counter(), False
+    try:
+        for _ in range(_TIMES):  # more than a connection takes while nobody reads
+            send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)
+    except TransferLost:
+        lost = True
+    noticed_s = time.perf_counter() - begin
+    transport.close()
+    begin = time.perf_counter()
+    transport = plan.open(0, plan.next_port)
+    reconnect_s = time.perf_counter() - begin
+    send(transport, _buckets(plan, held), plan.specs, plan.bucket_bytes)
+    transport.close()
+    return {
+        "seconds": sent, "raw_seconds": raw, "noticed_s": noticed_s, "lost": lost, "reconnect_s": reconnect_s,
+    }  # fmt: skip
+
+
+def _receiver(barrier: Barrier, plan: TransferPlan) -> dict[str, Any]:
+    transport, whole = plan.open(1, plan.port), 0
+    for _ in range(_TIMES):
+        barrier.wait()  # bounded: it ends with its parent
+        whole += _received(transport, plan)
+    flat = torch.zeros(plan.num_bytes, dtype=torch.uint8, device=transport.device)
+    for _ in range(_TIMES):
+        barrier.wait()  # bounded: it ends with its parent
+        transport.broadcast(flat)
+    barrier.wait()  # bounded: it ends with its parent
+    next(receive(transport, plan.specs, plan.bucket_bytes))
+    transport.close()  # in the middle of the transfer
+    transport = plan.open(1, plan.next_port)
+    again = _received(transport, plan)
+    transport.close()
+    return {"whole": whole == _TIMES, "whole_again": again}
+
+
+def _weights(plan: TransferPlan) -> dict[str, Tensor]:
+    target = device() if plan.backend == "nccl" else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    numbers = (torch.randn(spec.shape, generator=generator) for spec in plan.specs)
+    return {spec.name: own.to(target, torch.bfloat16) for spec, own in zip(plan.specs, numbers, strict=True)}
+
+
+def _buckets(plan: TransferPlan, held: dict[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+    for bucket in make_buckets(plan.specs, plan.bucket_bytes):
+        yield [(spec.name, held[spec.name]) for spec in bucket]
+
+
+def _received(transport: Any, plan: TransferPlan) -> bool:
+    """Receive the weights; `receive` raises where their checksum is not the sender's."""
+    count = sum(len(bucket) for bucket in receive(transport, plan.specs, plan.bucket_bytes))
+    if device_type() == "cuda":
+        torch.cuda.synchronize()
+    return count == len(plan.specs)

@@ -1,0 +1,39 @@
+"""A job of `grpo-dist gpu-check` that ends as its argument says."""
+
+import ctypes
+import json
+import subprocess
+import sys
+import time
+
+from grpo_dist.tools.gpu_check.findings import Findings
+from grpo_dist.tools.gpu_check.lines import MACHINE
+
+LEFT = "import time; time.sleep(600)"
+
+
+def measure(task):
+    if task.argument == "device":
+        (task.directory / MACHINE).write_text(json.dumps({"gpu": "NVIDIA H100 80GB HBM3", "gpus": 1}))
+    held = Findings({"made/number": 2.0})
+    held.at_most("number", 2.0, 3.0, "made")
+    yield "first", held
+    if task.argument == "wrong":
+        wrong = Findings()
+        wrong.at_least("number", 2.0, 3.0, "made")
+        yield "second", wrong
+    if task.argument == "raises":
+        raise ValueError("made for this test")
+    if task.argument == "crashes":
+        ctypes.string_at(0)
+    if task.argument == "hangs":
+        _wait_in_vain()
+    if task.argument == "leaves":
+        child = subprocess.Popen([sys.executable, "-c", LEFT], start_new_session=True)
+        yield "second", Findings({"made/process": child.pid})
+    if task.argument == "bench":
+        yield "second", Findings({}, [], {"schema": 1, "name": "made"})
+
+
+def _wait_in_vain():
+    time.sleep(600)

@@ -1,0 +1,399 @@
+"""The lines of `grpo-dist gpu-check`: their device-independent halves, and what they conclude from numbers
+made here for a machine with GPUs.
+"""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_dist.batch.sharding import packed_micro_batches
+from grpo_dist.config import Config
+from grpo_dist.tools.bench.record import StepRecord
+from grpo_dist.tools.gpu_check.dtypes import gradient_bound
+from grpo_dist.tools.gpu_check.jobs import (
+    attention,
+    device,
+    engine,
+    head,
+    loop,
+    nccl,
+    sequence_parallel,
+    short_bench,
+    speed,
+    update,
+)
+from grpo_dist.tools.gpu_check.lines import JOBS, CheckTask
+from grpo_dist.tools.gpu_check.loops import loop_config
+from grpo_dist.tools.gpu_check.process import run_job
+from grpo_dist.tools.gpu_check.sizes import _REAL_UPDATES, UpdateSize, planned, update_config, update_size
+from grpo_dist.tools.gpu_check.trainer_job import made_batch
+from grpo_dist.tools.plan.memory import attended
+from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.workload import workload_of
+from tests.support.drawn import drawn
+from tests.support.patience import HANG_S
+
+H100 = {
+    "device/memory_bytes": 79.6 * 2**30, "device/bfloat16": 1.0, "device/matrix_flops_per_s": 7e14,
+    "device/copy_bytes_per_s": 1.2e12,
+    "device/to_host_bytes_per_s": 5e10, "device/from_host_bytes_per_s": 5e10,
+}  # fmt: skip
+
+
+def on_gpu(directory, argument="", **known):
+    return CheckTask(argument, False, directory, H100 | known)
+
+
+def on_cpu(directory, argument=""):
+    rates = {"device/matrix_flops_per_s": 1e11, "device/copy_bytes_per_s": 1e10}
+    return CheckTask(argument, True, directory, rates)
+
+
+def only(results):
+    ((_, found),) = list(results)
+    return found
+
+
+def broken(found):
+    return [claim.what for claim in found.claims if not claim.holds]
+
+
+def test_bounds_on_gradients_by_hand():
+    # 24 layers of 24 roundings of 2^-9: 2 * 24 * 2^-9. In float32 each sum of 64 terms is rounded 64 times.
+    assert gradient_bound("bfloat16", layers=24, widest=4864)[0] == pytest.approx(2 * 24 * 2**-9)
+    assert gradient_bound("float32", layers=24, widest=64)[0] == pytest.approx(2 * 24 * 8 * 2**-24)
+
+
+def test_tokens_of_an_update_by_hand():
+    size = UpdateSize(prompt=8, completion=12, samples=4, groups=2)
+    assert (size.row, size.micro_batch, size.prompts, size.rows) == (20, 2 * (8 + 48), 4, 16)
+
+
+@pytest.mark.parametrize("size", _REAL_UPDATES, ids=str)
+def test_micro_batches_of_an_update_are_as_full_as_plan_takes_them_to_be(tmp_path, size):
+    batch = made_batch(size, 151936)
+    rows = batch.rows
+    plan = packed_micro_batches(
+        rows.lengths.tolist(), rows.group_ids.tolist(), rows.prompt_lengths.tolist(), size.micro_batch
+    )
+    assert [len(part) for part in plan] == [size.groups * size.samples] * 2
+    config = update_config(on_gpu(tmp_path), size, dtype="bfloat16", zero_stage=1)
+    own = attended(config, workload_of(config, prompt_tokens=size.prompt), size.micro_batch)
+    assert own == pytest.approx(size.groups * size.samples * size.row)
+
+
+def test_the_measured_model_has_half_a_billion_parameters_and_fits_smaller_gpus_too(tmp_path):
+    large = update_size(on_gpu(tmp_path), dtype="bfloat16", zero_stage=1)
+    assert large == _REAL_UPDATES[0]
+    config = update_config(on_gpu(tmp_path), large, dtype="bfloat16", zero_stage=1)
+    assert model_of(config).parameters == pytest.approx(0.494e9, rel=0.01)
+    small = on_gpu(tmp_path, **{"device/memory_bytes": 24 * 2**30})
+    fits = update_size(small, dtype="bfloat16", zero_stage=1)
+    assert fits.groups < large.groups
+
+
+def trained(**changes):
+    gradients = {"a": np.linspace(-1, 1, 100, dtype=np.float32)}
+    return {"gradients": gradients, "logprobs": np.full(8, -9.0, np.float32), "norm": 1.0} | changes
+
+
+def moved(expected, **changes):
+    own = {
+        "update_s": 0.5, "peak_bytes": expected, "same": True, "tensors": 290, "after": 1.0,
+        "moved_bytes": 7e9, "offload_s": [9.0, 0.2], "reload_s": [0.3, 0.2],
+    }  # fmt: skip
+    return trained(**own | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, []),
+        ({"peak": 1.06}, ["peak memory, off from plan"]),
+        ({"peak": 0.94}, ["peak memory, off from plan"]),
+        ({"same": False}, ["states after a turn, the same bits"]),
+        ({"offload_s": [1.0, 1.0]}, ["states off, share of a pinned copy"]),
+        ({"after": math.nan}, ["an update after the turn: norm of its gradient"]),
+        (
+            {"gradients": {"a": np.ones(100, np.float32)}},
+            ["packed and padded: gradients, relative difference"],
+        ),
+        ({"logprobs": np.full(8, -9.2, np.float32)}, ["packed and padded: log-probs, mean difference"]),
+    ],
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
+    tmp_path, monkeypatch, stage, changes, wrong
+):
+    task = on_gpu(tmp_path, str(stage))
+
+    def run(own, config, size, *, timed=False):
+        assert config.model.dtype == "bfloat16" and config.policy.zero_stage == stage
+        assert config.model.packing == timed
+        parts = planned(config, size)
+        expected = parts.total - parts.parts["runtime"]
+        given = dict(changes)
+        return [moved(expected * given.pop("peak", 1.0), **given) if timed else trained()]
+
+    monkeypatch.setattr(update, "run_trainers", run)
+    found = only(update.measure(task))
+    assert broken(found) == wrong
+    assert found.figures[f"zero{stage}/rows"] == 64
+
+
+def test_without_zero_an_update_is_in_float32(tmp_path, monkeypatch):
+    dtypes = []
+
+    def run(own, config, size, *, timed=False):
+        dtypes.append(config.model.dtype)
+        return [moved(1.0) if timed else trained()]
+
+    monkeypatch.setattr(update, "run_trainers", run)
+    only(update.measure(on_gpu(tmp_path, "0")))
+    assert dtypes == ["float32", "float32"]
+
+
+def test_the_speed_is_a_share_of_the_bare_loop_on_the_same_rows(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(speed, "model_dir_of", lambda config: "made")
+    monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=0.8)])
+    monkeypatch.setattr(
+        speed,
+        "run_jobs",
+        lambda _, jobs, **__: asked.append(jobs[0]) or [{"seconds": [0.5, 0.4], "matmul": 7e14}],
+    )
+    found = only(speed.measure(on_gpu(tmp_path)))
+    assert found.holds and found.figures["speed/of_limit"] == pytest.approx(0.5)
+    assert found.figures["speed/tokens_per_s"] == pytest.approx(64 * 608 / 0.8)
+    assert (asked[0]["rows"], asked[0]["row_tokens"]) == (64, 608)
+    monkeypatch.setattr(speed, "run_trainers", lambda *_, timed: [moved(1.0, update_s=1.0)])
+    assert broken(only(speed.measure(on_gpu(tmp_path)))) == ["speed, share of a bare loop"]
+
+
+STEP = {
+    "policy/grad_norm": 1.0, "health/skipped_updates": 0.0, "health/bad_weights": 0.0,
+    "probe/logprob_diff_mean": 0.04, "mismatch/logprob_diff_mean": 0.05,
+    "time/sync_s": 1.0, "time/sync_stop_s": 0.01, "time/sync_travel_s": 0.1, "time/sync_take_s": 0.02,
+    "time/turn_engines_sleep_s": 0.2, "time/turn_engines_wake_s": 0.1, "time/turn_policy_reload_s": 0.2,
+    "time/turn_policy_offload_s": 0.3,
+}  # fmt: skip
+
+
+def steps_of(tmp_path, monkeypatch, argument="bfloat16", **changes):
+    task = on_gpu(tmp_path, argument)
+    size = 2 * model_of(loop_config(task, dtype="bfloat16")).parameters
+
+    async def run(config, own):
+        metrics = STEP | {"sync/bytes": float(size)} | changes
+        return [StepRecord(i + 1, 10.0 * i, 10.0 * i + 5, metrics, {}, ()) for i in range(3)]
+
+    monkeypatch.setattr(loop, "run_steps", run)
+    return dict(loop.measure(task))
+
+
+def test_the_real_loop_is_held_to_the_bounds_of_the_sync_probe(tmp_path, monkeypatch):
+    found = steps_of(tmp_path, monkeypatch)
+    assert all(own.holds for own in found.values())
+    assert list(found) == ["steps", "mismatch-bfloat16", "turns", "sync"]
+    assert found["turns"].figures["turns/all_s"] == pytest.approx(0.8)
+    seconds = 0.01 + 0.1 + 0.02
+    assert found["sync"].figures["sync/bytes_per_s"] == pytest.approx(2 * 494032768 / seconds)
+    float32 = steps_of(tmp_path, monkeypatch, "float32")
+    assert (
+        list(float32) == ["mismatch-float32"] and not float32["mismatch-float32"].holds
+    )  # 0.05 is above 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"policy/grad_norm": 0.0}, "steps"),
+        ({"health/skipped_updates": 1.0}, "steps"),
+        ({"probe/logprob_diff_mean": 0.2}, "mismatch-bfloat16"),
+        ({"mismatch/logprob_diff_mean": math.nan}, "mismatch-bfloat16"),
+        ({"sync/bytes": 5.0}, "sync"),
+        ({"time/sync_travel_s": 1.0}, "sync"),
+    ],
+)
+def test_one_number_out_of_bounds_fails_its_own_line_alone(tmp_path, monkeypatch, changes, line):
+    found = steps_of(tmp_path, monkeypatch, **changes)
+    assert [name for name, own in found.items() if not own.holds] == [line]
+
+
+def test_a_part_of_a_turn_that_did_not_take_place_is_found(tmp_path, monkeypatch):
+    without = {name: value for name, value in STEP.items() if name != "time/turn_policy_offload_s"}
+    monkeypatch.setitem(globals(), "STEP", without)
+    found = steps_of(tmp_path, monkeypatch)
+    assert broken(found["turns"]) == ["parts of a turn that took place"]
+
+
+def test_nccl_reports_losses_and_rates(tmp_path, monkeypatch):
+    sent = {
+        "seconds": [0.02, 0.01],
+        "raw_seconds": [0.008],
+        "noticed_s": 0.3,
+        "lost": True,
+        "reconnect_s": 0.2,
+    }
+    received = {"whole": True, "whole_again": True}
+    monkeypatch.setattr(nccl, "run_jobs", lambda *_, **__: [sent, received])
+    found = only(nccl.measure(on_gpu(tmp_path)))
+    assert found.holds and found.figures["nccl/of_raw"] == pytest.approx(0.8)
+    monkeypatch.setattr(
+        nccl, "run_jobs", lambda *_, **__: [sent | {"lost": False, "noticed_s": 61.0}, received]
+    )
+    assert len(broken(only(nccl.measure(on_gpu(tmp_path))))) == 2
+
+
+def test_ranks_that_share_sequences_are_held_to_one_rank(tmp_path, monkeypatch):
+    def run(own, config, size, *, timed=False):
+        return [moved(1.0)] * config.policy.num_workers
+
+    monkeypatch.setattr(sequence_parallel, "run_trainers", run)
+    assert only(sequence_parallel.measure(on_gpu(tmp_path))).holds
+
+
+def test_a_benchmark_above_twice_its_limits_does_not_hold(tmp_path, monkeypatch):
+    def made(config):
+        assert config.bench.lengths.mean == 200 and config.model.dtype == "bfloat16"
+        figures = {"share/generation": 0.6, "share/overhead": 0.4, "loop/step_over_limit": 2.5}
+        text = f'{{"schema": 1, "figures": {str(figures).replace(chr(39), chr(34))}, "decode_steps": [1]}}'
+        (tmp_path / "bench.json").write_text(text)
+        return tmp_path
+
+    monkeypatch.setattr(short_bench, "bench", made)
+    found = only(short_bench.measure(on_gpu(tmp_path)))
+    assert broken(found) == ["step over the sum of its limits"] and found.bench["schema"] == 1
+
+
+def test_a_card_is_held_to_its_data_sheet(tmp_path, monkeypatch):
+    h100 = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: h100)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    for rate, copy, wrong in ((7e14, 1.3e12, 0), (3e14, 1.3e12, 1), (7e14, 0.5e12, 1)):
+        found = device.Findings({"device/matrix_flops_per_s": rate, "device/copy_bytes_per_s": copy})
+        device._of_card(found, torch.bfloat16)
+        assert len(broken(found)) == wrong and found.figures["device/capability"] == 9.0
+
+
+def test_a_sleeping_engine_frees_its_weights_and_its_cache(tmp_path, monkeypatch):
+    import asyncio
+
+    free = [20 * 2**30]
+
+    class Engine:
+        async def sleep(self, keep_weights):
+            free[0] += freed
+
+        async def wake_up(self, tags):
+            free[0] -= freed
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 80 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30)
+    )
+    config = engine.engine_config(on_gpu(tmp_path), eager=True)
+    assert isinstance(config, Config) and config.rollout.gpu_memory_utilization == 0.3
+    for freed, wrong in ((20 * 2**30, []), (2**30, ["bytes freed asleep"])):
+        found = engine.Findings()
+        asyncio.run(engine._sleep(Engine(), config, found, "engine-eager", keep_weights=True))
+        assert broken(found) == wrong and found.figures["engine-eager/freed_bytes"] == freed
+
+
+def test_attention_is_rehearsed(tmp_path):
+    found = only(attention.measure(on_cpu(tmp_path)))
+    assert found.holds and len(found.claims) == 8
+
+
+def test_attention_that_looks_ahead_does_not_hold(tmp_path, monkeypatch):
+    from grpo_dist.policy import attention as product
+
+    def all_to_all(q, k, v, *, scale, window, dropout):
+        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    monkeypatch.setattr(product, "_causal", all_to_all)
+    assert len(broken(only(attention.measure(on_cpu(tmp_path))))) == 8
+
+
+def test_the_head_is_rehearsed(tmp_path):
+    assert only(head.measure(on_cpu(tmp_path))).holds
+
+
+def test_a_head_with_logits_in_bfloat16_does_not_hold(tmp_path, monkeypatch):
+    from grpo_dist.policy import logprobs
+
+    exact = logprobs._Head.logits
+
+    def rounded(self, rows):
+        out = exact(self, rows)
+        return out.bfloat16().float() if rows.dtype == torch.bfloat16 else out
+
+    monkeypatch.setattr(logprobs._Head, "logits", rounded)
+    found = only(head.measure(on_cpu(tmp_path)))
+    assert "log-probs, largest error in nats" in broken(found)
+
+
+def test_speed_and_memory_of_the_head_are_measured_by_the_same_code(tmp_path):
+    found = head.Findings()
+    head._speed_and_memory(on_cpu(tmp_path), found)
+    assert found.figures["head/backward_s"] > 0 and found.figures["head/planned_bytes"] > 0
+
+
+def test_rates_of_this_machine_are_rehearsed(tmp_path):
+    found = only(device.measure(on_cpu(tmp_path)))
+    assert found.holds and (tmp_path / "machine.json").exists()
+    assert found.figures["device/copy_bytes_per_s"] > 0
+
+
+def rehearsed(directory, name):
+    """Run the job of line ``name`` as a rehearsal, in its own process."""
+    job = next(job for job in JOBS if name in [line.name for line in job.lines])
+    own = on_cpu(directory, job.argument)
+    end = run_job(job, own, limit_s=HANG_S)
+    assert end.error == ""
+    assert list(end.found) == [line.name for line in job.lines]
+    assert {line: broken(found) for line, found in end.found.items() if not found.holds} == {}
+    return end.found
+
+
+def test_a_cut_transfer_and_the_next_one_are_rehearsed(tmp_path):
+    assert rehearsed(tmp_path, "nccl")["nccl"].figures["nccl/noticed_s"] < 60
+
+
+RANKS = [("zero0",), ("zero1",), ("zero2",), ("zero3",), ("speed",), ("sequence-parallel",)]
+ENGINES = [
+    ("engine-eager",),
+    ("seeds",),
+    ("mismatch-float32",),
+    ("replace",),
+    ("tensor-parallel",),
+    ("bench",),
+]
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("name", drawn("gpu_check ranks", RANKS, 2))
+def test_lines_with_ranks_are_rehearsed(tmp_path, name):
+    rehearsed(tmp_path, name)
+
+
+@pytest.mark.machine
+@pytest.mark.parametrize("name", drawn("gpu_check engines", ENGINES, 2))
+def test_lines_with_engines_are_rehearsed(tmp_path, name):
+    rehearsed(tmp_path, name)
+
+
+@pytest.mark.machine
+def test_three_steps_of_the_real_loop_are_rehearsed(tmp_path):
+    found = rehearsed(tmp_path, "steps")
+    assert found["sync"].figures["sync/bytes"] > 0 and found["turns"].figures["turns/all_s"] > 0
+
+
+def test_every_line_is_rehearsed_by_a_test():
+    ran = {"device", "attention", "head", "nccl", "steps"} | {name for (name,) in RANKS + ENGINES}
+    jobs = {job.name for job in JOBS for line in job.lines if line.name in ran}
+    assert jobs == {job.name for job in JOBS}
