@@ -199,7 +199,8 @@ def command_parser() -> argparse.ArgumentParser:
         (
             "sft",
             _sft,
-            "run the supervised cold start of the `sft` section and print the model's directory",
+            "run the supervised cold start of the `sft` section in one process and print the model's "
+            "directory; a pipeline's sft stage trains on the policy's ranks",
         ),
     ):
         sub = add_command(commands, name, text, command)
