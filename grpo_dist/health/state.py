@@ -33,11 +33,10 @@ class HealthState:
 
 
 def to_json(state: HealthState) -> dict[str, Any]:
-    """Convert to JSON values. Checkpoints call the field ``tracked`` by its old name, `followed`."""
-    return {"followed" if key == "tracked" else key: value for key, value in asdict(state).items()}
+    """Convert to JSON values."""
+    return asdict(state)
 
 
 def from_json(values: Mapping[str, Any]) -> HealthState:
-    """Undo `to_json`."""
-    named = {"tracked" if key == "followed" else key: value for key, value in values.items()}
-    return TypeAdapter(HealthState).validate_python(named)
+    """Undo `to_json`. Of an older version's metrics (`followed`) nothing is kept: tracking restarts."""
+    return TypeAdapter(HealthState).validate_python({k: v for k, v in values.items() if k != "followed"})

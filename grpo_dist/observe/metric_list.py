@@ -158,7 +158,7 @@ METRICS = (
     Metric("health/alarms", "bounds", "count", "bounds of `health` that the step violated", "0"),
     Metric("health/drifting", "metrics", "count",
            "of `reward/mean`, `policy/entropy`, `rollout/truncated_share` and `rollout/garbage_share` those "
-           "whose mean over 20 steps is far from the run's best, first 5 steps, or least",
+           "whose moving average is far from the run's best, that of the first 5 steps, or the least",
            "0; a warning at the start of a drift names the baseline"),
     Metric("restarts/<role>", "workers", "count", "workers of the role replaced since the last step", "0"),
     # Evaluation

@@ -11,8 +11,8 @@ import pytest
 
 from grpo_dist.config import HealthConfig
 from grpo_dist.driver import run
-from grpo_dist.health.drift import DRIFTING, DRIFTS, WINDOW, Period, count_drifting, new_drifts, track
-from grpo_dist.health.state import to_json
+from grpo_dist.health.drift import DRIFTING, DRIFTS, TrackedMetric, count_drifting, new_drifts, track
+from grpo_dist.health.state import from_json, to_json
 from grpo_dist.runs.checkpoint import CheckpointState
 from grpo_dist.runs.resume import load_progress
 from tests.support import fakes
@@ -22,8 +22,8 @@ CUT, GARBAGE = "rollout/truncated_share", "rollout/garbage_share"
 
 
 def tracked(values_of):
-    """``values_of``: metric -> its value of each step. -> what is remembered at the end, what was said, by
-    step, and how many metrics drifted at each.
+    """Track metrics with these values of each step. Return the state at the end, the warnings by step, and
+    how many metrics drifted at each step.
     """
     known, said, counts = {}, {}, []
     for step, values in enumerate(zip(*values_of.values(), strict=True), 1):
@@ -50,39 +50,36 @@ def flat(value, steps=20):
     [
         (REWARD, 0.75, 0.375, 0.359375),  # half of it is 0.375
         (ENTROPY, 2.0, 0.2, 0.1875),  # a tenth is 0.2
-        (CUT, 0.0, 0.484375, 0.5),
-        (CUT, 0.3125, 0.609375, 0.625),  # twice is 0.625
-        (GARBAGE, 0.0, 0.484375, 0.5),
-        (GARBAGE, 0.3125, 0.609375, 0.625),
+        (CUT, 0.0, 0.484375, 0.515625),  # a half
+        (CUT, 0.3125, 0.609375, 0.640625),  # twice is 0.625
+        (GARBAGE, 0.0, 0.484375, 0.515625),
+        (GARBAGE, 0.3125, 0.609375, 0.640625),
     ],
 )
 def test_each_metric_warns_at_its_threshold_and_not_before(metric, before, near, beyond):
-    """20 steps at ``before`` and 20 at ``after``: the recent mean at the 40th step is ``after``."""
-    assert warned_at(metric, flat(before) + flat(near, 40)) == []
-    (step,) = warned_at(metric, flat(before) + flat(beyond, 40))
-    assert step <= 40
+    assert warned_at(metric, flat(before) + flat(near, 80)) == []
+    assert len(warned_at(metric, flat(before) + flat(beyond, 80))) == 1
 
 
-def test_a_mean_over_the_latest_20_steps_decides():
-    """From 2 to 0: of k steps at 0 the mean is 2 (20 - k) / 20; below 0.2 with k = 19, at 0.2 with 18."""
-    assert warned_at(ENTROPY, flat(2.0) + flat(0.0)) == [39]
-    # Of 0 cut off and k steps with all: k / 20, at least 0.5 with k = 10.
-    assert warned_at(CUT, flat(0.0) + flat(1.0)) == [30]
-    assert warned_at(CUT, flat(0.0) + flat(1.0, 9) + flat(0.0)) == []
+def test_a_moving_average_decides():
+    """From 2 to 0 it is 2 * 0.9^k after k steps: below 0.2 with k = 22."""
+    assert warned_at(ENTROPY, flat(2.0) + flat(0.0, 40)) == [42]
+    # From 0 to 1 it is 1 - 0.9^k: at least 0.5 with k = 7.
+    assert warned_at(CUT, flat(0.0) + flat(1.0)) == [27]
+    assert warned_at(CUT, flat(0.0) + flat(1.0, 6) + flat(0.0)) == []
 
 
-def test_a_reward_is_compared_with_its_best_20_steps_wherever_they_are():
-    """It rises to 0.8 in steps 21 to 40, and falls to 0.2: half of 0.8 is 0.4. After k steps at 0.2 the mean
-    is 0.8 - 0.03 k: below 0.4 with k = 14.
+def test_a_reward_is_compared_with_its_best_average_wherever_it_is():
+    """After 20 steps at 0.1 and 20 at 0.8 the average is 0.8 - 0.7 * 0.9^20 = 0.7149, then at 0.2 after k
+    steps 0.2 + 0.5149 * 0.9^k: below 0.3574 with k = 12.
     """
     known, said, _ = tracked({REWARD: flat(0.1) + flat(0.8) + flat(0.2)})
-    best = known[REWARD].reference
-    assert (best.first, best.last, best.mean, best.steps) == (21, 40, pytest.approx(0.8), 20)
-    (message,) = said[54]
-    assert list(said) == [54]
+    assert (known[REWARD].reference, known[REWARD].reference_step) == (pytest.approx(0.8 - 0.7 * 0.9**20), 40)
+    (message,) = said[52]
+    assert list(said) == [52]
     assert message == (
-        "reward/mean drifts: 0.38 over steps 35 to 54, lower by more than half of the best, 0.8 over steps "
-        "21 to 40. This is only a warning; to act on it, set `health.reward_below_share`"
+        "reward/mean drifts: its moving average is 0.3454, lower by more than half of the best, 0.7149 at "
+        "step 40. This is only a warning; to act on it, set `health.reward_below_share`"
     )
 
 
@@ -101,15 +98,15 @@ def test_a_reward_that_is_never_above_0_also_warns_after_a_fall():
 
 
 def test_a_fall_within_chance_does_not_warn():
-    """Steps of 0.75 and -0.25 in turn differ by 1, which is a variance of 0.5. Best are the first 5, with
-    mean 0.35, and the error of the difference to that of 20 is sqrt(0.5 / 5 + 0.5 / 20) = 0.354. A fall to 0
-    is less than 5 of those, 1.77, as one to -1.25 is, by 1.6; one to -2 is more, by 2.35.
+    """Steps of 0.75 and -0.25 in turn differ by 1: the variance is 0.5, and the error of the difference of
+    two averages sqrt(0.5 * 0.2 / 1.9) = 0.229. The best average is that of the first 5 steps, 0.35. A fall
+    to -1.25 is by 1.6, less than 7 errors, 1.606; one to -2.5 is more.
     """
     known, said, _ = tracked({REWARD: [0.75, -0.25] * 10})
-    best = known[REWARD].reference
-    assert (best.first, best.last, best.mean) == (1, 5, pytest.approx(0.35)) and not said
-    assert known[REWARD].scatter == pytest.approx(0.5) and known[REWARD].pairs == 19
-    for mean, times in ((0.0, 0), (-1.25, 0), (-2.0, 1)):
+    one = known[REWARD]
+    assert (one.reference, one.reference_step, one.steps) == (pytest.approx(0.35), 5, 20) and not said
+    assert one.scatter == pytest.approx(0.5)
+    for mean, times in ((0.0, 0), (-1.25, 0), (-2.5, 1)):
         assert len(warned_at(REWARD, [0.75, -0.25] * 10 + [mean + 0.5, mean - 0.5] * 10)) == times
 
 
@@ -124,9 +121,9 @@ def test_a_collapse_within_the_first_steps_warns(since):
     right, wrong = share(0.5, 0.03), share(0.4, 0.0)
     for metric, values in {REWARD: right, CUT: share(0.05, 0.98), GARBAGE: share(0.02, 0.9)}.items():
         (step,) = warned_at(metric, values)
-        assert step <= 32
+        assert step <= max(20, since + 12)
     (step,) = warned_at(REWARD, [2 * value - 1 for value in wrong])
-    assert step <= 32
+    assert step <= max(20, since + 12)
     assert len(warned_at(ENTROPY, flat(1.0, since - 1) + flat(0.02, 101 - since))) == 1
 
 
@@ -176,51 +173,49 @@ def test_a_healthy_run_causes_no_warning():
 def test_fewer_than_20_steps_cause_no_warning():
     known, said, _ = tracked({ENTROPY: [5.0, *flat(0.0, 18)], CUT: flat(0.0, 9) + flat(1.0, 10)})
     assert not said
-    assert known[ENTROPY].reference == Period(1, 5, 1.0, 5) and known[CUT].reference == Period(1, 5, 0.0, 5)
+    assert (known[ENTROPY].reference, known[ENTROPY].reference_step) == (1.0, 5)
+    assert (known[CUT].reference, known[CUT].reference_step) == (0.0, 5)
     known, _, _ = tracked({ENTROPY: flat(5.0, 4)})
-    assert known[ENTROPY].reference is None
+    assert known[ENTROPY] == TrackedMetric(4, 5.0, 5.0)
 
 
 @pytest.mark.parametrize("lacking", [math.nan, math.inf, None])
 def test_a_step_that_lacks_a_metric_is_left_out(lacking):
-    """Every third step lacks the entropy: 20 values take 29 steps."""
+    """Every third step lacks the entropy: the 42nd value is that of step 62."""
     known, said = {}, {}
-    values = iter(flat(2.0) + flat(0.0, 19))
-    for step in range(1, 60):
+    values = iter(flat(2.0) + flat(0.0, 25))
+    for step in range(1, 66):
         value = lacking if step % 3 == 0 else next(values, None)
         known = track(known, step, {} if value is None else {ENTROPY: value})
         if messages := list(new_drifts(known, step)):
             said[step] = messages
-    first = known[ENTROPY].reference
-    assert (first.first, first.last, first.mean) == (1, 7, 2.0)  # 5 values
-    assert list(said) == [58]  # the 39th value
-    assert said[58][0].startswith("policy/entropy drifts: 0.1 over steps 29 to 58, less than a tenth of 2 ")
-    assert known[ENTROPY].since == 58 and count_drifting(track(known, 60, {})) == 1
+    assert (known[ENTROPY].reference, known[ENTROPY].reference_step) == (2.0, 7)
+    assert list(said) == [62]
+    assert said[62][0].startswith(
+        "policy/entropy drifts: its moving average is 0.197, less than a tenth of 2 at step 7. "
+    )
+    assert known[ENTROPY].since == 62 and count_drifting(track(known, 66, {})) == 1
 
 
 def test_a_drift_warns_when_it_begins_and_again_only_after_it_ended():
-    """With k of the latest 20 steps all cut off the share is k / 20: at least 0.5 from step 30 on, at least
-    0.4 to step 52.
-    """
+    """The average is at least 0.5 from step 27 on, below 0.4 from step 48 on, and 0.5 again at step 66."""
     cut = flat(0.0) + flat(1.0) + flat(0.0, 20) + flat(1.0, 20)
     _, said, counts = tracked({CUT: cut})
-    assert list(said) == [30, 70]
-    assert [step for step, count in enumerate(counts, 1) if count] == [*range(30, 53), *range(70, 81)]
+    assert list(said) == [27, 66]
+    assert [step for step, count in enumerate(counts, 1) if count] == [*range(27, 48), *range(66, 81)]
 
 
 def test_several_drifts_are_counted_and_each_warning_names_its_bound():
     values = {
-        REWARD: flat(0.75) + flat(0.0), ENTROPY: flat(2.0) + flat(0.0),
-        CUT: flat(0.25) + flat(1.0), GARBAGE: flat(0.0) + flat(1.0),
+        REWARD: flat(0.75) + flat(0.0, 22), ENTROPY: flat(2.0) + flat(0.0, 22),
+        CUT: flat(0.25) + flat(1.0, 22), GARBAGE: flat(0.0) + flat(1.0, 22),
     }  # fmt: skip
     _, said, counts = tracked(values)
     assert counts[-1] == 4 and sum(map(len, said.values())) == 4
     for drift in DRIFTS:
         assert drift.key in HealthConfig.model_fields
         (message,) = [m for messages in said.values() for m in messages if m.startswith(f"{drift.metric} ")]
-        assert message.endswith(
-            f"steps 1 to 5. This is only a warning; to act on it, set `health.{drift.key}`"
-        )
+        assert message.endswith(f"at step 5. This is only a warning; to act on it, set `health.{drift.key}`")
 
 
 # --- in the loop
@@ -257,21 +252,21 @@ def train(world, **kwargs):
 
 
 def test_with_defaults_a_run_that_drifts_warns_and_continues():
-    """From step 25 on. The reward of step k was 0.5 - k / 200, at best 0.4475 over steps 1 to 20; at step 33
-    it is 0.22275. Half of the latest 20 steps are garbage at step 34. Of the entropy, 1 - k / 100, the first
-    5 steps have the mean 0.97, and the latest 20 0.0855 at step 42, 0.124 before.
+    """It drifts from step 25 on. The best average of the reward, 0.5 - k / 200 at step k, is that of steps 1
+    to 5, 0.485; at step 30 it is 0.2231. The degenerate share averages 1 - 0.9^7 = 0.5217 at step 31. The
+    entropy, 1 - k / 100, has the average 0.97 at step 5 and 0.0917 at step 46.
     """
     world = Drifting(since=25)
     logged = train(world)
     assert len(world.updates) == 48 and not world.quarantined
     assert [text.split(" drifts")[0] for text in world.warnings] == [
-        f"step 33: {REWARD}", f"step 34: {GARBAGE}", f"step 42: {ENTROPY}",
+        f"step 30: {REWARD}", f"step 31: {GARBAGE}", f"step 46: {ENTROPY}",
     ]  # fmt: skip
     assert world.warnings[1] == (
-        "step 34: rollout/garbage_share drifts: 0.5 over steps 15 to 34, at least twice the least, 0 over "
-        "steps 1 to 5. This is only a warning; to act on it, set `health.garbage_above`"
+        "step 31: rollout/garbage_share drifts: its moving average is 0.5217, at least twice the least, 0 at "
+        "step 5. This is only a warning; to act on it, set `health.garbage_above`"
     )
-    assert [logged[step][DRIFTING] for step in (1, 24, 32, 33, 34, 48)] == [0, 0, 0, 1, 2, 3]
+    assert [logged[step][DRIFTING] for step in (1, 24, 29, 30, 31, 48)] == [0, 0, 0, 1, 2, 3]
 
 
 def through_a_checkpoint(progress, tmp_path):
@@ -293,6 +288,12 @@ def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(tm
         assert resumed.saved[48].health == whole.saved[48].health
 
 
-def test_the_remembered_state_does_not_grow_with_the_run():
-    known, _, _ = tracked({drift.metric: flat(0.5, 500) for drift in DRIFTS})
-    assert [len(one.recent) for one in known.values()] == [WINDOW] * 4
+def test_a_checkpoint_of_an_older_version_restarts_tracking():
+    """It had windows of single steps, under another name."""
+    older = {
+        "recent": [[1, 0.5]],
+        "reference": {"first": 1, "last": 5, "mean": 0.5, "steps": 5},
+        "since": None,
+    }
+    state = from_json({"best_reward": 0.5, "followed": {REWARD: older}})
+    assert (state.best_reward, state.tracked) == (0.5, {})
