@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ class PolicyWorker(Metered, Probeable):
     ) -> tuple[DeviceType, float]:
         """Join the other ranks and load the model; return the device type and `Trainer.attention_cost`."""
         build_in_own_directory()
+        # DeepSpeed's autotuner, unused here, would import mlflow if installed: two seconds of each start.
+        sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         return self._trainer.device.type, self._trainer.attention_cost
 

@@ -22,8 +22,7 @@ from actors.lifecycle.supervisor import Team
 from actors.workers.reward_model import RewardModelPool
 from grpo_dist.config import RewardsConfig
 from grpo_dist.rewards.degenerate_text import is_degenerate
-from grpo_dist.rewards.group import CompletionGroup
-from grpo_dist.rewards.models import ModelScores
+from grpo_dist.rewards.group import CompletionGroup, ModelScores
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, model_terms, placed, reward_specs
 from grpo_dist.runtime.concurrency import gather

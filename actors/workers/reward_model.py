@@ -10,7 +10,7 @@ from actors.lifecycle.calls import kill, one_at_a_time
 from actors.lifecycle.probe import Probeable
 from actors.lifecycle.supervisor import Team
 from grpo_dist.config import ModelConfig, RewardModelConfig
-from grpo_dist.rewards.models import Classifier, ModelScores
+from grpo_dist.rewards.group import ModelScores
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout
 
@@ -21,6 +21,8 @@ class RewardModelWorker(Metered, Probeable):
     def __init__(self, settings: RewardModelConfig, *, policy: ModelConfig, policy_dir: str) -> None:
         super().__init__()
         from transformers import AutoTokenizer
+
+        from grpo_dist.rewards.models import Classifier  # torch, which the driver's handle does without
 
         self._classifier = Classifier(settings)
         self._tokenizer = AutoTokenizer.from_pretrained(

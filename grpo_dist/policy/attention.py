@@ -181,7 +181,8 @@ def register() -> None:
     """Register `NAME` with transformers, without a mask function: spans separate the rows."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    # Not a decorator: that would import torch's compiler, two seconds, in processes without a model.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(_attention))
 
 
 def packing_problem(model: Any) -> str | None:
@@ -200,7 +201,6 @@ def packing_problem(model: Any) -> str | None:
     return None
 
 
-@torch.compiler.disable
 def _attention(
     module: Any,
     query: Float[Tensor, "1 H N D"],

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any
-
-import openai
+from typing import TYPE_CHECKING, Any
 
 from grpo_dist.secrets import masked_text
+
+if TYPE_CHECKING:
+    import openai
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # statuses worth a retry, like any of 500 and above
 _LONGEST_REASON = 300  # characters
@@ -87,6 +88,9 @@ class ChatServer:
         api_key: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        import openai  # takes a second, and few runs have a judge
+
+        self._openai = openai
         self._model, self._settings, self._sleep = model, settings, sleep
         per_minute = settings.requests_per_minute
         self._limit = RateLimit(per_minute) if per_minute else None
@@ -105,13 +109,13 @@ class ChatServer:
                 self._limit.wait()  # bounded: by the configured rate
             try:
                 return self._ask(messages)
-            except openai.APIConnectionError as error:  # includes timeouts
+            except self._openai.APIConnectionError as error:  # includes timeouts
                 reason, pause = self._shown(f"{type(error).__name__}: {error}"), None
-            except openai.APIStatusError as error:
+            except self._openai.APIStatusError as error:
                 reason, pause = self._shown(f"HTTP {error.status_code}: {error.message}"), _retry_after(error)
                 if error.status_code < 500 and error.status_code not in _TRANSIENT:
                     raise NoReply(reason) from error
-            except (openai.OpenAIError, ValueError) as error:
+            except (self._openai.OpenAIError, ValueError) as error:
                 raise NoReply(self._shown(f"malformed reply ({type(error).__name__}: {error})")) from error
             if attempt < attempts - 1:
                 self._sleep(min(_LONGEST_PAUSE_S, pause if pause is not None else _pause(attempt)))
@@ -141,7 +145,9 @@ class ChatServer:
                         raise TimeoutError(f"the reply has not ended after {self._settings.timeout_s:g} s")
             except Exception as error:  # those of the HTTP library, which openai has changed before
                 reason = f"{type(error).__name__}: {error}"
-                raise openai.APIConnectionError(message=reason, request=response.http_request) from error
+                raise self._openai.APIConnectionError(
+                    message=reason, request=response.http_request
+                ) from error
         return _text(body)
 
 

@@ -1,4 +1,6 @@
-"""Inputs of a reward: the completions of one problem, and the math grader's verdicts on them."""
+"""Inputs of a reward: the completions of one problem, the math grader's verdicts on them, and the scores of
+reward models.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,15 @@ from grpo_dist.rewards.math import Grade
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.thought import outside_thought, thought_for
 from grpo_dist.types import NO_THOUGHT, Prompt, Rollout, Thought
+
+
+@dataclass(frozen=True, slots=True)
+class ModelScores:
+    """Scores of G completions by one reward model. NaN: could not be scored."""
+
+    rewards: np.ndarray  # float32 [G]
+    step_rewards: tuple[np.ndarray, ...] | None = None  # process: G arrays float32 [S_i]
+    step_ends: tuple[np.ndarray, ...] | None = None  # process: G arrays int32 [S_i], last token of each step
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 
 from grpo_dist.batch.sharding import micro_batches
 from grpo_dist.config import RewardModelConfig
+from grpo_dist.rewards.group import ModelScores
 from grpo_dist.rewards.steps import decoded_length, split_steps, token_ends
 from grpo_dist.runtime.hardware import device_type, quiet_libraries, resolve_dtype
 
@@ -31,15 +32,6 @@ _REDUCE: dict[str, Callable[[np.ndarray], float]] = {
     "mean": lambda scores: float(scores.mean()),
     "last": lambda scores: float(scores[-1]),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ModelScores:
-    """Scores of G completions by one reward model. NaN: could not be scored."""
-
-    rewards: np.ndarray  # float32 [G]
-    step_rewards: tuple[np.ndarray, ...] | None = None  # process: G arrays float32 [S_i]
-    step_ends: tuple[np.ndarray, ...] | None = None  # process: G arrays int32 [S_i], last token of each step
 
 
 @dataclass(frozen=True, slots=True)

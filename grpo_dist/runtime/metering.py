@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,6 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import psutil
-import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SPANS_KEPT = 1000  # the newest, of a worker that is not read
@@ -159,7 +159,8 @@ def peak_gpu_memory() -> int:
     """Return the most bytes that torch has held on this process's GPU; 0 without a GPU. Where another process
     of the worker computes, as in an engine: the bytes now in use on its GPUs, by any process.
     """
-    if not torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # reward workers do without it
+    if torch is None or not torch.cuda.is_available():
         return 0
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_reserved()

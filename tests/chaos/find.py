@@ -24,7 +24,16 @@ _TITLES = {
     "policy": "ray::PolicyWorker",
     "grader": "grpo_dist.rewards.child",
 }
-_OF_RAY = ("/ray/core/", "/ray/_private/", "/ray/dashboard/", "ray::IDLE", "Agent", "ray-dashboard")
+_DASHBOARD = "/ray/dashboard/"
+_OF_RAY = (
+    "/ray/core/",
+    "/ray/_private/",
+    "/ray/autoscaler/",
+    _DASHBOARD,
+    "ray::IDLE",
+    "Agent",
+    "ray-dashboard",
+)
 
 
 class Family:
@@ -67,8 +76,13 @@ class Family:
 
 
 def is_of_ray(process: psutil.Process) -> bool:
-    """Return whether the process is Ray's own: a server, an agent, or an idle worker."""
-    return any(text in title(process) for text in _OF_RAY)
+    """Return whether the process is Ray's own: a server, an agent, a helper of one, or an idle worker."""
+    if any(text in title(process) for text in _OF_RAY):
+        return True
+    with suppress(psutil.Error):  # multiprocessing's helpers of the dashboard have no name of Ray's
+        parent = process.parent()
+        return parent is not None and _DASHBOARD in title(parent)
+    return False
 
 
 def role_of(process: psutil.Process) -> str | None:

@@ -26,7 +26,7 @@ from tests.chaos.find import MARK, Family, is_of_ray
 from tests.chaos.job import End, Line
 from tests.chaos.play import STILL_S, Plan, Play
 from tests.chaos.report import goodput, table
-from tests.support.patience import HANG_S, wait_for_end
+from tests.support.patience import HANG_S, wait_for_end, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = [{"step": i, "reward/mean": i / 10, "reward/unscored": 0.0, "time/step_s": 1.0} for i in (1, 2, 3, 4)]
@@ -92,15 +92,23 @@ def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
         NodeLoss("rollout").strike(job, Random(0))
 
 
-def test_processes_of_nodes_do_not_belong_to_a_job_on_them():
+@pytest.mark.parametrize(
+    "title", ["ray::IDLE", "/ray/autoscaler/_private/monitor.py", "/ray/dashboard/dashboard.py"]
+)
+def test_processes_of_nodes_do_not_belong_to_a_job_on_them(title):
+    """Nor does a child of the dashboard, whose command names only multiprocessing."""
     mine = uuid.uuid4().hex
-    command = [sys.executable, "-c", "input()  # ray::IDLE"]
-    with subprocess.Popen(command, env=os.environ | {MARK: mine}) as idle:
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+    code = f"{child if 'dashboard' in title else 'input()'}  # {title}"
+    command, count = [sys.executable, "-c", code], 2 if "dashboard" in title else 1
+    family = Family(mine)
+    with subprocess.Popen(command, env=os.environ | {MARK: mine}, stdin=subprocess.PIPE) as own:
         try:
-            assert [p.pid for p in Family(mine).living()] == [idle.pid]
+            wait_until(lambda: len(family.living()) == count, "the processes do not start")
+            assert own.pid in [p.pid for p in family.living()]
             assert Family(mine, spared=is_of_ray).living() == []
         finally:
-            idle.kill()
+            family.kill()
 
 
 def test_on_a_busy_machine_a_loss_may_be_noticed_late_but_not_never():

@@ -47,6 +47,15 @@ def test_help_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_reward_worker_imports_nothing_heavy():
+    """It starts again after each loss, and the runs without a judge or a reward model are the most."""
+    done = python(
+        "import sys, actors.workers.reward\n"
+        "print(sorted({'torch', 'transformers', 'openai', 'sympy'} & set(sys.modules)))"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
 def test_every_shipped_configuration_loads(path):
     config = load_config(path)

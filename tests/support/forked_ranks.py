@@ -26,6 +26,7 @@ import ray
 
 _PR_SET_PDEATHSIG = 1
 _PRELOADED = """
+import sys; sys.modules["mlflow"] = None  # as `PolicyWorker.start`
 import deepspeed, deepspeed.runtime.zero.stage3, deepspeed.runtime.zero.stage_1_and_2, deepspeed.ops.adam
 import transformers.models.qwen2.modeling_qwen2, transformers.integrations, peft
 from transformers import AutoModelForCausalLM, AutoTokenizer
