@@ -32,7 +32,7 @@ def measure(task):
         child = subprocess.Popen([sys.executable, "-c", LEFT], start_new_session=True)
         yield "second", Findings({"made/process": child.pid})
     if task.argument == "bench":
-        yield "second", Findings({}, [], {"schema": 1, "name": "made"})
+        yield "second", Findings(bench={"schema": 1, "name": "made"})
 
 
 def _wait_in_vain():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+YES = "yes"  # the bound of what is so or is not
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -19,10 +21,13 @@ class Claim:
 
 @dataclass(slots=True)
 class Findings:
-    """``figures``: rates per second, bytes, seconds, shares of 1. ``bench``: a whole bench.json."""
+    """``figures``: rates per second, bytes, seconds, shares of 1. ``notes``: the telling ones, in words.
+    ``bench``: a whole bench.json.
+    """
 
     figures: dict[str, float] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     bench: dict[str, Any] | None = None
 
     def at_most(self, what: str, value: float, bound: float, why: str) -> None:
@@ -37,6 +42,10 @@ class Findings:
         """Claim that ``value`` is exactly ``expected``."""
         self.claims.append(Claim(what, float(value), f"= {expected:g}", why, bool(value == expected)))
 
+    def true(self, what: str, holds: object, why: str) -> None:
+        """Claim that ``what`` is so."""
+        self.claims.append(Claim(what, float(bool(holds)), YES, why, bool(holds)))
+
     @property
     def holds(self) -> bool:
         return all(claim.holds for claim in self.claims)
@@ -48,4 +57,4 @@ class Findings:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Findings:
         """Make it from the output of `plain`."""
-        return cls(plain["figures"], [Claim(**claim) for claim in plain["claims"]], plain["bench"])
+        return cls(**plain | {"claims": [Claim(**claim) for claim in plain["claims"]]})

@@ -14,20 +14,21 @@ from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.arguments import print_line
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.gpu_check.lines import CheckTask
-from grpo_dist.tools.gpu_check.sizes import random_path
+from grpo_dist.tools.gpu_check.sizes import random_path, update_size
 
 STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSize:
+    """Prompts of a step, samples of each, and tokens of a completion."""
+
     prompts: int
     samples: int
     completion: int
-    micro_batch: int
 
 
-_SIZES = {False: LoopSize(16, 8, 256, 16384), True: LoopSize(2, 4, 12, 512)}  # by whether it is a rehearsal
+_SIZES = {False: LoopSize(16, 8, 256), True: LoopSize(2, 4, 12)}  # by whether it is a rehearsal
 
 
 def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> Config:
@@ -47,11 +48,11 @@ def loop_config(task: CheckTask, *, dtype: str, **sections: dict[str, Any]) -> C
         "batch": {
             "prompts_per_step": size.prompts,
             "samples_per_prompt": size.samples,
-            "micro_batch_tokens": size.micro_batch,
+            "micro_batch_tokens": update_size(task, dtype=dtype, zero_stage=1).micro_batch,
         },
         "sampling": {"max_new_tokens": size.completion},
         "rewards": {"functions": [{"function": "parity"}]},
-        "policy": {"zero_stage": 1 if dtype == "bfloat16" else 0, "optimizer": {"lr": 1e-3}},
+        "policy": {"zero_stage": 1, "optimizer": {"lr": 1e-3}},
         "rollout": {"enforce_eager": task.rehearsal or dtype == "float32"},
         "weight_sync": {"probe_every": 1, "probe_above": 1e9},
         "evaluation": {"before": False, "after": False},

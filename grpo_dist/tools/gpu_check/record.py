@@ -24,6 +24,7 @@ class LineRecord:
     seconds: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
     claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     reason: str = ""
 
 

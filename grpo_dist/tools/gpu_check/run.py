@@ -100,7 +100,7 @@ def _records(job: CheckJob, end: JobEnd) -> Iterator[LineRecord]:
             yield LineRecord(line.name, "fails", end.seconds, reason=end.error or "its job did not report it")
         else:
             state: LineState = "holds" if found.holds else "fails"
-            yield LineRecord(line.name, state, end.seconds, found.figures, found.claims)
+            yield LineRecord(line.name, state, end.seconds, found.figures, found.claims, found.notes)
 
 
 def missing(needs: Needs, task: CheckTask, gpus: int) -> Iterator[str]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.runtime.tables import make_table
-from grpo_dist.tools.gpu_check.findings import Claim
+from grpo_dist.tools.gpu_check.findings import YES, Claim
 from grpo_dist.tools.gpu_check.lines import CheckJob
 from grpo_dist.tools.gpu_check.record import CheckRecord, LineRecord
 
@@ -46,10 +46,12 @@ def _seconds(line: LineRecord) -> str:
 def _details(line: LineRecord) -> str:
     first, *rest = line.reason.splitlines() or [""]
     reason = [first, *rest[-_LAST_LINES:]] if first else []  # the whole of it is in the record
-    return "\n".join([*map(escape, reason), *map(claim_text, line.claims)])
+    return "\n".join([*map(escape, [*reason, *line.notes]), *map(claim_text, line.claims)])
 
 
 def claim_text(claim: Claim) -> str:
     """Return rich markup: what was found, its bound and where that comes from; red where it does not hold."""
-    text = f"{escape(claim.what)} {claim.value:.3g} {claim.bound} [dim]({escape(claim.why)})[/dim]"
+    is_so = claim.bound == YES
+    value = ("yes" if claim.holds else "no") if is_so else f"{claim.value:.3g} {claim.bound}"
+    text = f"{escape(claim.what)}: {value} [dim]({escape(claim.why)})[/dim]"
     return text if claim.holds else f"[bold red]{text}[/bold red]"

@@ -171,7 +171,7 @@ def test_one_line_that_does_not_hold_ends_the_check_with_1_and_the_others_run(ch
     ]
     said = capsys.readouterr()
     assert "2 of 6 lines do not hold: second, second" in said.err
-    assert "number 2 >= 3 (made)" in " ".join(said.out.replace("│", " ").split())
+    assert "number: 2 >= 3 (made)" in " ".join(said.out.replace("│", " ").split())
 
 
 def test_what_no_time_is_left_for_fails_by_name(checked):
@@ -242,7 +242,7 @@ def test_a_record_has_no_numbers_that_json_lacks(tmp_path):
 
 def test_the_table_fits_100_columns_and_shows_the_end_of_a_stack():
     found = Findings()
-    found.at_most("packed and padded: gradients, relative difference", 0.2, 0.0937, "roundings")
+    found.at_most("gradients, packed and padded: relative difference", 0.2, 0.0937, "roundings")
     stack = "not finished within 60 s; its process is in\n" + "\n".join(f"  line {i}" for i in range(20))
     lines = [
         LineRecord("zero1", "fails", 31.0, {}, found.claims),
@@ -253,7 +253,7 @@ def test_the_table_fits_100_columns_and_shows_the_end_of_a_stack():
     print_record(record, console)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
-    assert "0.2 <= 0.0937" in text and "line 19" in text and "line 3\n" not in text
+    assert ": 0.2 <= 0.0937" in text and "line 19" in text and "line 3\n" not in text
 
 
 def test_no_job_gets_more_time_than_the_check_has_left(tmp_path, checked, monkeypatch):

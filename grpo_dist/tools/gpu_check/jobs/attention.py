@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_dist.policy.attention import choose_kernel
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.clock import device, fastest_of
 from grpo_dist.tools.gpu_check.dtypes import ROUNDING, forward_dtype
 from grpo_dist.tools.gpu_check.findings import Findings
@@ -24,18 +25,22 @@ _NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of valu
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found, lengths = Findings(), [5, 33, 60, 1] if task.rehearsal else [5, 130, 700, 1]
     dtype = forward_dtype(task)
+    worst = np.zeros(len(_NAMES))
     for heads in _HEADS[:1] if task.rehearsal else _HEADS:
         for window in (None, 33):
             errors = _errors(lengths, heads, window, dtype)
-            where = f"heads of {heads[2]}" + (f", window {window}" if window else "")
-            # The softmax is rounded once, the output once; a gradient is a product of two more. In float32
-            # each sum over a row is rounded at each term, too.
-            terms = math.sqrt(max(lengths)) if dtype == torch.float32 else 1.0
-            for name, error, roundings in zip(_NAMES, errors, (4, 8, 8, 8), strict=True):
-                bound = roundings * ROUNDING[dtype] * terms
-                why = f"{roundings} roundings of {str(dtype).removeprefix('torch.')}"
-                found.at_most(f"{name}, {where}, relative error", error, bound, why)
+            where = f"{heads[2]}{'_window' if window else ''}"
+            found.figures |= {f"attention/error_{where}_{i}": error for i, error in enumerate(errors)}
+            worst = np.maximum(worst, errors)  # NaN stays
+    # The softmax is rounded once, the output once; a gradient is a product of two more. In float32 each sum
+    # over a row is rounded at each term, too.
+    terms = math.sqrt(max(lengths)) if dtype == torch.float32 else 1.0
+    for name, error, roundings in zip(_NAMES, worst, (4, 8, 8, 8), strict=True):
+        why = f"{roundings} roundings of {str(dtype).removeprefix('torch.')}"
+        found.at_most(f"{name}, relative error", error, roundings * ROUNDING[dtype] * terms, why)
     found.figures |= _speed(task, dtype)
+    rate, share = (found.figures[f"attention/{name}"] for name in ("flops_per_s", "of_matrix_rate"))
+    found.notes.append(f"{written(rate, 'FLOP/s')}, {written(share, '%')} of the matrix rate")
     yield "attention", found
 
 

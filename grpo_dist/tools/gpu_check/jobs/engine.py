@@ -12,6 +12,7 @@ import torch
 
 from grpo_dist.config import Config
 from grpo_dist.runtime.hardware import device_type
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sampling import PROMPT, same
@@ -57,7 +58,7 @@ async def _eager(config: Config) -> Findings:
     if device_type() == "cuda":
         await _sleep(engine, config, found, "engine-eager", keep_weights=True)
         again = await _sample(engine, config, [1])
-        found.equal("the same tokens after sleep and wake", same(alone, again), 1, "the weights were kept")
+        found.true("the same tokens after sleep and wake", same(alone, again), "the weights were kept")
     await engine.close()
     return found
 
@@ -70,18 +71,23 @@ async def _graphs(config: Config) -> dict[str, Findings]:
         "tokens of a request", len(first[0].completion_ids), config.sampling.max_new_tokens, "asked"
     )
     again, other = await _sample(engine, config, [1]), await _sample(engine, config, [2])
-    seeds.equal("the same seed, the same tokens", same(first, again), 1, _ALONE)
-    seeds.equal("another seed, the same tokens", same(first, other), 0, "each sample has its own generator")
+    seeds.true("the same seed, the same tokens", same(first, again), _ALONE)
+    seeds.true("another seed, other tokens", not same(first, other), "each sample has its own generator")
     many = range(100, 100 + _AT_ONCE)
     begin = time.perf_counter()
     batch = await _sample(engine, config, many)
     seconds = time.perf_counter() - begin
     repeated = await _sample(engine, config, many)
+    tokens = sum(len(r.completion_ids) for r in batch)
     equal = sum(same([a], [b]) for a, b in zip(batch, repeated, strict=True)) / _AT_ONCE
     seeds.figures |= {
         "seeds/same_in_batches": equal,
-        "engine-graphs/tokens_per_s": sum(len(r.completion_ids) for r in batch) / seconds,
+        "engine-graphs/tokens_per_s": tokens / seconds,
     }
+    seeds.notes.append(
+        f"{_AT_ONCE} at once: {written(equal, '%')} the same again, as their kernels may differ"
+    )
+    started.notes.append(f"{_AT_ONCE} at once: {written(tokens / seconds, 'tokens/s')}")
     seeds.equal("different samples of one prompt", len({r.completion_ids.tobytes() for r in batch}), _AT_ONCE,
                 "random weights: no two samples of so many tokens are alike")  # fmt: skip
     if device_type() == "cuda":
@@ -100,6 +106,7 @@ async def _started(config: Config, found: Findings, name: str) -> Any:
     begin = time.perf_counter()
     await engine.start()
     found.figures[f"{name}/start_s"] = time.perf_counter() - begin
+    found.notes.append(f"started in {written(time.perf_counter() - begin, 's')}")
     return engine
 
 
@@ -123,6 +130,8 @@ async def _sleep(engine: Any, config: Config, found: Findings, name: str, *, kee
         f"{name}/wake_s": time.perf_counter() - slept,
         f"{name}/freed_bytes": float(freed),
     }
+    sleep_s, wake_s = (written(found.figures[f"{name}/{part}_s"], "s") for part in ("sleep", "wake"))
+    found.notes.append(f"{written(freed, 'B')} freed in {sleep_s}, taken again in {wake_s}")
     total, weights = torch.cuda.get_device_properties(0).total_memory, 2 * model_of(config).parameters
     # The engine's share holds, besides weights and cache, what a step computes with.
     expected = 0.5 * (_SHARE * total - weights) + weights

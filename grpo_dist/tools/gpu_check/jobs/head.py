@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.runtime.hardware import logprob_chunk_mib
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.clock import device, peak_bytes_of, seconds_of
 from grpo_dist.tools.gpu_check.dtypes import ROUNDING
 from grpo_dist.tools.gpu_check.findings import Findings
@@ -122,6 +123,7 @@ def _speed_and_memory(task: CheckTask, found: Findings) -> None:
             fastest = min(fastest, seconds_of(work))
         share = passes * operations / fastest / rate
         found.figures |= {f"head/{name}_s": fastest, f"head/{name}_of_matrix_rate": share}
+        found.notes.append(f"{name} {written(fastest, 's')}, {written(share, '%')} of the matrix rate")
         found.at_least(f"{name}, share of the matrix rate", share, 0.15, _CORES)
     values.clear()
     own.rows.grad = own.weight.grad = None
@@ -129,4 +131,5 @@ def _speed_and_memory(task: CheckTask, found: Findings) -> None:
     config = update_config(task, size, dtype=dtype_of(task), zero_stage=1)
     expected, peak = planned(config, size).parts["logits"], peak_bytes_of(both)
     found.figures |= {"head/peak_bytes": float(peak), "head/planned_bytes": float(expected)}
+    found.notes.append(f"peak {written(peak, 'B')}, planned {written(expected, 'B')}")
     found.at_most("peak memory, off from plan", abs(peak / expected - 1), 0.05, "plan counts these buffers")

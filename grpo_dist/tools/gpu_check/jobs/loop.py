@@ -10,6 +10,7 @@ from grpo_dist.health.watch import BAD_WEIGHTS, SKIPPED
 from grpo_dist.loop.sync_probe import BOUNDS
 from grpo_dist.runtime.hardware import resolve_dtype
 from grpo_dist.tools.bench.record import StepRecord
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.loops import STEPS, loop_config, run_steps
@@ -52,6 +53,7 @@ def _steps(records: Sequence[StepRecord]) -> Findings:
     found.equal("steps", len(records), STEPS, "asked")
     for step, record in enumerate(records):
         found.figures[f"steps/step_{step}_s"] = record.seconds
+        found.notes.append(f"step {step + 1}: {written(record.seconds, 's')}")
         norm = record.metrics.get("policy/grad_norm", math.nan)
         found.at_least(f"step {step + 1}: norm of the gradient", norm, 1e-12, "rewards differ in groups")
     for name in (SKIPPED, BAD_WEIGHTS):
@@ -65,6 +67,7 @@ def _turns(records: Sequence[StepRecord]) -> Findings:
     parts = {key: value for key, value in last.items() if key.startswith(_TURN)}
     found.figures |= {f"turns/{key.removeprefix(_TURN)}": value for key, value in parts.items()}
     found.figures["turns/all_s"] = sum(parts.values())
+    found.notes += [f"{key.removeprefix(_TURN)[:-2]}: {written(value, 's')}" for key, value in parts.items()]
     names = ("engines_sleep", "engines_wake", "policy_reload", "policy_offload")
     timed = [name for name in names if f"{_TURN}{name}_s" in parts]
     found.equal("parts of a turn that took place", len(timed), len(names), ", ".join(names))
@@ -88,6 +91,11 @@ def _sync(task: CheckTask, records: Sequence[StepRecord], expected: int) -> Find
             if key.startswith("time/sync_")
         },
     }
+    rate, of_copy = written(sent / seconds, "B/s"), written(found.figures["sync/of_copy"], "%")
+    travel_share = written(found.figures["sync/travel_of_copy"], "%")
+    found.notes.append(
+        f"{written(sent, 'B')} at {rate}, {of_copy} of a copy; travelling alone {travel_share}"
+    )
     if not task.rehearsal:
         host = task.known["device/to_host_bytes_per_s"]
         why = "some five passes over each byte within the device are faster than one through the host"

@@ -9,6 +9,7 @@ from actors.transfer.handshake import new_secret
 from actors.transfer.transport import free_port
 from grpo_dist.runtime.hardware import device_type
 from grpo_dist.tools.bench.limits import run_jobs
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.transfer_job import TransferPlan
@@ -38,14 +39,9 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         "nccl/noticed_s": sent["noticed_s"],
         "nccl/reconnect_s": sent["reconnect_s"],
     }
-    found.equal("bytes that arrived, by checksum", float(received["whole"]), 1, "the receiver compares them")
-    found.equal(
-        "a cut transfer is reported as lost", float(sent["lost"]), 1, "TransferLost, not the deadline"
-    )
-    found.at_most(
-        "seconds until it is noticed", sent["noticed_s"], NOTICED_S, "the connection beside it closes"
-    )
-    found.equal(
-        "bytes of the next group, by checksum", float(received["whole_again"]), 1, "a new communicator"
-    )
+    found.notes.append(f"{written(rate, 'B/s')}, {written(rate / limit, '%')} of one broadcast")
+    found.true("all bytes arrive", received["whole"], "the receiver compares checksums")
+    found.true("a cut transfer is reported as lost", sent["lost"], "TransferLost, not the deadline")
+    found.at_most("seconds until then", sent["noticed_s"], NOTICED_S, "the connection beside it closes")
+    found.true("all bytes arrive in the next group", received["whole_again"], "a new communicator")
     yield "nccl", found

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.tools.bench.run import bench
+from grpo_dist.tools.bench.table import FIGURES, show
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.loops import loop_config
 from grpo_dist.tools.gpu_check.sizes import dtype_of
 
 _KEPT = ("loop/", "generation/", "training/", "sync/", "of_limit/", "share/", "limit/")
+_SHOWN = ("loop/tokens_per_s", "of_limit/generation", "of_limit/training", "of_limit/sync", "of_limit/loop")
 _STEP = "stages follow each other; more than twice their limits: something waits, or takes another path"
 
 
@@ -26,13 +28,14 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         "health": {"min_signal_groups": 0},
     }
     if not task.rehearsal:
-        sections["batch"] = {"prompts_per_step": 32, "samples_per_prompt": 8, "micro_batch_tokens": 16384}
+        sections["batch"] = {"prompts_per_step": 32, "samples_per_prompt": 8}
         sections["sampling"] = {"max_new_tokens": 512}
     config = loop_config(task, dtype=dtype_of(task), **sections)
     directory = bench(config.model_copy(update={"name": "bench"}))
     found.bench = json.loads((Path(directory) / "bench.json").read_text())
     figures = found.bench["figures"]
     found.figures |= {f"bench/{key}": v for key, v in figures.items() if key.startswith(_KEPT)}
+    found.notes += [f"{FIGURES[key].label}: {show(figures, key)}" for key in _SHOWN if key in figures]
     shares = sum(value for key, value in figures.items() if key.startswith("share/"))
     found.at_most("shares of a step's time, off from 1", abs(shares - 1), 1e-6, "every moment counts once")
     steps = len(found.bench["decode_steps"])

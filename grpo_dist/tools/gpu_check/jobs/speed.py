@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from grpo_dist.runtime.hardware import available_cpus, resolve_dtype
 from grpo_dist.tools.bench.flops import training_flops
 from grpo_dist.tools.bench.limits import run_jobs
+from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import dtype_of, update_config, update_size
@@ -42,6 +43,11 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
         "speed/of_matrix_rate": work / update_s / bare["matmul"],
         "speed/limit_of_matrix_rate": work / limit_s / bare["matmul"],
     }
+    of_limit, of_matrices = (
+        written(found.figures[f"speed/{name}"], "%") for name in ("of_limit", "of_matrix_rate")
+    )
+    rate = written(tokens / update_s, "tokens/s")
+    found.notes.append(f"{rate}, {of_limit} of a bare loop, {of_matrices} of the matrix rate")
     if task.rehearsal:
         found.at_least("tokens per second", tokens / update_s, 1.0, "it trains")
     else:

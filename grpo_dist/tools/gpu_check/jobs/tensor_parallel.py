@@ -39,7 +39,7 @@ async def _samples(config: Config, found: Findings) -> list[Rollout]:
         found.figures["tensor-parallel/start_s"] = time.perf_counter() - begin
         samples = await sampled(rollouts, config, _SEEDS)
         one, again = await sampled(rollouts, config, [1]), await sampled(rollouts, config, [1])
-        found.equal("the same seed, the same tokens", same(one, again), 1, "one request at a time")
+        found.true("the same seed, the same tokens", same(one, again), "one request at a time")
     return samples
 
 
