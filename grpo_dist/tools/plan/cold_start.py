@@ -51,6 +51,6 @@ def cold_start_problem(config: Config, need: Footprint, cluster: ClusterShape) -
         return None
     return (
         f"{ROLE}: {need.total / GIB:.1f} GiB on one GPU, and a {cluster.card.name} has {limit / GIB:.1f} GiB "
-        "for it; lower `sft.batch_size` or `sft.max_length`, or train it elsewhere and name the result as "
-        "`model.path`"
+        "for it; lower `sft.batch_size` or `sft.max_length`, or make it an sft stage of a pipeline, which "
+        "trains on the ranks of `policy`"
     )

@@ -70,7 +70,7 @@ SECTIONS = (
             Chart("entropy", (r"policy/entropy",)),
             Chart("clipped", (r"policy/(?:clip_low|clip_high|dual_clip)_share",)),
             Chart("ratio", (r"policy/ratio_mean", r"policy/ratio_max")),
-            Chart("loss", (r"loss/.+",)),
+            Chart("loss", (r"loss/.+", r"validation/loss")),
             Chart("gradient norm", (r"policy/grad_norm",)),
             Chart("learning rate", (r"policy/lr",)),
             Chart("weight of the KL term", (r"ref/kl_coef",)),

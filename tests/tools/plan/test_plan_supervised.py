@@ -2,6 +2,7 @@
 
 import pytest
 
+from actors.placement.demands import Resources, placement
 from grpo_dist.config import SupervisedConfig
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.tools.plan.accelerators import parse_cluster
@@ -9,7 +10,9 @@ from grpo_dist.tools.plan.memory import Sizes
 from grpo_dist.tools.plan.models import published
 from grpo_dist.tools.plan.rates import Peaks, Reached
 from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank, supervised_times
+from grpo_dist.tools.recipe.config import load_pipeline
 from tests.support import fakes
+from tests.support.documents import ROOT
 
 SEVEN = published("Qwen/Qwen2.5-7B")
 H100 = parse_cluster("1x8xH100")
@@ -87,3 +90,21 @@ def test_epochs_and_held_out_rows_count_once_the_rows_are_known():
     assert found.steps == 29  # twice 900 rows, 64 a step
     assert found.validations == 4  # before the first step, after 10 and 20, and after the last
     assert found.validation_s < found.step_s
+
+
+def test_every_supervised_stage_of_the_shipped_recipe_at_7b_fits_its_two_nodes():
+    cluster = parse_cluster("2x8xH100")
+    found = {}
+    for stage in load_pipeline(ROOT / "configs/pipelines/r1_qwen2.5_7b.yaml").stages:
+        if stage.kind != "sft":
+            continue
+        settings = SupervisedConfig.of(stage.config)
+        model = published(settings.sft.model)
+        assert model is not None
+        need = supervised_rank(settings, model, Sizes.of(settings, gpu=True))
+        assert supervised_problem(settings, need, cluster) is None
+        assert placement(settings, Resources(2 * 96, 16), training=True)["policy"].workers == 16
+        assert list(placement(settings, Resources(2 * 96, 16), training=True)) == ["policy"]
+        found[stage.name] = need.total / GIB
+    assert list(found) == ["cold_start", "second_sft", "distilled"]
+    assert found["distilled"] < found["cold_start"] < 60
