@@ -159,6 +159,27 @@ def test_settings_that_do_not_decide_the_result_may_change(world):
     assert world.ran == NAMES
 
 
+def test_a_supervised_stage_is_determined_by_what_its_ranks_train_and_not_by_the_optimiser_of_grpo(world):
+    write(stages=STAGES[:1])
+    run()
+    free = {
+        "policy.optimizer.lr": 0.5,
+        "policy.zero_stage": 3,
+        "sft.validate_every": 3,
+        "algorithm.clip_low": 0.1,
+    }
+    write(stages=[STAGES[0] | {"overrides": free}])
+    run()
+    for change, words in (
+        ({"policy.lora": {"rank": 4}}, "`policy.lora"),
+        ({"model.dtype": "bfloat16"}, "`model.dtype` was auto and is bfloat16"),
+        ({"sft.validation_share": 0.5}, "`sft.validation_share` was 0.0 and is 0.5"),
+    ):
+        write(stages=[STAGES[0] | {"overrides": change}])
+        assert words in refused()
+    assert world.ran == ["cold"]
+
+
 def test_changed_settings_of_a_started_stage_are_refused_unless_it_has_written_nothing(world):
     world.fail_in = "reason"
     with pytest.raises(KeyboardInterrupt):
@@ -338,6 +359,22 @@ def test_finished_stages_are_read_under_the_lock(world, monkeypatch):
 @pytest.mark.parametrize(
     ("index", "changes", "words"),
     [
+        (0, {"policy.lora": {"target_modules": ["none"]}}, ["stage `cold`", "policy.lora.target_modules"]),
+        (
+            0,
+            {"policy.num_workers": 512, "batch.samples_per_prompt": 256},
+            ["stage `cold`", "`policy.num_workers`", "cluster"],
+        ),
+        (
+            0,
+            {"profile.steps": [8]},
+            ["stage `cold`", "supervised training", "`profile.steps`", "`steps` = 7"],
+        ),
+        (
+            0,
+            {"sft.validation_share": 0.99, "sft.examples": 3},
+            ["stage `cold`", "sft.validation_share = 0.99 holds out 3 of 3"],
+        ),
         (1, {"data.train": [{"path": "none.jsonl"}]}, ["stage `reason`", "none.jsonl: no such file"]),
         (1, {"batch.prompts_per_step": 64}, ["stage `reason`", "4 prompts", "`batch.prompts_per_step` = 64"]),
         (1, {"sampling.max_new_tokens": 4096}, ["stage `reason`", "max_position_embeddings = 1024"]),

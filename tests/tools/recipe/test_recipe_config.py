@@ -83,6 +83,16 @@ def test_stages_are_ordinary_configurations_that_name_the_results_of_earlier_one
     assert {config.seed for config in (cold_start, reason, reject, again)} == {3}
 
 
+def test_a_supervised_stage_keeps_how_the_model_is_computed_and_not_which_one(write):
+    path = write()
+    model = {"path": "demo:tiny", "revision": "main", "dtype": "bfloat16", "gradient_checkpointing": True}
+    base = OmegaConf.create(BASE | {"model": model})
+    (path.parents[1] / "base.yaml").write_text(OmegaConf.to_yaml(base))
+    found = load_pipeline(path)["cold_start"].config.model
+    assert (found.path, found.revision) == ("sft", None)
+    assert (found.dtype, found.gradient_checkpointing) == ("bfloat16", True)
+
+
 def test_one_seed_is_for_all_stages_and_the_command_line_overrides_settings(write):
     path = write(seed=5)
     pipeline = load_pipeline(path, ["output_dir=out", "reason.steps=9", "again.sft.seed=1"])
@@ -161,6 +171,7 @@ def test_an_invalid_stage_is_refused_by_name(write, overrides, words):
     ("index", "changes", "words"),
     [
         (0, {"overrides": {"sft": None}}, ["needs an `sft` section"]),
+        (0, {"overrides": {"checkpoint.export": False}}, ["an sft stage", "set it to true"]),
         (0, {"overrides": {"model.path": "demo:tiny"}}, ["`model.path` = demo:tiny", "`sft.model`"]),
         (3, {"overrides": {"sft.model": "${stage:reject}"}}, ["`sft.model`", "`reject` is a sample stage"]),
         (3, {"overrides": {"sft.data": "${stage:reject}"}}, ["`sft.data.0.path`", "${stage:NAME}/sft.jsonl"]),
