@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,6 +36,15 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+
+
+def without_nan(value: Any) -> Any:
+    """Return a copy of nested mappings and lists with None for NaN and infinities, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class StepLines:

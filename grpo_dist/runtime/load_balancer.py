@@ -5,14 +5,13 @@
     release(1, 4)      -> the first waiting group takes worker 1
     withdraw(1)        -> worker 1 is lost with its groups, and gets no other until restore(1)
 
-A decision costs O(log workers), and a release wakes only groups that fit now: with a thousand groups waiting
-for 64 engines, the driver does not visit all of them each time a group is finished.
+A release wakes only groups that fit now: with a thousand groups waiting for 64 engines, the driver does not
+visit all of them each time a group is finished. A decision looks at each worker once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +37,10 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """The load of one worker. ``stamp`` counts its changes: heap entries with an older stamp are stale."""
+    """The load of one worker."""
 
     sequences: int = 0
     tokens: int = 0
-    stamp: int = 0
 
 
 class LoadBalancer:
@@ -56,9 +54,6 @@ class LoadBalancer:
     def __init__(self, workers: int, room: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
         self._room, self._on_wait = room, on_wait
         self._loads = [_Slot() for _ in range(workers)]
-        # (tokens, worker, stamp) of workers that may have capacity. A full one leaves the heap until one of
-        # its groups is released.
-        self._open = [(0, i, 0) for i in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
         self._failure: BaseException | None = None
@@ -85,25 +80,27 @@ class LoadBalancer:
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # admitted and cancelled in the same moment
                 self.release(turn.result(), sequences, tokens)  # bounded: it is done
+            else:
+                self._serve()  # the next one may fit
             raise
 
     def release(self, index: int, sequences: int, tokens: int) -> None:
         """Subtract finished load from worker ``index``, and assign the groups that waited longest."""
         if index in self._withdrawn:  # its load was dropped with it
             return
-        self._change(index, -sequences, -tokens)
+        load = self._loads[index]
+        load.sequences -= sequences
+        load.tokens -= tokens
         self._serve()
 
     def withdraw(self, index: int) -> None:
         """Take worker ``index`` out of service: it is lost with its load."""
         self._withdrawn.add(index)
-        load = self._loads[index]
-        self._loads[index] = _Slot(stamp=load.stamp + 1)  # makes all its heap entries stale
+        self._loads[index] = _Slot()
 
     def restore(self, index: int) -> None:
         """Put worker ``index`` back into service, without load."""
         self._withdrawn.discard(index)
-        self._change(index, 0, 0)
         self._serve()
 
     def fail(self, error: BaseException) -> None:
@@ -125,21 +122,13 @@ class LoadBalancer:
             self._waiting.popleft()
 
     def _take(self, sequences: int, tokens: int) -> int | None:
-        while self._open:
-            _, index, stamp = self._open[0]
-            load = self._loads[index]
-            if stamp == load.stamp and (load.sequences == 0 or load.sequences + sequences <= self._room):
-                self._change(index, sequences, tokens)
-                return index
-            heapq.heappop(self._open)
-        return None
-
-    def _change(self, index: int, sequences: int, tokens: int) -> None:
-        load = self._loads[index]
-        load.sequences += sequences
-        load.tokens += tokens
-        load.stamp += 1
-        if len(self._open) > 4 * len(self._loads):
-            self._open = [entry for entry in self._open if entry[2] == self._loads[entry[1]].stamp]
-            heapq.heapify(self._open)
-        heapq.heappush(self._open, (load.tokens, index, load.stamp))
+        """Assign the group to the worker with the fewest tokens among those with capacity, if there is one."""
+        taken, least = None, 0
+        for index, load in enumerate(self._loads):
+            fits = load.sequences == 0 or load.sequences + sequences <= self._room
+            if fits and index not in self._withdrawn and (taken is None or load.tokens < least):
+                taken, least = index, load.tokens
+        if taken is not None:
+            self._loads[taken].sequences += sequences
+            self._loads[taken].tokens += tokens
+        return taken

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.files import write_text
-from grpo_dist.runtime.json_files import read_json
+from grpo_dist.runtime.json_files import read_json, without_nan
 
 SCHEMA = 1  # raise it when a figure changes its meaning
 
@@ -64,7 +63,7 @@ class BenchResult:
     decode_steps: list[DecodeStep] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        write_text(path, json.dumps({"schema": SCHEMA, **_plain(asdict(self))}, indent=1) + "\n")
+        write_text(path, json.dumps({"schema": SCHEMA, **without_nan(asdict(self))}, indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> BenchResult:
@@ -106,12 +105,3 @@ def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
             "`grpo-dist gpu-check --only bench`, or pass the bench.json of a run"
         )
     return record["bench"]
-
-
-def _plain(value: Any) -> Any:
-    """NaN and infinities as null: JSON has none."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,6 +19,7 @@ import numpy as np
 from grpo_dist.data.readers import json_lines
 from grpo_dist.evaluation.estimates import Estimate, estimate, mean_of, of_problem
 from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.json_files import without_nan
 from grpo_dist.tools.evaluate.store import Identity
 from grpo_dist.tools.evaluate.verdicts import Verdict
 from grpo_dist.types import Prompt
@@ -107,7 +108,7 @@ class EvaluationResult:
         return found
 
     def write(self, directory: Path) -> None:
-        lines = [json.dumps(_plain(j.to_json()), ensure_ascii=False) + "\n" for j in self.judged]
+        lines = [json.dumps(without_nan(j.to_json()), ensure_ascii=False) + "\n" for j in self.judged]
         write_text(directory / PROBLEMS, "".join(lines))
         report = {
             "schema": SCHEMA,
@@ -116,7 +117,7 @@ class EvaluationResult:
             "method": _METHOD,
             "measured": [asdict(m) for m in self.measured],
         }
-        write_text(directory / RESULT, json.dumps(_plain(report), indent=1, ensure_ascii=False) + "\n")
+        write_text(directory / RESULT, json.dumps(without_nan(report), indent=1, ensure_ascii=False) + "\n")
 
 
 def read_earlier(directory: Path, asked: Mapping[str, Collection[str]]) -> list[JudgedProblem]:
@@ -201,12 +202,3 @@ def _in_order(value: str) -> tuple[float, str]:
         return float(value), ""
     except ValueError:
         return math.inf, value
-
-
-def _plain(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

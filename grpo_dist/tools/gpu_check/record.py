@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.json_files import without_nan
 from grpo_dist.tools.gpu_check.findings import Claim
 
 CHECK_SCHEMA = 1  # raise it when a figure changes its meaning
@@ -49,13 +49,4 @@ class CheckRecord:
 
     def write(self, path: Path) -> None:
         plain = {"kind": "gpu-check", "schema": CHECK_SCHEMA, **asdict(self), "figures": self.figures}
-        write_text(path, json.dumps(_plain(plain), indent=1) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """NaN and infinities as null: JSON has none."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        write_text(path, json.dumps(without_nan(plain), indent=1) + "\n")

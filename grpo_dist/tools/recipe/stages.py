@@ -9,7 +9,6 @@ sample   samples/, sft.jsonl, report.json
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from grpo_dist.config import Config
 from grpo_dist.errors import refusals
 from grpo_dist.runs.identity import without_layout
 from grpo_dist.runtime.files import write_text
+from grpo_dist.runtime.json_files import without_nan
 from grpo_dist.tools.recipe.check import evaluates
 from grpo_dist.tools.recipe.config import Kind, ResolvedStage
 from grpo_dist.tools.recipe.record import StageRecord
@@ -125,7 +125,5 @@ def evaluate_stage(config: Config, model_dir: Path, directory: Path, say: Callab
 
 def _measures(metrics: dict[str, Any]) -> Measures:
     """Select the metrics of an evaluation, with None for NaN, which JSON lacks."""
-    found = {key: value for key, value in metrics.items() if key.startswith("eval/")}
-    return {
-        key: value if value is not None and math.isfinite(value) else None for key, value in found.items()
-    }
+    found: Measures = without_nan({key: value for key, value in metrics.items() if key.startswith("eval/")})
+    return found
