@@ -122,7 +122,7 @@ class LoadBalancer:
             self._waiting.popleft()
 
     def _take(self, sequences: int, tokens: int) -> int | None:
-        """Assign the group to the worker with the fewest tokens among those with capacity, if there is one."""
+        """Assign the group to the worker with the fewest tokens among those with capacity, if any."""
         taken, least = None, 0
         for index, load in enumerate(self._loads):
             fits = load.sequences == 0 or load.sequences + sequences <= self._room
