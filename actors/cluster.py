@@ -118,8 +118,7 @@ class Cluster:
         self._config = config
         self._handles: list[Any] = []
         self._own_connection = self._shared = False
-        self._demands: dict[str, Demand] = {}
-        self._reservation = Reservation([], None)
+        self._factory = Factory(config, {}, Reservation([], None))  # nothing is reserved yet
         self._generation = 0  # policy groups created before
         self._parts: TrainingActors | None = None
 
@@ -251,7 +250,7 @@ class Cluster:
 
     async def _shared_devices(self, policy: PolicyGroup) -> SharedDevices | None:
         """Return the devices of engines that share the policy's GPUs; None: they have their own."""
-        if not self._demands["rollout"].shared:
+        if not self._factory.demands["rollout"].shared:
             return None
         async with deadline(self._config.cluster.timeouts.start_s, "start: policy ranks get their GPUs"):
             held = await policy.devices()
@@ -281,7 +280,7 @@ class Cluster:
         try:
             await self._end_workers()
         finally:
-            self._reservation.release()
+            self._factory.reservation.release()
 
     async def _end_workers(self) -> None:
         """End all actors; the reservation stays, because other jobs wait for it, too."""
@@ -300,10 +299,6 @@ class Cluster:
         with refusals():
             await gather([*(wait_until_ready(handle) for handle in own), *together])
 
-    @property
-    def _factory(self) -> Factory:
-        return Factory(self._config, self._demands, self._reservation)
-
     def _create_policy(self, model_dir: Path) -> PolicyGroup:
         policy = self._factory.policy(model_dir, generation=self._generation)
         self._handles.insert(0, policy)
@@ -317,12 +312,13 @@ class Cluster:
         return SamplingActors(rollouts, rewards)
 
     async def _reserve(self, *, training: bool) -> None:
-        if self._reservation.is_held:  # by workers that were lost or ended
-            await self._reservation.wait_ready(self._config)
+        if self._factory.reservation.is_held:  # by workers that were lost or ended
+            await self._factory.reservation.wait_ready(self._config)
             return
         with stage("placement", "GPUs and CPUs are reserved for all actors"):
-            self._demands = await self._placed(training)
-            self._reservation = await Reservation.acquire(self._config, self._demands)
+            demands = await self._placed(training)
+            reservation = await Reservation.acquire(self._config, demands)
+        self._factory = Factory(self._config, demands, reservation)
 
     async def _placed(self, training: bool) -> dict[str, Demand]:
         """Return the demands of all roles once the cluster is large enough for them.

@@ -85,8 +85,8 @@ class ColocatedPolicy:
     def __init__(self, policy: PolicyGroup, colocation: Colocation) -> None:
         self._policy, self._colocation = policy, colocation
 
-    def stage(self, batches: Sequence[TrainBatch]) -> Any:
-        return self._policy.stage(batches)
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> Any:
+        return self._policy.stage(batches, keep_logprobs=keep_logprobs)
 
     async def update(
         self, staged: Any, *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()

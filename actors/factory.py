@@ -66,7 +66,7 @@ class Factory:
     """Creates the actors of one run on what is reserved for them."""
 
     def __init__(self, config: Config, demands: Mapping[str, Demand], reservation: Reservation) -> None:
-        self._config, self._demands, self._reservation = config, demands, reservation
+        self._config, self.demands, self.reservation = config, demands, reservation
 
     def policy(self, model_dir: Path, *, generation: int) -> PolicyGroup:
         config = self._config
@@ -125,13 +125,13 @@ class Factory:
 
         CPUs are divided by thread counts, not by Ray: actors that never run at the same time share them.
         """
-        demand, cluster = self._demands[role], self._config.cluster
+        demand, cluster = self.demands[role], self._config.cluster
         options = {
             "num_cpus": 0,
             "num_gpus": 0 if demand.shared else demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
-        return ActorSpec(options, self._reservation.options(role), cluster.restarts, cluster.timeouts.start_s)
+        return ActorSpec(options, self.reservation.options(role), cluster.restarts, cluster.timeouts.start_s)
 
 
 def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_dist.errors import RunEnded, UserError
-from grpo_dist.runtime.stage_log import stage, stages_logged
+from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.secrets import masked, masked_command
-from grpo_dist.tools.arguments import add_command, print_line
+from grpo_dist.tools.arguments import add_command
 from grpo_dist.tools.evaluate.arguments import add_commands as add_evaluation
 from grpo_dist.tools.gpu_check.command import add_gpu_check
 from grpo_dist.tools.report.arguments import add_report

@@ -42,32 +42,30 @@ async def run(
     eval_sets: list[EvalSet],
     recorder: Recorder,
     checkpoints: Checkpointer,
-    *,
-    start: int = 0,
     progress: Progress | None = None,
+    *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train from step ``start`` to ``config.steps``. The engines hold version ``start`` on entry.
+    """Train to step ``config.steps``, from that of ``progress``, whose version the engines hold on entry.
 
-    ``progress`` comes from the checkpoint of a resumed run. Once ``stop_requested`` is true, the run saves
-    the current step and ends; while samples are still missing it saves the step before, with the finished
-    groups.
+    Once ``stop_requested`` is true, the run saves the current step and ends; while samples are still missing
+    it saves the step before, with the finished groups.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
     from `health`; Preempted once it is saved.
     """
     progress = progress or Progress()
-    pipeline = Pipeline(config, workers, prompts, first=start, progress=progress)
+    pipeline = Pipeline(config, workers, prompts, first=progress.step, state=progress.pipeline)
     staging = Staging(config, workers.policy, progress.rewards)
-    probe = SyncProbe(config, workers, prompts, recorder, start=start)
+    probe = SyncProbe(config, workers, prompts, recorder, start=progress.step)
     health = HealthWatch(config, recorder, progress.health)
     kl = KLController(config.algorithm.kl, progress.kl_coef)
     parts = StatefulParts(pipeline, staging, health, kl)
     evaluation = partial(evaluate, config, workers, eval_sets, recorder, explain=workers.where_stuck)
     chores = Chores(config, workers, recorder, checkpoints, parts, evaluation, stop_requested)
     async with pipeline, probe:
-        await chores.before_first_step(start, evaluation_pending=progress.evaluation_pending)
-        for step in range(start, config.steps):
+        await chores.before_first_step(progress)
+        for step in range(progress.step, config.steps):
             timer = Stopwatch(recorder.phase)
             probe.begin(step)
             pipeline.launch(through=min(step + config.max_staleness, config.steps - 1))
@@ -82,8 +80,7 @@ async def run(
             trainable, metrics = health.judge_batch(step + 1, batch.groups, metrics)
             with timer("update"):
                 if trainable:
-                    if step + 1 in config.profile.steps:
-                        await workers.policy.trace_next(recorder.directory, step + 1)
+                    await chores.before_update(step + 1)
                     bounds = health.update_bounds()
                     metrics |= await workers.policy.update(staged.updates, kl_coef=kl.coef, bounds=bounds)
                     probe.after_update(step, metrics)

@@ -148,7 +148,7 @@ class TrainBatch:
 
     ``num_tokens`` and ``num_sequences`` are the denominators of the whole update (all ranks, all
     micro-batches), fixed before any split, so that a selection of rows still carries them. ``None`` in an
-    optional field says "not needed". ``old_logprobs`` are known on a rank alone: see `PreparedBatch`.
+    optional field says "not needed". A rank makes a `PreparedBatch` of it.
     """
 
     tokens: Int[Tensor, "B T"]  # int64
@@ -157,15 +157,13 @@ class TrainBatch:
     advantages: Float[Tensor, "B T"]
     rollout_logprobs: Float[Tensor, "B T"]  # 0 outside loss_mask
     ref_logprobs: Float[Tensor, "B T"] | None
-    old_logprobs: Float[Tensor, "B T"] | None
+    row_ids: Int[Tensor, " B"]  # int64, which sample of the step a row is
     num_tokens: float
     num_sequences: float
     max_tokens: int  # longest completion allowed: the constant of seq-mean-token-sum-norm
     # Rows of one group begin with the same ``prompt_lengths`` tokens; None: no tokens are known to be shared.
     group_ids: Int[Tensor, " B"] | None = None  # int64
     prompt_lengths: Int[Tensor, " B"] | None = None  # int64
-    # int64, which sample of the step a row is; None: per-token values are not recorded.
-    row_ids: Int[Tensor, " B"] | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -205,22 +203,27 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch(TrainBatch):
-    """A batch on its rank, with what the rank computes before its weights move: ``old_logprobs``, and with
-    `algorithm.top_entropy_share` the tokens of the policy loss.
+    """A batch on its rank, with what the rank computes before its weights move.
+
+    Attributes:
+        old_logprobs: nats, of the weights that ratios are taken to; None: of those that are being trained,
+            because the update is the first on these samples.
+        policy_mask: tokens of the policy loss, with `algorithm.top_entropy_share`; None: all of loss_mask.
     """
 
-    policy_mask: Bool[Tensor, "B T"] | None = None  # tokens of the policy loss; None: all of loss_mask
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    policy_mask: Bool[Tensor, "B T"] | None = None
 
     @classmethod
     def of(
         cls,
         batch: TrainBatch,
         *,
-        old_logprobs: Float[Tensor, "B T"] | None,
-        policy_mask: Bool[Tensor, "B T"] | None,
+        old_logprobs: Float[Tensor, "B T"] | None = None,
+        policy_mask: Bool[Tensor, "B T"] | None = None,
     ) -> PreparedBatch:
         values = {f.name: getattr(batch, f.name) for f in fields(TrainBatch)}
-        return cls(**values | {"old_logprobs": old_logprobs, "policy_mask": policy_mask})
+        return cls(**values, old_logprobs=old_logprobs, policy_mask=policy_mask)
 
 
 def _own_tensors(kind: type[TrainBatch], *values: Any) -> TrainBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,14 @@ from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import TrainBatch
 
 
+@dataclass(frozen=True, slots=True)
+class RankUpdates:
+    """The rows of one rank in each update of a step."""
+
+    batches: Sequence[TrainBatch]
+    keep_logprobs: bool  # for `PolicyWorker.token_logprobs`
+
+
 class PolicyWorker(Metered, Probeable):
     """One rank. Its methods are called on all ranks at once; calls run one at a time."""
 
@@ -66,16 +75,17 @@ class PolicyWorker(Metered, Probeable):
         self._trainer = Trainer(with_store(rank), policy, model=model, model_dir=model_dir, settings=settings)
         return self._trainer.device.type, self._trainer.attention_cost
 
-    @metered("update")
     def update(
-        self, shards: Sequence[TrainBatch], kl_coef: float | None, bounds: Sequence[Bound]
+        self, updates: RankUpdates, kl_coef: float | None, bounds: Sequence[Bound]
     ) -> dict[str, float]:
         """``kl_coef``: weight of the KL term in these updates; None: that of the loss settings.
         ``bounds``: no update that passes one is made.
         """
         trace, self._trace = self._trace, None
-        with profiled(trace, self._profile):
-            return self._trainer.update(shards, bounds, kl_coef=kl_coef)
+        with self.meter("update"), profiled(trace, self._profile):
+            return self._trainer.update(
+                updates.batches, bounds, kl_coef=kl_coef, keep_logprobs=updates.keep_logprobs
+            )
 
     def trace_next(self, run_dir: str, step: int, settings: ProfileConfig) -> None:
         """Write a trace of the next `update`, that of ``step``."""
@@ -84,11 +94,9 @@ class PolicyWorker(Metered, Probeable):
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return self._trainer.token_logprobs
 
-    def logprobs(self, shards: Sequence[TrainBatch]) -> tuple[str, dict[int, np.ndarray]]:
-        """Return the name of the policy's dtype and, by row id, log-probs of the rows of ``shards``, float32
-        [C].
-        """
-        return self._trainer.dtype_name, self._trainer.row_logprobs(shards)
+    def logprobs(self, updates: RankUpdates) -> tuple[str, dict[int, np.ndarray]]:
+        """Return the name of the policy's dtype and, by row id, log-probs of all rows, float32 [C]."""
+        return self._trainer.dtype_name, self._trainer.row_logprobs(updates.batches)
 
     def parameter_specs(self, adapters_only: bool = False, as_held: bool = False) -> list[ParameterSpec]:
         return self._trainer.weights.specs(adapters_only=adapters_only, as_held=as_held)

@@ -23,7 +23,7 @@ from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.placement.demands import Devices
 from actors.transfer.handshake import new_secret
-from actors.workers.policy import PolicyWorker, loss_settings
+from actors.workers.policy import PolicyWorker, RankUpdates, loss_settings
 from grpo_dist.batch.sharding import shard
 from grpo_dist.config import (
     Config,
@@ -107,23 +107,26 @@ class PolicyGroup:
         self.device, self._attention_cost = started[0]
         self.team.starting.clear()
 
-    def stage(self, batches: Sequence[TrainBatch]) -> list[Any]:
-        """Shard every batch over the ranks and put the shards into the object store.
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool = False) -> list[Any]:
+        """Shard every batch over the ranks and put the shards into the object store. ``keep_logprobs``: for
+        `token_logprobs` after the update.
 
         Returns one reference a rank, the same for ranks that share sequences. The loss denominators are those
         of the whole batch.
         """
         replicas, square = self._settings.replicas, self._attention_cost
         shards = zip(*(shard(batch, replicas, square=square) for batch in batches), strict=True)
-        staged = [ray.put(list(own)) for own in shards]
+        staged = [ray.put(RankUpdates(own, keep_logprobs)) for own in shards]
         return [own for own in staged for _ in range(self._settings.sequence_parallel)]
 
     async def update(
-        self, staged: Sequence[Any], *, kl_coef: float | None = None, bounds: Sequence[Bound] = ()
+        self,
+        staged: Sequence[Any],
+        *,
+        kl_coef: float | None = None,
+        bounds: Sequence[Bound] = (),
     ) -> dict[str, float]:
-        """Make one optimiser update for each batch passed to `stage`. ``kl_coef``, ``bounds``: see
-        `PolicyWorker.update`.
-        """
+        """Make one optimiser update for each batch passed to `stage`; see `PolicyWorker.update`."""
         arguments = [(own, kl_coef, tuple(bounds)) for own in staged]
         self.updates += 1
         async with self._deadline(self.update_s, "optimiser updates"):
@@ -137,14 +140,14 @@ class PolicyGroup:
     async def token_logprobs(self) -> dict[int, np.ndarray]:
         """Return by row id the log-probs of the tokens that the last `update` trained, float32 [C], nats.
 
-        Empty when its batches had no row ids. See `Trainer.token_logprobs`.
+        Empty unless it was asked to keep them. See `Trainer.token_logprobs`.
         """
         async with self._deadline(self.update_s, "log-probs of tokens"):
             answers = await self._all("token_logprobs")
         return {row: values for answer in answers for row, values in answer.items()}
 
     async def logprobs(self, batch: TrainBatch) -> tuple[str, dict[int, np.ndarray]]:
-        """Return log-probs of the rows of ``batch``, which must have ids: see `PolicyWorker.logprobs`."""
+        """Return log-probs of the rows of ``batch``: see `PolicyWorker.logprobs`."""
         arguments = [(own,) for own in self.stage([batch])]
         async with self._deadline(self.update_s, "log-probs"):
             answers = await self._each("logprobs", arguments)
@@ -251,10 +254,11 @@ class PolicyGroup:
         also while the others wait for it in a collective.
         """
         self.team.check()
+        calls = [_remote(rank, method, group) for rank in self.ranks]
+        refs = [call(*own) for call, own in zip(calls, arguments, strict=True)]
         lost = asyncio.create_task(self.team.failed.wait())  # bounded: it ends with the answers
         answers = asyncio.create_task(
-            gather(self._answer(i, method, own, group) for i, own in enumerate(arguments)),
-            name=f"policy {method}",
+            gather(self._answer(i, ref) for i, ref in enumerate(refs)), name=f"policy {method}"
         )
         try:
             await asyncio.wait(  # bounded: every caller has a deadline
@@ -267,12 +271,17 @@ class PolicyGroup:
             answers.cancel()
             answers.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    async def _answer(self, index: int, method: str, arguments: tuple[Any, ...], group: str | None) -> Any:
-        rank = self.ranks[index]
-        call = getattr(rank, method)
+    async def _answer(self, index: int, ref: Any) -> Any:
+        """Return the answer of rank ``index``; report the rank if it is lost."""
         try:
-            return await (call.options(concurrency_group=group) if group else call).remote(*arguments)
+            return await ref
         except LOST as error:
-            self.team.lost(index, rank, error)
+            self.team.lost(index, self.ranks[index], error)
             self.team.check()
             raise
+
+
+def _remote(rank: Any, method: str, group: str | None) -> Any:
+    """Return what calls ``method`` of ``rank``, in the concurrency ``group``."""
+    call = getattr(rank, method)
+    return (call.options(concurrency_group=group) if group else call).remote

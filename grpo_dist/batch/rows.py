@@ -27,7 +27,6 @@ def make_batch(
     ref_logprobs: Sequence[np.ndarray] | None,
     max_new_tokens: int,
     mask_truncated: bool = False,
-    with_row_ids: bool = False,
 ) -> TrainBatch:
     """Make one right-padded row per sample, group after group.
 
@@ -37,7 +36,6 @@ def make_batch(
         max_new_tokens: longest completion that could have been sampled.
         mask_truncated: train nothing of a completion that was cut at ``max_new_tokens``; its reward still
             counts in its group (DAPO's overlong filtering, arXiv:2503.14476, section 3.4).
-        with_row_ids: rows are numbered in this order, for `token_values`.
     """
     samples = [r for g in groups for r in g.rollouts]
     sizes = [len(g.rollouts) for g in groups]
@@ -67,11 +65,10 @@ def make_batch(
         advantages=torch.from_numpy(advantage),
         rollout_logprobs=torch.from_numpy(rollout),
         ref_logprobs=None if reference is None else torch.from_numpy(reference),
-        old_logprobs=None,
+        row_ids=torch.arange(len(samples)),
         max_tokens=max_new_tokens,
         group_ids=torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
         prompt_lengths=torch.from_numpy(starts),
-        row_ids=torch.arange(len(samples)) if with_row_ids else None,
         **_denominators(torch.from_numpy(loss_mask)),
     )
 

@@ -1,8 +1,7 @@
 """Per-token values of each trained sample, for the run's records: advantages, the policy's log-probs when it
 trained on the sample, and the reference's.
 
-Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which sample a row is. Ranks
-keep log-probs only of batches with row ids.
+Rows are dealt to ranks in another order than samples; `TrainBatch.row_ids` says which sample a row is.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ def by_sample(
 
 
 def _of_rows(update: TrainBatch, tokens: bool) -> Iterator[tuple[int, TokenValues]]:
-    assert update.row_ids is not None, "rows without ids belong to no sample"
     reference = None if update.ref_logprobs is None else update.ref_logprobs.numpy()
     mask, advantages = update.loss_mask.numpy(), update.advantages.numpy()
     for i, row in enumerate(update.row_ids.tolist()):  # row by row: a step is hundreds of megabytes

@@ -16,6 +16,9 @@ from grpo_dist.health.state import HealthState
 
 GRAD_NORM = "policy/grad_norm"
 IN_A_ROW = "health/skipped_in_a_row"
+SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
+REFUSED = "health/refused_"  # followed by the key of a bound: the skipped updates that were beyond it
+BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
 _ENOUGH = 5  # gradient norms for a median
 
 # Key of `health` and the metric it bounds. The key's ending names the side.

@@ -17,8 +17,11 @@ from grpo_dist.config import Config
 from grpo_dist.config.checks import learns_from_equal_rewards
 from grpo_dist.errors import Rollback, Unhealthy
 from grpo_dist.health.bounds import (
+    BAD_WEIGHTS,
     GRAD_NORM,
     IN_A_ROW,
+    REFUSED,
+    SKIPPED,
     UPDATE_METRICS,
     Bound,
     of_batch,
@@ -31,9 +34,6 @@ from grpo_dist.health.state import HealthState
 from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.types import Group, has_signal
 
-SKIPPED = "health/skipped_updates"  # of the step: not finite, or beyond a bound
-REFUSED = "health/refused_"  # followed by the key of a bound: the skipped updates that were beyond it
-BAD_WEIGHTS = "health/bad_weights"  # 1: weights are not finite after the step
 TRAINED_TOKENS = "train/loss_tokens"
 _REMEMBERED = 20  # gradient norms
 

@@ -10,7 +10,8 @@ from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import Config
 from grpo_dist.errors import Preempted
-from grpo_dist.health.watch import SKIPPED, HealthWatch
+from grpo_dist.health.bounds import SKIPPED
+from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.kl_controller import KLController
 from grpo_dist.loop.ledger import ledger_entry
 from grpo_dist.loop.metrics import throughput_metrics
@@ -39,12 +40,15 @@ class StatefulParts:
     health: HealthWatch
     kl: KLController
 
-    def progress(self, *, evaluation_pending: bool) -> Progress:
-        return self.pipeline.progress(
-            kl_coef=self.kl.coef,
-            health=self.health.state,
-            evaluation_pending=evaluation_pending,
-            rewards=self.staging.rewards,
+    def progress(self, step: int, *, evaluation_pending: bool) -> Progress:
+        """Return the state after ``step``."""
+        return Progress(
+            step,
+            self.pipeline.state(),
+            self.health.state,
+            self.kl.coef,
+            evaluation_pending,
+            self.staging.rewards,
         )
 
 
@@ -71,11 +75,16 @@ class Chores:
         self._checkpoints, self._parts, self._evaluation = checkpoints, parts, evaluation
         self._stop_requested, self._evaluation_pending = stop_requested, False
 
-    async def before_first_step(self, start: int, *, evaluation_pending: bool) -> None:
+    async def before_first_step(self, progress: Progress) -> None:
         """Evaluate if a resumed run did not finish its last evaluation, or a new run begins with one."""
-        self._evaluation_pending = evaluation_pending
-        if evaluation_pending or (start == 0 and self._config.evaluation.before):
-            await self._evaluate(start)
+        self._evaluation_pending = progress.evaluation_pending
+        if progress.evaluation_pending or (progress.step == 0 and self._config.evaluation.before):
+            await self._evaluate(progress.step)
+
+    async def before_update(self, step: int) -> None:
+        """Have the policy trace the update of ``step`` if the profile asks for it."""
+        if step in self._config.profile.steps:
+            await self._workers.policy.trace_next(self._recorder.directory, step)
 
     async def after_step(
         self,
@@ -148,7 +157,7 @@ class Chores:
     async def _save(self, step: int) -> None:
         self._recorder.phase("save")
         self._recorder.flush()
-        progress = self._parts.progress(evaluation_pending=self._evaluation_pending)
+        progress = self._parts.progress(step, evaluation_pending=self._evaluation_pending)
         await self._checkpoints.save(step, self._workers, progress)
 
     async def _end(self, step: int) -> NoReturn:

@@ -12,14 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
-from grpo_dist.algorithms.moments import Moments
 from grpo_dist.config import Config
 from grpo_dist.data.curriculum import Curriculum
 from grpo_dist.data.order import EpochOrder, OrderState, PromptOrder
 from grpo_dist.data.stream import PromptStream
-from grpo_dist.health.state import HealthState
 from grpo_dist.loop.groups import GroupScorer, ScoredBatch
-from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.progress import PipelineState
 from grpo_dist.runtime.concurrency import deadline, finished_unless_stopped
 from grpo_dist.types import Prompt
 from grpo_dist.workers import Workers
@@ -28,11 +26,11 @@ from grpo_dist.workers import Workers
 class Pipeline:
     """Launched batches, oldest first; an async context manager, which cancels what is left in it.
 
-    ``first``: the next batch to launch. ``progress``: what a checkpoint kept of batches on their way.
+    ``first``: the next batch to launch. ``state``: what a checkpoint kept.
     """
 
     def __init__(
-        self, config: Config, workers: Workers, prompts: Sequence[Prompt], *, first: int, progress: Progress
+        self, config: Config, workers: Workers, prompts: Sequence[Prompt], *, first: int, state: PipelineState
     ) -> None:
         self._prompts, self._where_stuck = prompts, workers.where_stuck
         self._dynamic, self._per_step = config.dynamic_sampling, config.batch.prompts_per_step
@@ -44,12 +42,12 @@ class Pipeline:
             seed=config.seed,
             samples=config.batch.samples_per_prompt,
             with_baseline="baselines" in ADVANTAGE_INPUTS.get(config.algorithm.advantage, ()),
-            finished=progress.partial,
+            finished=state.partial,
         )
         self._next_batch = first
-        self._restored = dict(progress.ahead)
-        self._order_indices = dict(progress.order_indices)
-        self._order = order_of(config, prompts, progress.order)
+        self._restored = dict(state.ahead)
+        self._order_indices = dict(state.order_indices)
+        self._order = order_of(config, prompts, state.order)
         self._launched: deque[tuple[int, asyncio.Task[ScoredBatch]]] = deque()
 
     def launch(self, *, through: int) -> None:
@@ -109,9 +107,7 @@ class Pipeline:
             await self._wait(batch, renewed)
             self._launched[i] = (batch, renewed)
 
-    def progress(
-        self, *, kl_coef: float, health: HealthState, evaluation_pending: bool, rewards: Moments | None = None
-    ) -> Progress:
+    def state(self) -> PipelineState:
         """Return what a checkpoint keeps: finished groups of launched batches, and the state of the order.
 
         A resumed run launches unfinished batches again, on the same prompts.
@@ -126,16 +122,7 @@ class Pipeline:
             for batch, _ in self._launched
             if batch not in ahead and (groups := self._scorer.finished(batch))
         }
-        return Progress(
-            ahead=ahead,
-            kl_coef=kl_coef,
-            order_indices=dict(self._order_indices),
-            order=self._order.state,
-            health=health,
-            partial=partial,
-            evaluation_pending=evaluation_pending,
-            rewards=rewards or Moments(),
-        )
+        return PipelineState(ahead, partial, dict(self._order_indices), self._order.state)
 
     async def __aenter__(self) -> Pipeline:
         return self

@@ -20,25 +20,34 @@ class SampledBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
-    """Batches are numbered by the step that trains on them.
+class PipelineState:
+    """The batches on their way. Each is numbered by the step that trains on it.
 
     Attributes:
         ahead: finished batches that are not trained on yet, by number.
-        kl_coef: weight of the KL term; None: as configured.
-        order_indices: indices into the prompt order that each batch on its way has taken.
-        order: state of the prompt order.
-        health: state of the health watch.
         partial: finished groups of batches that are not finished themselves.
-        evaluation_pending: the evaluation that was due after the step was not finished.
-        rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
+        order_indices: indices into the prompt order that each batch has taken.
+        order: state of the prompt order.
     """
 
     ahead: Mapping[int, SampledBatch] = field(default_factory=dict)
-    kl_coef: float | None = None
+    partial: Mapping[int, list[Group]] = field(default_factory=dict)
     order_indices: Mapping[int, list[int]] = field(default_factory=dict)
     order: OrderState = field(default_factory=OrderState)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Attributes:
+    step: how many steps are done.
+    kl_coef: weight of the KL term; None: as configured.
+    evaluation_pending: the evaluation that was due after the step was not finished.
+    rewards: moments of the rewards of all steps so far, for `algorithm.reward_norm` running.
+    """
+
+    step: int = 0
+    pipeline: PipelineState = field(default_factory=PipelineState)
     health: HealthState = field(default_factory=HealthState)
-    partial: Mapping[int, list[Group]] = field(default_factory=dict)
+    kl_coef: float | None = None
     evaluation_pending: bool = False
     rewards: Moments = field(default_factory=Moments)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from grpo_dist.algorithms.moments import Moments
@@ -35,7 +35,7 @@ class Staged:
     source: ScoredBatch
     kl_coef: float | None  # weight of the KL term inside the advantages; None: it is not part of them
     values: Mapping[int, TokenValues] | None  # by row id; None: samples are not recorded
-    tokens_recorded: bool
+    tokens_recorded: bool  # the log-probs of the policy belong to ``values``
     rewards: Moments  # of all steps up to this one
 
 
@@ -94,15 +94,11 @@ class Staging:
         """Runs in a thread, so that the loop keeps admitting and receiving groups."""
         tracking = self._config.tracking
         rewards = reward_moments(self._config, batch.scored, self.rewards)
-        updates = make_batches(
-            self._config, batch.scored, step, kl_coef=kl_coef, with_row_ids=tracking.samples, moments=rewards
-        )
-        tokens_recorded = is_due(step + 1, tracking.token_values_every)
+        updates = make_batches(self._config, batch.scored, step, kl_coef=kl_coef, moments=rewards)
+        tokens_recorded = tracking.samples and is_due(step + 1, tracking.token_values_every)
         values = values_of_rows(updates, tokens=tokens_recorded) if tracking.samples else None
-        if not tokens_recorded:  # ranks keep log-probs of rows that have ids
-            updates = [replace(update, row_ids=None) for update in updates]
         return Staged(
-            updates=self._policy.stage(updates),
+            updates=self._policy.stage(updates, keep_logprobs=tokens_recorded),
             rows=sum(map(len, updates)),
             tokens=sum(int(update.lengths.sum()) for update in updates),
             loss_tokens=round(sum(update.num_tokens for update in updates)),

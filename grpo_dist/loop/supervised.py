@@ -39,13 +39,12 @@ async def run(
     held_out: Sequence[Demonstration],
     recorder: Recorder,
     checkpoints: Checkpointer,
-    *,
-    start: int = 0,
     progress: Progress | None = None,
+    *,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train from step ``start`` to ``config.steps``. Once ``stop_requested`` is true, save the current step
-    and end.
+    """Train to step ``config.steps``, from that of ``progress``. Once ``stop_requested`` is true, save the
+    current step and end.
 
     Raises what a worker raises; TimeoutError naming a stage of `cluster.timeouts`; Unhealthy and Rollback
     from `health`; Preempted once it is saved.
@@ -55,11 +54,11 @@ async def run(
     health = HealthWatch(config, recorder, progress.health)
     batches = _Batches(config.sft, workers.policy, demonstrations)
     chores = _Chores(config, workers, held_out, recorder, checkpoints, stop_requested)
-    if start == 0 or progress.evaluation_pending:
-        await chores.validate(start)
-    ahead = batches.begin(start)
+    if progress.step == 0 or progress.evaluation_pending:
+        await chores.validate(progress.step)
+    ahead = batches.begin(progress.step)
     try:
-        for step in range(start, config.steps):
+        for step in range(progress.step, config.steps):
             timer = Stopwatch(recorder.phase)
             with timer("stage"):
                 staged = await ahead  # bounded: it computes
@@ -104,7 +103,7 @@ class _Batches:
         groups = [self._demonstrations[i].as_group() for i in chosen]
         batch = batch_of(groups, settings.max_length)
         epoch = (step + 1) * settings.batch_size / count
-        update = self._policy.stage([batch])
+        update = self._policy.stage([batch], keep_logprobs=False)
         return _Staged(update, groups, int(batch.lengths.sum()), round(batch.num_tokens), epoch)
 
 
@@ -117,12 +116,12 @@ def step_indices(count: int, per_step: int, seed: int, step: int) -> Iterator[in
         yield int(shuffled(count, seed, epoch)[at])
 
 
-def batch_of(groups: Sequence[Group], max_length: int, *, with_row_ids: bool = False) -> TrainBatch:
+def batch_of(groups: Sequence[Group], max_length: int) -> TrainBatch:
     """Make the batch of an update: a row for each demonstration, and the tokens of all completions as
     denominator.
     """
     ones = [np.ones(1, np.float32)] * len(groups)
-    return make_batch(groups, ones, ref_logprobs=None, max_new_tokens=max_length, with_row_ids=with_row_ids)
+    return make_batch(groups, ones, ref_logprobs=None, max_new_tokens=max_length)
 
 
 class _Chores:
@@ -171,7 +170,7 @@ class _Chores:
         if last or is_due(step, config.checkpoint.every) or self._stop_requested():
             self._recorder.phase("save")
             self._recorder.flush()
-            progress = Progress(health=health.state, evaluation_pending=self._pending)
+            progress = Progress(step, health=health.state, evaluation_pending=self._pending)
             await self._checkpoints.save(step, self._workers, progress)
         if self._stop_requested():
             await self._checkpoints.settle()
@@ -201,7 +200,7 @@ async def validation_loss(
     total, tokens = 0.0, 0
     for first in range(0, len(held_out), settings.batch_size):
         groups = [row.as_group() for row in held_out[first : first + settings.batch_size]]
-        _, rows = await policy.logprobs(batch_of(groups, settings.max_length, with_row_ids=True))
+        _, rows = await policy.logprobs(batch_of(groups, settings.max_length))
         total -= sum(float(values.sum(dtype=np.float64)) for _, values in sorted(rows.items()))
         tokens += sum(map(len, rows.values()))
     return total / tokens

@@ -213,7 +213,6 @@ class SyncProbe:
             [np.zeros(len(group.rollouts), np.float32) for group in groups],
             ref_logprobs=None,
             max_new_tokens=_TOKENS,
-            with_row_ids=True,
         )
         rows = {_key(g.prompt, rollout): row for row, (g, rollout) in enumerate(_flat(groups))}
         dtype, policy = await self._probes.logprobs(batch)

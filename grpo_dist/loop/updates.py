@@ -40,7 +40,6 @@ def make_batches(
     step: int,
     *,
     kl_coef: float,
-    with_row_ids: bool = False,
     moments: Moments | None = None,
 ) -> list[TrainBatch]:
     """Make one TrainBatch per optimiser update. Advantages see the whole step before it is split.
@@ -48,7 +47,6 @@ def make_batches(
     Args:
         kl_coef: weight of the KL term in the advantages, with `algorithm.add_token_level_kl`; it changes
             during a run when `algorithm.kl.target` is set. The weight in the loss goes to the update itself.
-        with_row_ids: number the rows in the order of ``scored``, for `token_values`.
         moments: see `reward_moments`; None: those of this step alone.
     """
     groups = [s.group for s in scored]
@@ -62,7 +60,6 @@ def make_batches(
         ref_logprobs=[row for s in scored for row in s.ref_logprobs] if config.needs_reference else None,
         max_new_tokens=config.sampling.max_new_tokens,
         mask_truncated=config.algorithm.mask_truncated,
-        with_row_ids=with_row_ids,
     )
     batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)

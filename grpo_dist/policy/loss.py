@@ -28,7 +28,7 @@ from grpo_dist.algorithms.loss_settings import POLICY_LOSS_SETTINGS
 from grpo_dist.algorithms.offpolicy import correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.algorithms.ratios import LOG_LIMIT
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import PreparedBatch, TrainBatch
 
 Stats = dict[str, Tensor]
 
@@ -64,11 +64,10 @@ class LossSettings:
 
 def batch_loss(
     logprobs: Float[Tensor, "B T"],
-    batch: TrainBatch,
+    batch: PreparedBatch,
     settings: LossSettings,
     *,
     entropy: Float[Tensor, "B T"] | None = None,
-    policy_mask: Bool[Tensor, "B T"] | None = None,
     kl_coef: float | None = None,
 ) -> tuple[Float[Tensor, ""], Stats]:
     """Return the loss of ``batch``'s rows as their share of the whole update's, and its statistics, for
@@ -76,11 +75,9 @@ def batch_loss(
 
     Args:
         logprobs: nats, at the sampling temperature, with gradient.
-        batch: ``old_logprobs`` None says that this update is the first on these samples: the importance ratio
-            is to ``logprobs`` themselves, hence exactly 1 with the right gradient. ``ref_logprobs`` is needed
-            when kl_coef > 0.
+        batch: without ``old_logprobs``, the importance ratio is to ``logprobs`` themselves, hence exactly 1
+            with the right gradient. ``ref_logprobs`` is needed when kl_coef > 0.
         entropy: nats; for the statistics, and with gradient for the bonus.
-        policy_mask: tokens of the policy loss; None: all of the loss mask.
         kl_coef: weight of the KL term in this update; None: that of ``settings``. Settings without a KL term
             have none in any update.
     """
@@ -91,8 +88,8 @@ def batch_loss(
     known = ~(mask & batch.rollout_logprobs.isnan()).any(dim=1, keepdim=True)
     old = torch.where(known, old, logprobs.detach())  # where ratios are to the engine's, these are NaN too
     weights = known.to(logprobs.dtype).expand_as(logprobs)
-    if policy_mask is not None:
-        weights = weights * policy_mask
+    if batch.policy_mask is not None:
+        weights = weights * batch.policy_mask
     policy, stats = _policy_term(logprobs, old, weights, batch, settings)
     loss = policy
     if not settings.kl_coef or kl_coef is None:

@@ -65,6 +65,5 @@ def _blank(batch: Batch) -> Batch:
         for name, value in values.items()
         if isinstance(value, Tensor) and value.ndim == 2
     }
-    return replace(
-        batch, **rows, lengths=torch.tensor([2]), group_ids=None, prompt_lengths=None, row_ids=None
-    )
+    rows |= {"lengths": torch.tensor([2]), "row_ids": torch.tensor([-1])}
+    return replace(batch, **rows, group_ids=None, prompt_lengths=None)

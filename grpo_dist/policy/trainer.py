@@ -20,8 +20,7 @@ from torch import Tensor
 
 from grpo_dist.algorithms.schedules import learning_rate
 from grpo_dist.config import ModelConfig, PolicyConfig
-from grpo_dist.health.bounds import GRAD_NORM, Bound, passed
-from grpo_dist.health.watch import BAD_WEIGHTS, REFUSED, SKIPPED
+from grpo_dist.health.bounds import BAD_WEIGHTS, GRAD_NORM, REFUSED, SKIPPED, Bound, passed
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loading
@@ -59,7 +58,8 @@ class Trainer:
     """A rank. Collective: making one joins all ranks.
 
     ``weights`` gives out full tensors, ``state`` saves and loads the sharded ones. ``token_logprobs`` is by
-    row id, float32 [C]: log-probs of what the last `update` trained, when it first came to the row.
+    row id, float32 [C]: log-probs of what the last `update` trained, when it first came to the row; empty
+    where it was not asked to keep them.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class Trainer:
         bounds: Sequence[Bound] = (),
         *,
         kl_coef: float | None = None,
+        keep_logprobs: bool = False,
     ) -> dict[str, float]:
         """Run one optimiser update per batch and epoch, on this rank's rows of each. Collective.
 
@@ -117,6 +118,7 @@ class Trainer:
 
         Args:
             kl_coef: weight of the KL term in these updates; None: that of the loss settings.
+            keep_logprobs: fill `token_logprobs`.
 
         Returns:
             Metrics of the whole step over all ranks: the mean over updates (maxima where the name says so).
@@ -128,26 +130,21 @@ class Trainer:
         prepared = [self._prepared(b, moves=i > 0 or self._epochs > 1) for i, b in enumerate(batches)]
         plan = prepared * self._epochs
         self.token_logprobs = {}
-        if self._loss.old_policy == "trainer":
+        known_old = self._loss.old_policy == "trainer"
+        if known_old:
             plan[0] = replace(plan[0], old_logprobs=None)  # nothing has moved yet: the ratio is exactly 1
+        most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
         per_update, refused = [], Counter[str]()
         for batch in plan:
-            own, passed_bounds = self._one_update(batch, bounds, kl_coef)
+            own = self.accumulate(batch, kl_coef, keep_logprobs=keep_logprobs)
+            too_far = passed(bounds, own)
+            own |= self.step(limit=-math.inf if too_far else most)
             per_update.append(own)
-            refused.update(f"{REFUSED}{bound.key}" for bound in passed_bounds)
-        first = per_update[0]
-        metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
-        metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
-        metrics[SKIPPED] = sum(m[SKIPPED] for m in per_update)
-        metrics[BAD_WEIGHTS] = float(not self._weights_are_finite())
+            refused.update(f"{REFUSED}{bound.key}" for bound in too_far or passed(bounds, own))
         # Before anything moved: of all samples where the trainer's old log-probs are known.
-        unmoved = per_update[: len(batches) if self._loss.old_policy == "trainer" else 1]
-        for name in (k for k in first if k.startswith("mismatch/")):
-            values = [m[name] for m in unmoved]
-            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-        shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
+        metrics = _of_step(per_update, unmoved=len(batches) if known_old else 1)
         metrics |= {name: float(count) for name, count in refused.items()}
-        return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}
+        return metrics | {BAD_WEIGHTS: float(not self._weights_are_finite())}
 
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
@@ -170,17 +167,16 @@ class Trainer:
         found: dict[int, np.ndarray] = {}
         for batch in batches:
             values, mask = self.logprobs(batch)[0].numpy(), batch.loss_mask.numpy()
-            ids = [] if batch.row_ids is None else batch.row_ids.tolist()
-            found |= {row: own[wanted] for row, own, wanted in zip(ids, values, mask, strict=True)}
+            rows = zip(batch.row_ids.tolist(), values, mask, strict=True)
+            found |= {row: own[wanted] for row, own, wanted in rows}
         return found
 
     def _prepared(self, batch: TrainBatch, *, moves: bool) -> PreparedBatch:
         """Return ``batch`` with what must be computed before the weights move. ``moves``: they will have
         moved by the time it is trained on. Collective.
         """
-        old, kept = batch.old_logprobs, None
-        if bypassed := self._loss.old_policy == "rollout":
-            old = batch.rollout_logprobs
+        bypassed = self._loss.old_policy == "rollout"
+        old, kept = batch.rollout_logprobs if bypassed else None, None
         share = self._loss.top_entropy_share
         if share < 1.0 or (moves and not bypassed):
             logprobs, entropies = self.logprobs(batch)
@@ -190,7 +186,9 @@ class Trainer:
                 kept = batch.loss_mask & (entropies >= least_of_top(entropies[own], share, self.device))
         return PreparedBatch.of(batch, old_logprobs=old, policy_mask=kept)
 
-    def accumulate(self, batch: TrainBatch, kl_coef: float | None = None) -> dict[str, float]:
+    def accumulate(
+        self, batch: PreparedBatch, kl_coef: float | None = None, *, keep_logprobs: bool = False
+    ) -> dict[str, float]:
         """Compute gradients of this rank's rows of ``batch``, reduced over ranks; return metrics of the whole
         batch. Collective.
         """
@@ -200,11 +198,9 @@ class Trainer:
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             logprobs, entropy = self.engine(self._micro.layout(part), with_entropy=True)
-            self._record_logprobs(part, logprobs)
-            policy_mask = part.policy_mask if isinstance(part, PreparedBatch) else None
-            loss, part_stats = batch_loss(
-                logprobs, part, self._loss, entropy=entropy, policy_mask=policy_mask, kl_coef=kl_coef
-            )
+            if rows and keep_logprobs:
+                self._record_logprobs(part, logprobs.detach())
+            loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy, kl_coef=kl_coef)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
             # reduced gradient then stops all ranks.
@@ -215,10 +211,7 @@ class Trainer:
             stats = add_stats(stats, part_stats) if stats else part_stats
         return finish_stats(over_ranks(stats))
 
-    @torch.no_grad()
     def _record_logprobs(self, part: TrainBatch, logprobs: Tensor) -> None:
-        if part.row_ids is None:
-            return
         values, mask = logprobs.float().cpu().numpy(), part.loss_mask.cpu().numpy()
         for row, own, trained in zip(part.row_ids.tolist(), values, mask, strict=True):
             self.token_logprobs.setdefault(row, own[trained])
@@ -273,16 +266,6 @@ class Trainer:
             self.engine.zero_grad()
         return norm, applied
 
-    def _one_update(
-        self, batch: PreparedBatch, bounds: Sequence[Bound], kl_coef: float | None
-    ) -> tuple[dict[str, float], list[Bound]]:
-        """Return the update's metrics, and the bounds it passed, for which it was skipped."""
-        metrics = self.accumulate(batch, kl_coef)
-        refused = passed(bounds, metrics)
-        most = min((b.value for b in bounds if b.metric == GRAD_NORM), default=math.inf)
-        metrics |= self.step(limit=-math.inf if refused else most)
-        return metrics, refused or passed(bounds, metrics)
-
     @torch.no_grad()
     def _weights_are_finite(self) -> bool:
         """Return whether the weights of all ranks are finite, as far as they are in memory. Collective."""
@@ -320,6 +303,21 @@ class Trainer:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def _of_step(per_update: Sequence[dict[str, float]], *, unmoved: int) -> dict[str, float]:
+    """Return the metrics of a step from those of its updates. ``unmoved``: how many of them have log-probs of
+    the weights before the step, for ``mismatch/*``.
+    """
+    first = per_update[0]
+    metrics = {k: sum(m[k] for m in per_update) / len(per_update) for k in first}
+    metrics |= {k: max(m[k] for m in per_update) for k in first if k.endswith("_max")}
+    metrics[SKIPPED] = sum(m[SKIPPED] for m in per_update)
+    for name in (k for k in first if k.startswith("mismatch/")):
+        values = [m[name] for m in per_update[:unmoved]]
+        metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    shown = ("policy/ratio_mean", "policy/ratio_max", "ref/kl")
+    return metrics | {f"first_update/{k}": first[k] for k in shown if k in first}
 
 
 def _trainable_model(

@@ -118,19 +118,20 @@ class Checkpoints:
 
     def _publish(self, step: int, partial: Path, final: Path, progress: Progress) -> None:
         """Write the driver's part and rename the directory. A thread does it: the loop keeps receiving."""
-        for number, batch in progress.ahead.items():
+        pipeline = progress.pipeline
+        for number, batch in pipeline.ahead.items():
             write_groups(partial / "ahead" / f"batch_{number:06d}.parquet", batch.groups)
             if batch.discarded:
                 write_groups(partial / "ahead" / f"discarded_{number:06d}.parquet", batch.discarded)
-        for number, groups in progress.partial.items():
+        for number, groups in pipeline.partial.items():
             write_groups(partial / "ahead" / f"begun_{number:06d}.parquet", groups)
         state = CheckpointState(
             step,
             self._fingerprint,
             self._data,
             progress.kl_coef,
-            {str(batch): indices for batch, indices in progress.order_indices.items()},
-            asdict(progress.order),
+            {str(batch): indices for batch, indices in pipeline.order_indices.items()},
+            asdict(pipeline.order),
             self._wandb_id,
             health_state.to_json(progress.health),
             progress.evaluation_pending,

@@ -23,6 +23,9 @@ from grpo_dist.runtime.recorder import Recorder
 from grpo_dist.runtime.restarts import Budget
 from grpo_dist.workers import Workers
 
+Up = tuple[ResumePoint, Workers]  # the point to resume from, and workers to do it with
+Attempt = AbstractAsyncContextManager[Up, bool | None]
+
 
 class Restartable(Protocol):
     """`actors.cluster.Cluster` in production."""
@@ -35,12 +38,9 @@ class Restartable(Protocol):
 class Recovery:
     """Decides after each failure of a run whether and where it resumes.
 
-    while True:
-        try:
-            async with recovery.attempt() as (point, workers):
-                return await resume(point, workers)
-        except (StateLost, Rollback) as error:
-            await recovery.consume_restart(error)
+    async for attempt in recovery.attempts():
+        async with attempt as (point, workers):
+            ...  # restore the weights of `point`, and train to the end
     """
 
     def __init__(
@@ -65,22 +65,46 @@ class Recovery:
         self._avoid: set[int] = set()
         self._workers: Workers | None = None
         self._failure: StateLost | Rollback | None = None
+        self._done = False
+
+    async def attempts(self) -> AsyncIterator[Attempt]:
+        """Yield attempts until the block of one ends without a failure that a restart can repair.
+
+        An attempt gives a resume point and workers that are up; their weights are not restored yet. Inside
+        its block, failures of actors become StateLost. Raises the failure for which no restart is left.
+        """
+        while not self._done:
+            up = None
+            async with self._restarting():
+                up = await self._bring_up()
+            if up is not None:
+                yield self._attempt(up)
 
     @asynccontextmanager
-    async def attempt(self) -> AsyncIterator[tuple[ResumePoint, Workers]]:
-        """Yield a resume point and workers that are up; their weights are not restored yet. Inside the block,
-        failures of actors become StateLost.
-        """
+    async def _attempt(self, up: Up) -> AsyncIterator[Up]:
+        async with self._restarting():
+            async with self._cluster.failures_as_state_lost():
+                yield up
+            self._done = True
+
+    @asynccontextmanager
+    async def _restarting(self) -> AsyncIterator[None]:
+        """Suppress a failure of the block that a restart can repair."""
+        try:
+            yield
+        except (StateLost, Rollback) as failure:
+            await self._consume_restart(failure)
+
+    async def _bring_up(self) -> Up:
+        """Start the workers of the first attempt, or bring those of a failed one up again."""
         if self._failure is None:
             self._workers = await self._start()
-        async with self._cluster.failures_as_state_lost():
-            point = self._first
-            if self._failure is not None:  # another worker may be lost meanwhile
-                point, self._workers = await self._go_back(self._failure, self._workers)
-            assert self._workers is not None
-            yield point, self._workers
+            return self._first, self._workers
+        async with self._cluster.failures_as_state_lost():  # another worker may be lost meanwhile
+            point, self._workers = await self._go_back(self._failure, self._workers)
+            return point, self._workers
 
-    async def consume_restart(self, failure: StateLost | Rollback) -> None:
+    async def _consume_restart(self, failure: StateLost | Rollback) -> None:
         """Wait until the next attempt may begin. Raises ``failure`` when no restart is left."""
         self._failure = failure
         if isinstance(failure, Rollback):
@@ -94,9 +118,7 @@ class Recovery:
         self._warn(failure, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)
 
-    async def _go_back(
-        self, failure: StateLost | Rollback, workers: Workers | None
-    ) -> tuple[ResumePoint, Workers]:
+    async def _go_back(self, failure: StateLost | Rollback, workers: Workers | None) -> Up:
         """Find the resume point, and bring the workers up. ``workers``: None where they never came up."""
         point = await self._newest()
         self._recorder.warn(f"resuming from {point}")

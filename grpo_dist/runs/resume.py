@@ -15,7 +15,7 @@ from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.health import state as health_state
-from grpo_dist.loop.progress import Progress, SampledBatch
+from grpo_dist.loop.progress import PipelineState, Progress, SampledBatch
 from grpo_dist.observe.samples import read_groups
 from grpo_dist.policy.offload import offload_devices
 from grpo_dist.runs.checkpoint import STATE, CheckpointState
@@ -29,9 +29,13 @@ class ResumePoint:
     """Where a run resumes. ``checkpoint`` is None at the beginning of the run."""
 
     checkpoint: Path | None = None
-    step: int = 0
     progress: Progress = field(default_factory=Progress)
     wandb_id: str | None = None
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.progress.step
 
     def __str__(self) -> str:
         return str(self.checkpoint or "the beginning of the run")
@@ -114,7 +118,7 @@ def load_resume_point(
     if checkpoint is None or state is None:
         return ResumePoint()
     check_data(checkpoint, state, prompts)
-    return ResumePoint(checkpoint, state.step, load_progress(checkpoint, state, prompts), state.wandb_id)
+    return ResumePoint(checkpoint, load_progress(checkpoint, state, prompts), state.wandb_id)
 
 
 def check_data(checkpoint: Path, state: CheckpointState, prompts: Sequence[Prompt]) -> None:
@@ -137,9 +141,8 @@ def load_progress(checkpoint: Path, state: CheckpointState, prompts: Sequence[Pr
     taken = {int(batch): indices for batch, indices in state.taken.items()}
     health = health_state.from_json(state.health)
     rewards = TypeAdapter(Moments).validate_python(dict(state.rewards))
-    return Progress(
-        ahead, state.kl_coef, taken, order_state(state), health, unfinished, state.unassessed, rewards
-    )
+    pipeline = PipelineState(ahead, unfinished, taken, order_state(state))
+    return Progress(state.step, pipeline, health, state.kl_coef, state.unassessed, rewards)
 
 
 def order_state(state: CheckpointState) -> OrderState:

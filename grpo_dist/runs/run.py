@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -32,6 +32,15 @@ class Run:
     directory: Path
     tracker: Tracker
     checkpoints: Checkpoints
+
+    @asynccontextmanager
+    async def settled(self) -> AsyncIterator[None]:
+        """Do not let an error out of the block while a checkpoint is being written: see `settle`."""
+        try:
+            yield
+        except Exception:
+            await self.settle()
+            raise
 
     async def settle(self) -> None:
         """Wait for the checkpoint being written. A failed one is dropped with a warning: the one before it

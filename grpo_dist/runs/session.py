@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from grpo_dist import driver
 from grpo_dist.config import Config
 from grpo_dist.config.files import dump_config
 from grpo_dist.config.presets import described
-from grpo_dist.errors import Rollback, StateLost, UserError, refusals
+from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.loop import supervised
 from grpo_dist.loop.ledger import DROPPED
@@ -31,7 +32,7 @@ from grpo_dist.runs.resume import ResumePoint, load_resume_point, load_state, ot
 from grpo_dist.runs.run import Run, check_unfinished, exclusive_directory, mark_finished
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.files import check_room, write_text
-from grpo_dist.runtime.stage_log import stage, stages_logged
+from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.workers import Workers
 
 if TYPE_CHECKING:  # Ray takes seconds to import
@@ -68,7 +69,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
             mark_finished(run)
             _print_result(run_dir, final)
             if totals:
-                _say(totals)
+                print_line(totals)
             return run_dir
 
 
@@ -79,11 +80,12 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
 
     with refusals():
         with stage("checks", f"checkpoints in {run_dir}, placement"):
-            newest = newest_whole(run_dir / CHECKPOINTS, _say) if config.checkpoint.resume == "auto" else None
+            resumes = config.checkpoint.resume == "auto"
+            newest = newest_whole(run_dir / CHECKPOINTS, print_line) if resumes else None
             state = load_state(newest, identity) if newest else None
             has = fit(config)
         load = prepare_supervised if config.is_supervised else prepare
-        prepared = load(config, _say, device="cuda" if has.gpus else "cpu")
+        prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
         point = load_resume_point(newest, state, prepared.prompts)
     check_unfinished(config, run_dir, point.step)
     return prepared, point
@@ -106,7 +108,7 @@ def _open_tracker(run_dir: Path, config: Config, prepared: Prepared, point: Resu
             "move it away, or choose another `name`"
         ) from error
     if not config.is_supervised:
-        _say(described(config))
+        print_line(described(config))
     return tracker
 
 
@@ -115,67 +117,60 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
     from actors.cluster import Cluster
     from actors.supervised import SupervisedCluster
 
-    config, model_dir = run.config, run.prepared.model_dir
-    interruption = Interruption(grace_s=config.checkpoint.grace_s, say=_say)
+    config, prepared = run.config, run.prepared
+    interruption = Interruption(grace_s=config.checkpoint.grace_s, say=print_line)
     actors = (SupervisedCluster if config.is_supervised else Cluster)(config)
-    async with interruption, actors as cluster:
+    async with interruption, actors as cluster, run.settled():
         interruption.listen()  # Ray has installed a handler of its own
-
-        async def start() -> Workers:
-            limit_s, stage = config.cluster.timeouts.up_s, "start: actors up and models loaded"
-            async with deadline(limit_s, stage, explain=cluster.where_stuck):
-                workers = await cluster.start_training(model_dir)
-            if first.checkpoint is not None:
-                _say(f"resuming from {first}{other_layout(first.checkpoint, config)}")
-            return workers
-
+        start = partial(_start, run, cluster, first)
         recovery = Recovery(
-            config.cluster, cluster, run.tracker, run.newest, model_dir, first=first, start=start
+            config.cluster, cluster, run.tracker, run.newest, prepared.model_dir, first=first, start=start
         )
-        try:
-            while True:
-                try:
-                    async with recovery.attempt() as (point, workers):
-                        await _resume(run, interruption, point, workers)
-                    break
-                except (StateLost, Rollback) as error:
-                    await recovery.consume_restart(error)
-        except Exception:
-            await run.settle()
-            raise
-        if not (config.checkpoint.export and config.evaluation.after and run.prepared.eval_sets):
+        async for attempt in recovery.attempts():
+            async with attempt as (point, workers):
+                await _restore(run, point, workers)
+                loop, stop_requested = _loop(run, workers), interruption.stop_requested
+                with interruption.finishing():
+                    await loop(run.tracker, run.checkpoints, point.progress, stop_requested=stop_requested)
+                await _finish(run, workers)
+        if not (config.checkpoint.export and config.evaluation.after and prepared.eval_sets):
             return {}
         await cluster.stop_workers()
         return await _evaluate_export(run, cluster)
 
 
-async def _resume(run: Run, interruption: Interruption, point: ResumePoint, workers: Workers) -> None:
-    """Train from ``point`` and export the model. Raises what the driver does."""
+async def _start(run: Run, cluster: Cluster, first: ResumePoint) -> Workers:
+    """Start the workers of the first attempt."""
+    config, explain = run.config, cluster.where_stuck
+    async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded", explain=explain):
+        workers = await cluster.start_training(run.prepared.model_dir)
+    if first.checkpoint is not None:
+        print_line(f"resuming from {first}{other_layout(first.checkpoint, config)}")
+    return workers
+
+
+def _loop(run: Run, workers: Workers) -> Callable[..., Awaitable[None]]:
+    """Return the loop of the run on ``workers``: that of the driver, or of supervised training."""
     config, prepared = run.config, run.prepared
-    await _restore(config, point, workers)
-    if workers.usage is not None:
-        run.tracker.follow(workers.usage)
     if isinstance(prepared, PreparedDemonstrations):
-        loop = partial(supervised.run, config, workers, prepared.demonstrations, prepared.held_out)
-    else:
-        loop = partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets)
-    with interruption.finishing():
-        await loop(
-            run.tracker,
-            run.checkpoints,
-            start=point.step,
-            progress=point.progress,
-            stop_requested=interruption.stop_requested,
-        )
+        return partial(supervised.run, config, workers, prepared.demonstrations, prepared.held_out)
+    return partial(driver.run, config, workers, prepared.prompts, prepared.eval_sets)
+
+
+async def _finish(run: Run, workers: Workers) -> None:
+    """Write the trained model, if it is wanted."""
     run.tracker.loop_ended()
-    if config.checkpoint.export:
+    if run.config.checkpoint.export:
         directory = run.directory / "model"
         with stage("export", f"the trained model is written to {directory}"):
-            await workers.policy.export(directory, tokenizer_dir=prepared.model_dir)
+            await workers.policy.export(directory, tokenizer_dir=run.prepared.model_dir)
 
 
-async def _restore(config: Config, point: ResumePoint, workers: Workers) -> None:
-    """Load weights, optimiser and reference of ``point``, and send the weights to the engines."""
+async def _restore(run: Run, point: ResumePoint, workers: Workers) -> None:
+    """Load weights, optimiser and reference of ``point``, send the weights to the engines, and record what
+    the workers use.
+    """
+    config = run.config
     if point.checkpoint is not None:
         with refusals(), stage("checkpoint", "policy ranks load weights and optimiser"):
             await workers.policy.load(point.checkpoint / "policy")
@@ -186,10 +181,11 @@ async def _restore(config: Config, point: ResumePoint, workers: Workers) -> None
                 explain=workers.where_stuck,
             ):
                 await workers.reference.load(point.checkpoint / REFERENCE)
-    if config.is_supervised:
-        return
-    with stage("weight sync", "engines get the policy's weights"):
-        await workers.sync.push(version=point.step)
+    if not config.is_supervised:
+        with stage("weight sync", "engines get the policy's weights"):
+            await workers.sync.push(version=point.step)
+    if workers.usage is not None:
+        run.tracker.follow(workers.usage)
 
 
 async def _evaluate_export(run: Run, cluster: Cluster) -> dict[str, float]:
@@ -212,8 +208,4 @@ def _print_result(run_dir: Path, final: dict[str, float]) -> None:
         first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
         print_before_after(first if first["step"] == 0 else {}, final, str(run_dir))
     else:
-        _say(f"run directory: {run_dir}")
-
-
-def _say(message: str) -> None:
-    print(message, flush=True)
+        print_line(f"run directory: {run_dir}")

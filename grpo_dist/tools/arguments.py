@@ -19,8 +19,3 @@ def split_overrides(texts: list[str]) -> tuple[list[str], list[str]]:
 
     overrides = [text for text in texts if is_override(text)]
     return [text for text in texts if text not in overrides], overrides
-
-
-def print_line(message: str) -> None:
-    """Print ``message`` at once, also into a pipe."""
-    print(message, flush=True)

@@ -9,7 +9,7 @@ import torch
 from grpo_dist.algorithms.offpolicy import KINDS, LEVELS, correction
 from grpo_dist.algorithms.policy_losses import POLICY_LOSSES
 from grpo_dist.policy.loss import LossSettings, batch_loss
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import PreparedBatch
 from tests.support.numbers_by_hand import INF, close, mask_of, row
 
 RATIOS = row(0.25, 1.0, 1.5, 4.0, 7.0)  # the last is masked
@@ -113,9 +113,10 @@ def test_old_logprobs_far_below_both_others_leave_loss_and_gradient_exact(gap, l
 
 def one_token_batch(old, rollout):
     mask = torch.ones_like(old, dtype=torch.bool)
-    return TrainBatch(
+    return PreparedBatch(
         tokens=torch.zeros(old.shape, dtype=torch.long), lengths=mask.sum(dim=1), loss_mask=mask,
         advantages=torch.full_like(old, -1.0), rollout_logprobs=rollout, ref_logprobs=None, old_logprobs=old,
+        row_ids=torch.arange(len(old)),
         num_tokens=float(mask.sum()), num_sequences=float(len(old)), max_tokens=old.shape[1],
     )  # fmt: skip
 

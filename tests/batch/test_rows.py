@@ -63,7 +63,7 @@ def test_rows_are_prompt_then_completion_and_only_the_completion_is_trained():
         [0, -1, 0, 0, 0, 0],
     ]
     assert (batch.num_tokens, batch.num_sequences, batch.max_tokens) == (5.0, 3.0, 16)
-    assert batch.old_logprobs is None
+    assert batch.row_ids.tolist() == list(range(len(batch)))
     assert batch.tokens.dtype == torch.int64 and batch.advantages.dtype == torch.float32
 
 

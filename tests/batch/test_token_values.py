@@ -33,9 +33,7 @@ def batch_of(groups, *, reference=True):
         for g, group in enumerate(groups)
         for i, r in enumerate(group.rollouts)
     ]
-    return make_batch(
-        groups, advantages, ref_logprobs=known if reference else None, max_new_tokens=12, with_row_ids=True
-    )
+    return make_batch(groups, advantages, ref_logprobs=known if reference else None, max_new_tokens=12)
 
 
 def test_values_return_to_their_samples_for_any_split_of_rows(groups):
@@ -92,15 +90,14 @@ def test_the_loop_records_token_values_for_the_requested_steps():
             if values[r.prompt_uid, r.sample].trainer_logprobs is not None
         }
         assert trained and all(row == told for row, told in trained.items())
-    unmarked = [batch.row_ids is None for own in world.updates for batch in own]
-    assert unmarked == [True, False, True, False, True]
+    assert world.keeps_logprobs == [False, True, False, True, False]
 
 
 def test_the_advantage_of_every_sample_is_recorded_at_every_step():
     world = fakes.World()
     settings = fakes.config(steps=3, tracking={"token_values_every": 0}, algorithm={"advantage": "grpo"})
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
-    assert all(batch.row_ids is None for own in world.updates for batch in own)
+    assert world.keeps_logprobs == [False] * 3
     for name, values in world.values.items():
         assert not has_tokens(values)
         for group in world.sampled_groups[name]:
@@ -120,5 +117,5 @@ def test_without_kept_samples_no_token_values_are_recorded():
     settings = fakes.config(steps=2, tracking={"token_values_every": 1, "samples": False})
     world = fakes.World()
     asyncio.run(run(settings, world.workers(), fakes.prompts(40), [], world, world))
-    assert all(batch.row_ids is None for own in world.updates for batch in own)
+    assert world.keeps_logprobs == [False] * 2
     assert set(world.values.values()) == {None}

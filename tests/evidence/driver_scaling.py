@@ -129,7 +129,7 @@ class Instant:
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
         return self._groups[prompt.uid]
 
-    def stage(self, batches: Sequence[TrainBatch]) -> Any:
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> Any:
         return [shard(batch, RANKS) for batch in batches]
 
     async def update(self, staged: Any, *, kl_coef: float, bounds: Any) -> dict[str, float]:

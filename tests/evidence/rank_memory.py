@@ -50,7 +50,7 @@ def rank(index, port, directory, dtype, stage):
     from grpo_dist.policy.loss import LossSettings
     from grpo_dist.policy.ranks import Rank
     from grpo_dist.policy.trainer import Trainer, TrainerSettings
-    from grpo_dist.types import TrainBatch
+    from grpo_dist.types import PreparedBatch, TrainBatch
 
     own = {"zero_optimization": {"reduce_bucket_size": BUCKET, "stage3_param_persistence_threshold": 0}}
     trainer = Trainer(
@@ -67,11 +67,11 @@ def rank(index, port, directory, dtype, stage):
     batch = TrainBatch(
         tokens=torch.randint(0, 100, mask.shape), lengths=torch.full((4,), 16), loss_mask=mask,
         advantages=torch.randn(mask.shape), rollout_logprobs=torch.zeros(mask.shape), ref_logprobs=None,
-        old_logprobs=None, num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=16,
+        row_ids=torch.arange(4), num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=16,
     )  # fmt: skip
     trainer.update([batch])  # makes the optimiser's moments
     files = saved(trainer, Path(directory) / f"{dtype}_{stage}")
-    trainer.accumulate(batch)
+    trainer.accumulate(PreparedBatch.of(batch))
     if index == 0:
         print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held(), "files": files}), flush=True)
     trainer.close()

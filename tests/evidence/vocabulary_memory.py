@@ -50,7 +50,8 @@ def main(entries):
     batch = TrainBatch(
         tokens=torch.randint(0, entries, mask.shape), lengths=torch.full((ROWS,), TOKENS), loss_mask=mask,
         advantages=torch.randn(mask.shape), rollout_logprobs=torch.zeros(mask.shape), ref_logprobs=None,
-        old_logprobs=None, num_tokens=float(mask.sum()), num_sequences=float(ROWS), max_tokens=TOKENS,
+        row_ids=torch.arange(ROWS), num_tokens=float(mask.sum()),
+        num_sequences=float(ROWS), max_tokens=TOKENS,
     )  # fmt: skip
     for _ in range(2):
         trainer.update([batch])

@@ -271,7 +271,7 @@ def test_with_defaults_a_run_that_drifts_warns_and_continues():
 
 def through_a_checkpoint(progress, tmp_path):
     """Return ``progress`` with its health state as a checkpoint stores it."""
-    state = CheckpointState(0, "", "", health=json.loads(json.dumps(to_json(progress.health))))
+    state = CheckpointState(progress.step, "", "", health=json.loads(json.dumps(to_json(progress.health))))
     return dataclasses.replace(progress, health=load_progress(tmp_path, state, []).health)
 
 
@@ -281,7 +281,7 @@ def test_a_run_resumed_from_any_step_warns_and_counts_as_an_uninterrupted_one(tm
     for step in range(1, 48):
         resumed = Drifting(since=25, sampled=step)
         resumed.version = step
-        again = train(resumed, start=step, progress=through_a_checkpoint(whole.saved[step], tmp_path))
+        again = train(resumed, progress=through_a_checkpoint(whole.saved[step], tmp_path))
         assert again == {later: logged[later] for later in range(step + 1, 49)}
         due = [w for w in whole.warnings if int(w.split(":")[0].removeprefix("step ")) > step]
         assert resumed.warnings == due

@@ -302,9 +302,7 @@ def test_idle_steps_are_counted_across_a_resume_and_the_bound_can_be_removed():
     resumed.version = 2
     scored_by(resumed, lambda step, index: [1.0, 1.0])
     with pytest.raises(Unhealthy, match=r"step 3: 3 steps in a row"):
-        train(
-            resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), start=2, progress=world.saved[2]
-        )
+        train(resumed, fakes.config(steps=4, health={"idle_steps_above": 2}), progress=world.saved[2])
     assert HealthConfig().idle_steps_above == 50
 
 
@@ -370,7 +368,7 @@ def test_a_resumed_run_remembers_what_its_metrics_are_compared_with():
     resumed = fakes.World(jitter=False)
     resumed.version = 2
     scored_by(resumed, lambda step, index: [rewards[2 + step]] * 2)
-    train(resumed, config, start=2, progress=world.saved[2])
+    train(resumed, config, progress=world.saved[2])
     assert resumed.warnings == world.warnings
 
 

@@ -83,15 +83,15 @@ def test_resuming_from_a_checkpoint_repeats_the_uninterrupted_run(staleness):
     config = fakes.config(steps=6, max_staleness=staleness, checkpoint={"every": 3})
     first = fakes.World()
     train(first, config, fakes.prompts(40))
-    assert sorted(first.saved[3].ahead) == list(range(3, 3 + staleness))
+    assert sorted(first.saved[3].pipeline.ahead) == list(range(3, 3 + staleness))
 
     second = fakes.World()
     second.version = 3
-    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
+    train(second, config, fakes.prompts(40), progress=first.saved[3])
     for a, b in zip(whole.updates[3:], second.updates, strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
     resampled = {uid for uid, _, _ in second.sampled}
-    kept = {g.prompt.uid for batch in first.saved[3].ahead.values() for g in batch.groups}
+    kept = {g.prompt.uid for batch in first.saved[3].pipeline.ahead.values() for g in batch.groups}
     assert not resampled & kept
 
 
@@ -118,11 +118,11 @@ def test_finished_groups_of_an_unfinished_batch_are_kept(dynamic):
 
     first = Slow(jitter=False)
     train(first, config, fakes.prompts(40))
-    assert 1 not in first.saved[1].ahead
-    assert {g.prompt.uid for g in first.saved[1].partial[1]} == {*own} - {own[2]}
+    assert 1 not in first.saved[1].pipeline.ahead
+    assert {g.prompt.uid for g in first.saved[1].pipeline.partial[1]} == {*own} - {own[2]}
     second = fakes.World(jitter=False)
     second.version = 1
-    train(second, config, fakes.prompts(40), start=1, progress=first.saved[1])
+    train(second, config, fakes.prompts(40), progress=first.saved[1])
     assert [uid for uid, _, _ in second.sampled if uid in own] == [own[2]]
     assert torch.equal(whole.updates[1][0].tokens, second.updates[0][0].tokens)
 
@@ -239,7 +239,7 @@ def test_a_curriculum_also_learns_from_discarded_groups():
         checkpoint={"every": 8},
     )
     train(world, config, fakes.prompts(40))
-    assert set(world.saved[8].order.pass_rates) == {uid for uid, _, _ in world.sampled}
+    assert set(world.saved[8].pipeline.order.pass_rates) == {uid for uid, _, _ in world.sampled}
 
 
 def test_the_bound_on_extra_prompts_is_kept_and_the_batch_stays_full():
@@ -262,7 +262,7 @@ def test_dynamic_batches_do_not_depend_on_timing_and_resume_the_same():
         world.version = start
         only_some_differ(world, silent)
         kept = worlds[progress].saved[2] if progress is not None else None
-        train(world, config, fakes.prompts(40), start=start, progress=kept)
+        train(world, config, fakes.prompts(40), progress=kept)
         worlds.append(world)
     whole, other, resumed = (w.updates for w in worlds)
     pairs = [*zip(whole, other, strict=True), *zip(whole[2:], resumed, strict=True)]
@@ -284,12 +284,12 @@ def test_dynamic_sampling_samples_every_prompt_of_an_epoch_once_also_across_a_re
         world.version = start
         only_some_differ(world, {f"p{i}" for i in range(0, 26, 3)})
         kept = worlds[-1].saved[start] if start else None
-        train(world, config, fakes.prompts(26), start=start, progress=kept)
+        train(world, config, fakes.prompts(26), progress=kept)
         worlds.append(world)
     entries = [worlds[min(step // 5, 2)].ledger_entries[step + 1] for step in range(15)]
     assert entries == [worlds[0].ledger_entries[step + 1] for step in range(15)]
     counted = Counter(uid for own in entries for uids in own.values() for uid in uids)
-    order = worlds[0].saved[15].order
+    order = worlds[0].saved[15].pipeline.order
     assert counted == PromptStream(fakes.prompts(26), 10, seed=0, state=order).sampled()
     assert sum(counted.values()) > 15 * 4 and len(counted) == 26
     assert max(counted.values()) - min(counted.values()) <= 1 + staleness
@@ -352,7 +352,7 @@ def test_the_kl_weight_follows_the_target_and_survives_a_resume():
     saved = world.saved[2]
     world = fakes.World()
     world.update = update
-    train(world, config, fakes.prompts(40), start=2, progress=saved)
+    train(world, config, fakes.prompts(40), progress=saved)
     assert world.kl_coefs == pytest.approx(expected[2:])
 
 
@@ -398,12 +398,12 @@ def test_a_curriculum_follows_what_was_observed_and_resumes_the_same(staleness):
 
         world.score = score
         kept = worlds[0].saved[6] if start else None
-        train(world, config, fakes.prompts(12), start=start, progress=kept)
+        train(world, config, fakes.prompts(12), progress=kept)
         worlds.append(world)
     whole, other, resumed = (w.updates for w in worlds)
     pairs = [*zip(whole, other, strict=True), *zip(whole[6:], resumed, strict=True)]
     assert all(torch.equal(a[0].tokens, b[0].tokens) for a, b in pairs)
-    rates = worlds[0].saved[12].order.pass_rates
+    rates = worlds[0].saved[12].pipeline.order.pass_rates
     assert set(rates) == {uid for uid, _, _ in worlds[0].sampled}
     assert all(right == 0 < scored for uid, (right, scored) in rates.items() if int(uid[1:]) % 2 == 0)
     assert any(right > 0 for right, _ in rates.values())
@@ -431,6 +431,6 @@ def test_running_reward_statistics_cover_every_step_once_and_survive_a_resume(st
             assert first.saved[3].rewards.count == len(seen)
     second = fakes.World()
     second.version = 3
-    train(second, config, fakes.prompts(40), start=3, progress=first.saved[3])
+    train(second, config, fakes.prompts(40), progress=first.saved[3])
     for a, b in zip(whole.updates[3:], second.updates, strict=True):
         assert torch.equal(a[0].advantages, b[0].advantages)

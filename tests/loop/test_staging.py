@@ -18,9 +18,9 @@ STEERED = {"kl": {"coef": 0.1, "target": 0.5, "gain": 1.0}}
 class Slow(fakes.World):
     """Its update waits until every other task has run; logs the order of events."""
 
-    def stage(self, batches):
+    def stage(self, batches, **how):
         self.events.append("stage")
-        return super().stage(batches)
+        return super().stage(batches, **how)
 
     async def update(self, batches, *, kl_coef, bounds):
         await super().update(batches, kl_coef=kl_coef, bounds=bounds)
@@ -105,10 +105,10 @@ def test_the_kl_weight_reaches_every_update_of_a_rank():
 
 def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():
     class Broken(Slow):
-        def stage(self, batches):
+        def stage(self, batches, **how):
             if "stage" in self.events:
                 raise RuntimeError("object store full")
-            return super().stage(batches)
+            return super().stage(batches, **how)
 
     with pytest.raises(RuntimeError, match="object store full"):
         train(fakes.config(steps=3, max_staleness=1), Broken())

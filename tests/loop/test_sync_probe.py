@@ -123,7 +123,7 @@ def test_a_resumed_run_probes_at_once_and_logs_the_numbers_of_the_uninterrupted_
     train(whole, config(4, steps=6, checkpoint={"every": 3}))
     resumed = Probed()
     resumed.version = 3
-    train(resumed, config(4, steps=6), start=3, progress=whole.saved[3])
+    train(resumed, config(4, steps=6), progress=whole.saved[3])
     assert list(whole.probed) == [0, 4] and list(resumed.probed) == [3, 4]
     assert len(resumed.notes) == 2
 

@@ -13,13 +13,14 @@ import torch
 
 from grpo_dist.driver import run
 from grpo_dist.evaluation.sampling import EvalSet
-from grpo_dist.health.watch import REFUSED
+from grpo_dist.health.bounds import REFUSED
 from grpo_dist.loop.metrics import OUTCOMES
 from grpo_dist.observe.catalogue import README, described, table
 from grpo_dist.observe.metric_list import METRICS
 from grpo_dist.policy.loss import LossSettings, batch_loss, finish_stats
 from grpo_dist.runtime.generated import refresh, with_part
 from grpo_dist.runtime.metering import Usage, usage_metrics
+from grpo_dist.types import PreparedBatch
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,8 @@ class Everything(fakes.World):
         settings = LossSettings(kl_coef=0.1, entropy_coef=0.1, correction_kind="tis")
         logprobs = -torch.rand(batches[0].tokens.shape)
         entropy = torch.ones(logprobs.shape)
-        metrics = finish_stats(batch_loss(logprobs, batches[0], settings, entropy=entropy)[1])
+        _, stats = batch_loss(logprobs, PreparedBatch.of(batches[0]), settings, entropy=entropy)
+        metrics = finish_stats(stats)
         refused = {f"{REFUSED}{bound.key}": 0.0 for bound in bounds}
         return metrics | refused | {f"first_update/{name}": metrics[name] for name in ("ref/kl",)}
 

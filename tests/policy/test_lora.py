@@ -15,6 +15,7 @@ from grpo_dist.policy.lora import Adapter, adapter_parameters, adapters, add_ada
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.drawn import drawn
 from tests.support.real_ranks import ALGORITHM, TEMPERATURE, AdaptedWorker, flat, relative, start
@@ -55,7 +56,7 @@ def expected_gradients(model_dir, tensors, batch):
     logprobs, _ = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.loss_mask)
     )
-    loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
+    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))
     loss.backward()
     return {name: p.grad for name, p in adapter_parameters(model)}
 

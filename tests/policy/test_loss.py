@@ -16,7 +16,7 @@ from grpo_dist.batch.rows import make_batch, split_updates
 from grpo_dist.batch.sharding import micro_batches, shard
 from grpo_dist.policy.logprobs import token_logprobs
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
-from grpo_dist.types import TrainBatch
+from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 
 VOCABULARY = 108  # of samples_of_groups
@@ -31,12 +31,12 @@ def batch_of_one_row(**changes):
         "advantages": torch.tensor([[0.0, 2, 2, 2]]),
         "rollout_logprobs": torch.tensor([[0.0, -1, -2, -3]]),
         "ref_logprobs": None,
-        "old_logprobs": None,
+        "row_ids": torch.tensor([0]),
         "num_tokens": 3.0,
         "num_sequences": 1.0,
         "max_tokens": 10,
     }
-    return TrainBatch(**(fields | changes))
+    return PreparedBatch(**(fields | changes))
 
 
 def loss_and_gradient(batch, settings, logprobs, entropy=None, **of_update):
@@ -108,7 +108,7 @@ def test_the_mismatch_is_measured_without_a_correction_and_entropy_is_a_mean_ove
 @pytest.mark.parametrize("mode", MODES)
 def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
     """With advantages -1 on policy every token loss is 1; with k1 and d = 1 every KL is 1: equal terms."""
-    batch = made_groups.batch()
+    batch = PreparedBatch.of(made_groups.batch())
     logprobs = torch.randn(batch.tokens.shape)
     batch = replace(batch, advantages=torch.full_like(logprobs, -1.0), ref_logprobs=logprobs - 1)
     settings = LossSettings(kl_coef=0.25, kl_estimator="k1", aggregation=mode)
@@ -141,9 +141,9 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
 def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
-    batch = batch_of_one_row(ref_logprobs=logprobs - 1)
+    batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
     settings = LossSettings(kl_coef=0.5, kl_estimator="k1")
-    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs, policy_mask=kept)
+    loss, gradient, _ = loss_and_gradient(batch, settings, logprobs)
     assert loss == pytest.approx(-4 / 3 + 0.5)
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
 
@@ -213,7 +213,8 @@ def whole():
         noise = torch.from_numpy(rng.standard_normal(batch.tokens.shape)) * spread
         return torch.where(batch.loss_mask, logprobs + noise, 0.0).float()
 
-    return replace(batch, old_logprobs=near(0.3), rollout_logprobs=near(0.5))
+    old = near(0.3)
+    return PreparedBatch.of(replace(batch, rollout_logprobs=near(0.5)), old_logprobs=old)
 
 
 KL_AND_CORRECTION = [
@@ -288,11 +289,12 @@ def made_up_batches(draw):
         return scale * (2 * torch.rand(rows, width, generator=generator, dtype=torch.float64) - 1)
 
     logprobs = noise(2.0) - 3.0
-    batch = TrainBatch(
+    batch = PreparedBatch(
         tokens=torch.ones(rows, width, dtype=torch.long), lengths=torch.full((rows,), width), loss_mask=mask,
         advantages=torch.where(mask, noise(2.0), math.nan), rollout_logprobs=logprobs + noise(spread),
         ref_logprobs=logprobs + noise(min(spread, 2.0)), old_logprobs=logprobs + noise(spread),
-        num_tokens=float(mask.sum()), num_sequences=float(mask.any(1).sum()), max_tokens=width,
+        row_ids=torch.arange(rows), num_tokens=float(mask.sum()),
+        num_sequences=float(mask.any(1).sum()), max_tokens=width,
     )  # fmt: skip
     return batch, logprobs
 
@@ -347,7 +349,7 @@ def test_a_row_that_could_not_be_scored_adds_to_nothing(whole, mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["none", "tis", "mis", "icepop"])
 def test_a_step_with_nothing_to_train_has_loss_and_gradient_zero(mode, kind):
-    batch = made_groups.batch()
+    batch = PreparedBatch.of(made_groups.batch())
     batch = replace(batch, loss_mask=torch.zeros_like(batch.loss_mask), num_tokens=0.0, num_sequences=0.0)
     settings = LossSettings(aggregation=mode, kl_coef=0.1, correction_kind=kind, correction_level="sequence")
     loss, gradient, metrics = loss_and_gradient(batch, settings, torch.randn(batch.tokens.shape))

@@ -309,7 +309,7 @@ def _of_lengths(lengths, groups, prompts):
     return replace(
         batch, tokens=tokens, lengths=torch.tensor(lengths), loss_mask=zeros.bool(), advantages=zeros,
         rollout_logprobs=zeros, ref_logprobs=None, group_ids=torch.tensor(groups),
-        prompt_lengths=torch.tensor(prompts),
+        prompt_lengths=torch.tensor(prompts), row_ids=torch.arange(len(lengths)),
     )  # fmt: skip
 
 

@@ -36,12 +36,13 @@ def test_a_saved_checkpoint_is_found(tmp_path):
     assert state.step == 3
     check_data(found, state, PROMPTS)
     progress = load_progress(found, state, PROMPTS)
-    assert progress.kl_coef == 0.25
-    batch = progress.ahead[3]
+    pipeline = progress.pipeline
+    assert progress.step == 3 and progress.kl_coef == 0.25
+    batch = pipeline.ahead[3]
     (restored,), (put_aside,) = batch.groups, batch.discarded
     assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
-    assert [g.prompt for g in progress.partial[4]] == [PROMPTS[0]] and list(progress.partial) == [4]
-    assert progress.order_indices == {3: [1, 0], 12: [2]} and progress.order == ORDER
+    assert [g.prompt for g in pipeline.partial[4]] == [PROMPTS[0]] and list(pipeline.partial) == [4]
+    assert pipeline.order_indices == {3: [1, 0], 12: [2]} and pipeline.order == ORDER
     assert progress.health == HEALTH and progress.rewards == MOMENTS
     assert restored.baseline_reward == 0.5
     assert restored.rollouts[0].logprobs.tolist() == [-0.5, -0.25]
@@ -49,7 +50,7 @@ def test_a_saved_checkpoint_is_found(tmp_path):
 
 def test_a_checkpoint_without_watch_and_order_state_restores_empty_ones(tmp_path):
     progress = load_progress(tmp_path, CheckpointState(1, "", "", health={"best_reward": 0.5}), PROMPTS)
-    assert progress.health == HealthState(0.5) and progress.order == OrderState()
+    assert progress.health == HealthState(0.5) and progress.pipeline.order == OrderState()
     assert progress.rewards == Moments()
 
 
@@ -74,9 +75,9 @@ def test_a_failed_save_leaves_no_checkpoint_and_does_not_block_the_next(tmp_path
 def test_a_background_checkpoint_is_written_during_later_steps_and_the_next_one_waits_for_it(tmp_path):
     async def steps():
         checkpoints, writing = Checkpoints(tmp_path, fakes.config(), PROMPTS), asyncio.Event()
-        await checkpoints.save(1, Disk(writing=writing), Progress({}))  # does not wait
+        await checkpoints.save(1, Disk(writing=writing), Progress())  # does not wait
         assert list_checkpoints(tmp_path) == []
-        second = asyncio.create_task(checkpoints.save(2, Disk(), Progress({})))
+        second = asyncio.create_task(checkpoints.save(2, Disk(), Progress()))
         await asyncio.sleep(0.05)
         assert not second.done() and list_checkpoints(tmp_path) == []
         writing.set()
@@ -91,7 +92,7 @@ def test_a_background_checkpoint_is_written_during_later_steps_and_the_next_one_
 
 def test_a_foreground_checkpoint_exists_before_the_loop_continues(tmp_path):
     config = fakes.config(checkpoint={"background": False})
-    asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress({})))
+    asyncio.run(Checkpoints(tmp_path, config, PROMPTS).save(1, Disk(), Progress()))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
@@ -167,7 +168,7 @@ def test_settings_of_the_cold_start_are_part_of_the_identity_if_there_is_one(tmp
 def test_a_run_may_have_an_identity_that_outlives_its_paths(tmp_path):
     identity = fakes.config(model={"path": "stage:cold"})
     checkpoints = Checkpoints(tmp_path, fakes.config(model={"path": "here"}), PROMPTS, identity=identity)
-    asyncio.run(whole(checkpoints, 1, Disk(), Progress({})))
+    asyncio.run(whole(checkpoints, 1, Disk(), Progress()))
     (found,) = list_checkpoints(tmp_path)
     assert load_state(found, identity).step == 1
     assert "path: here" in (found / "config.yaml").read_text()

@@ -27,8 +27,8 @@ def asked_during(world, *, step, number=signal.SIGTERM, then=None):
     """Send a signal during the update of ``step``, then continue with ``then``."""
     update = world.update
 
-    async def updated(batches, *, kl_coef, bounds):
-        metrics = await update(batches, kl_coef=kl_coef, bounds=bounds)
+    async def updated(batches, **how):
+        metrics = await update(batches, **how)
         if len(world.updates) == step:
             os.kill(os.getpid(), number)
             await asyncio.sleep(0.01)  # lets the loop handle it
@@ -66,7 +66,7 @@ def test_a_run_asked_to_stop_finishes_its_step_and_the_same_command_resumes(stal
     assert list(world.saved) == [2] and 2 in world.logged and 3 not in world.logged
     resumed = fakes.World()
     resumed.version = 2
-    session(resumed, config, said, start=2, progress=world.saved[2])
+    session(resumed, config, said, progress=world.saved[2])
     for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -112,10 +112,10 @@ def test_a_stop_during_sampling_keeps_finished_groups_and_waits_for_no_others(st
         session(world, config, said)
     (step,) = world.saved
     kept = world.saved[step]
-    assert {g.prompt.uid for g in kept.partial[2 + staleness]} == {*third} - {third[1]}
+    assert {g.prompt.uid for g in kept.pipeline.partial[2 + staleness]} == {*third} - {third[1]}
     resumed = fakes.World(jitter=False)
     resumed.version = step
-    session(resumed, config, said, start=step, progress=kept)
+    session(resumed, config, said, progress=kept)
     assert [uid for uid, *_ in resumed.sampled if uid in third] == [third[1]]
     for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
@@ -144,7 +144,7 @@ def test_a_stop_during_an_evaluation_saves_the_step_and_evaluates_on_resume():
     assert not any(name.startswith("eval/") for name in world.logged[2])
     resumed = fakes.World(jitter=False)
     resumed.version = 2
-    session(resumed, config, said, eval_sets=held, start=2, progress=world.saved[2])
+    session(resumed, config, said, eval_sets=held, progress=world.saved[2])
     assert not resumed.saved[4].evaluation_pending
     evaluated = {step: own for step, own in whole.logged.items() if "eval/held/pass@1" in own}
     assert sorted(evaluated) == [0, 2, 4]
@@ -174,7 +174,7 @@ def test_a_stop_while_engines_drain_saves_the_finished_step():
     assert list(world.saved) == [2] and len(world.updates) == 2 and world.version == 1
     resumed = fakes.World(jitter=False)
     resumed.version = 2
-    session(resumed, config, said, start=2, progress=world.saved[2])
+    session(resumed, config, said, progress=world.saved[2])
     for a, b in zip(whole.updates, [*world.updates, *resumed.updates], strict=True):
         assert torch.equal(a[0].tokens, b[0].tokens)
 

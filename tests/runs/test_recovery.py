@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError
 from actors.cluster import Cluster
 from grpo_dist.config import RestartsConfig
 from grpo_dist.driver import run
-from grpo_dist.errors import Rollback, RunEnded, StateLost, Unhealthy
+from grpo_dist.errors import RunEnded, StateLost, Unhealthy
 from grpo_dist.observe import LEDGER
 from grpo_dist.runs.checkpoint import CHECKPOINTS, CheckpointState, newest_whole
 from grpo_dist.runs.identity import data_digest, fingerprint
@@ -81,27 +81,21 @@ class Job(fakes.World):
         if not self.saved:
             return ResumePoint()
         step = max(self.saved)
-        return ResumePoint(Path(f"step_{step:06d}"), step, self.saved[step])
+        return ResumePoint(Path(f"step_{step:06d}"), self.saved[step])
 
     async def resume(self, point, workers):
         if point.checkpoint is not None:
             self.weight = self.weights[point.step]
         await self.push(point.step)
-        await run(
-            self.config, workers, fakes.prompts(40), [], self, self,
-            start=point.step, progress=point.progress,
-        )  # fmt: skip
+        await run(self.config, workers, fakes.prompts(40), [], self, self, point.progress)
 
     async def attempts(self):
         recovery = Recovery(
             self.config.cluster, self, self, self.newest, Path("model"), first=ResumePoint(), start=self.start
         )
-        while True:
-            try:
-                async with recovery.attempt() as (point, workers):
-                    return await self.resume(point, workers)
-            except (StateLost, Rollback) as error:
-                await recovery.consume_restart(error)
+        async for attempt in recovery.attempts():
+            async with attempt as (point, workers):
+                await self.resume(point, workers)
 
     def train(self):
         asyncio.run(self.attempts())
@@ -345,7 +339,8 @@ def test_the_ledger_is_audited_against_the_last_checkpoint_and_a_wrong_one_fails
     for step, progress in job.saved.items():
         last = tmp_path / CHECKPOINTS / f"step_{step:06d}"
         last.mkdir(parents=True)
-        state = CheckpointState(step, fingerprint(config), data_digest(prompts), order=asdict(progress.order))
+        order = asdict(progress.pipeline.order)
+        state = CheckpointState(step, fingerprint(config), data_digest(prompts), order=order)
         (last / "state.json").write_text(json.dumps(asdict(state)))
     warned = []
     tracker = SimpleNamespace(warn=warned.append, flush=lambda: None)

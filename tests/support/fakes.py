@@ -41,6 +41,7 @@ class World:
     def __init__(self, jitter: bool = True, fail_on: str | None = None) -> None:
         self.version, self.events, self.updates, self.in_flight = 0, [], [], 0
         self.kl_coefs: list[float] = []  # one per update
+        self.keeps_logprobs: list[bool] = []  # one per batch staged
         self.sampled: list[tuple[str, tuple[int, ...], int]] = []
         self._jitter, self._fail_on = jitter, fail_on
         self.saved: dict[int, Progress] = {}
@@ -83,7 +84,8 @@ class World:
     async def logprobs(self, prompt, rollouts):
         return [np.full(len(r.completion_ids), -1.0, np.float32) for r in rollouts]
 
-    def stage(self, batches):
+    def stage(self, batches, *, keep_logprobs):
+        self.keeps_logprobs.append(keep_logprobs)
         return batches
 
     async def update(self, batches, *, kl_coef, bounds):

@@ -9,7 +9,7 @@ from grpo_dist.algorithms.moments import Moments
 from grpo_dist.data.order import OrderState
 from grpo_dist.health.drift import TrackedMetric
 from grpo_dist.health.state import HealthState
-from grpo_dist.loop.progress import Progress
+from grpo_dist.loop.progress import PipelineState, Progress
 from grpo_dist.runs.checkpoint import Checkpoints
 from grpo_dist.types import Group, Rollout
 from tests.support import fakes
@@ -63,7 +63,8 @@ def group(prompt):
 def save(directory, step, *, config=None, ahead=None, prompts=PROMPTS, **disk):
     checkpoints = Checkpoints(directory, config or fakes.config(), prompts)
     partial = {4: [group(PROMPTS[0])]} if ahead else {}
-    progress = Progress(ahead or {}, 0.25, {3: [1, 0], 12: [2]}, ORDER, HEALTH, partial, False, MOMENTS)
+    pipeline = PipelineState(ahead or {}, partial, {3: [1, 0], 12: [2]}, ORDER)
+    progress = Progress(step, pipeline, HEALTH, 0.25, False, MOMENTS)
     asyncio.run(whole(checkpoints, step, Disk(**disk), progress))
 
 

@@ -25,8 +25,8 @@ class Adding(PolicyWorker):
         self._where = ray.get_runtime_context().get_node_id()
         return "cpu", 0.0
 
-    def update(self, shards, kl_coef, bounds):
-        return {"sum": float(sum(int(shard.tokens.sum()) for shard in shards)), "node": self._where}
+    def update(self, updates, *_):
+        return {"sum": float(sum(int(own.tokens.sum()) for own in updates.batches)), "node": self._where}
 
 
 def batches():

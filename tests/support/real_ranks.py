@@ -21,6 +21,7 @@ from grpo_dist.config import (
 )
 from grpo_dist.policy.trainer import TrainerSettings
 from grpo_dist.runtime.hardware import thread_environment
+from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 
 TEMPERATURE = 0.9
@@ -35,7 +36,7 @@ class OpenWorker(PolicyWorker):
     """A rank that exposes its gradients."""
 
     def gradients(self, own):
-        metrics = self._trainer.accumulate(own)
+        metrics = self._trainer.accumulate(PreparedBatch.of(own))
         gradients = self._trainer.gradients()
         return gradients, metrics | self._trainer.step()
 

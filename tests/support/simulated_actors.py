@@ -75,8 +75,8 @@ class SimulatedReward:
 
 
 class SimulatedRank:
-    def update(self, shards: Sequence[Any], kl_coef: float | None, bounds: Sequence[Any]) -> dict[str, float]:
-        return {"loss/policy": float(len(shards))}
+    def update(self, updates: Any, kl_coef: float | None, bounds: Sequence[Any]) -> dict[str, float]:
+        return {"loss/policy": float(len(updates.batches))}
 
     def token_logprobs(self) -> dict[int, np.ndarray]:
         return {}

@@ -115,7 +115,7 @@ class InMemoryCheckpoints:
         self._newest = ResumePoint()
 
     async def save(self, step: int, workers: Workers, progress: Progress) -> None:
-        self._newest = ResumePoint(Path(f"step_{step}"), step, progress)
+        self._newest = ResumePoint(Path(f"step_{step}"), progress)
 
     async def settle(self) -> None:
         """Return at once: no save is in progress."""

@@ -154,7 +154,7 @@ class TimedPolicy:
         self._rates, self._failures, self._trace = rates, failures, trace
         self._colocated, self._slowdown = colocated, slowdown
 
-    def stage(self, batches: Sequence[TrainBatch]) -> list[UpdateWork]:
+    def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> list[UpdateWork]:
         with self._trace.excluded():
             return [fake_records.work_of(batch) for batch in batches]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from grpo_dist import driver
 from grpo_dist.config import Config
-from grpo_dist.errors import Rollback, StateLost
 from grpo_dist.runs.recovery import Recovery
 from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.metering import Span
@@ -94,23 +93,11 @@ async def _run(scenario: Scenario, config: Config) -> tuple[SimulatedCluster, St
         start=cluster.begin,
     )
     try:
-        while True:
-            try:
-                async with recovery.attempt() as (point, workers):
-                    cluster.rollouts.version = point.step
-                    await driver.run(
-                        config,
-                        workers,
-                        prompts,
-                        [],
-                        recorder,
-                        checkpoints,
-                        start=point.step,
-                        progress=point.progress,
-                    )
-                return cluster, recorder
-            except (StateLost, Rollback) as error:
-                await recovery.consume_restart(error)
+        async for attempt in recovery.attempts():
+            async with attempt as (point, workers):
+                cluster.rollouts.version = point.step
+                await driver.run(config, workers, prompts, [], recorder, checkpoints, point.progress)
+        return cluster, recorder
     finally:
         cluster.failures.stop()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.arguments import add_command, print_line
+from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.tools.arguments import add_command
 
 _ROLLOUTS, _TOKENS = 100_000, 400_000
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import UserError
-from grpo_dist.tools.arguments import add_command, print_line, split_overrides
+from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.tools.arguments import add_command, split_overrides
 
 
 def add_commands(commands: Any) -> None:

@@ -176,7 +176,7 @@ class Held:
 
 def test_restarted_workers_keep_their_reservation(monkeypatch):
     own = cluster.Cluster(config())
-    reservation = own._reservation = Held()
+    reservation = own._factory.reservation = Held()
 
     async def start_training(model_dir):
         await own._reserve(training=True)

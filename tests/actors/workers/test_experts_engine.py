@@ -15,6 +15,7 @@ from grpo_dist.config import LoRAConfig, OptimizerConfig, PolicyConfig
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.drawn import drawn
 from tests.support.expert_models import SHAPES, expert_model
@@ -116,7 +117,7 @@ def test_ranks_train_experts_and_export_the_checkpoints_names(forked_ranks, tmp_
     logprobs, _ = TokenLogprobs(exact, temperature=TEMPERATURE, chunk_mib=8)(
         padded(batch.tokens, batch.loss_mask)
     )
-    batch_loss(logprobs, batch, loss_settings(ALGORITHM))[0].backward()
+    batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))[0].backward()
     expected = flat({name: p.grad for name, p in exact.named_parameters()})
 
     async def train():

@@ -19,6 +19,7 @@ from grpo_dist.health.bounds import Bound
 from grpo_dist.policy.loss import batch_loss
 from grpo_dist.policy.model import TokenLogprobs
 from grpo_dist.policy.packing import padded
+from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 from tests.support.drawn import drawn
 from tests.support.real_ranks import ALGORITHM, TEMPERATURE, flat, gradients_of, on_all, relative, start
@@ -39,7 +40,7 @@ def reference(tiny_model, batch):
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
     module = TokenLogprobs(model, temperature=TEMPERATURE, chunk_mib=8)
     logprobs, _ = module(padded(batch.tokens, batch.loss_mask))
-    loss, _ = batch_loss(logprobs, batch, loss_settings(ALGORITHM))
+    loss, _ = batch_loss(logprobs, PreparedBatch.of(batch), loss_settings(ALGORITHM))
     loss.backward()
     return float(loss.detach()), flat({name: p.grad for name, p in model.named_parameters()})
 
@@ -83,7 +84,6 @@ def test_the_sync_probe_gets_the_logprobs_of_every_row_and_changes_nothing(
 ):
     """Also with fewer rows than ranks. update == probe, update, to the last bit."""
     batch = made_groups.batch(groups=2, samples=2)
-    batch = replace(batch, row_ids=torch.arange(len(batch)))
     one = batch.select([2])
 
     async def steps():
@@ -327,15 +327,13 @@ def near_the_models(model_dir, batch):
 @pytest.mark.parametrize(
     "how", [{"ranks": 1, "stage": 0}, {"ranks": 2, "stage": 3, "micro_batch_tokens": 40}]
 )
-def test_ranks_report_the_values_of_each_row_with_an_id_from_before_the_update(
+def test_ranks_keep_the_values_of_each_row_from_before_the_update_where_they_are_asked_to(
     forked_ranks, tiny_model, batch, how
 ):
-    marked = replace(batch, row_ids=torch.arange(len(batch)))
-
     async def step():
         group = start(tiny_model, epochs=2, **how)
         await group.ready()
-        await group.update(group.stage([marked]))
+        await group.update(group.stage([batch], keep_logprobs=True))
         told = await group.token_logprobs()
         await group.update(group.stage([batch]))
         nothing = await group.token_logprobs()
