@@ -85,12 +85,12 @@ def fit(config: Config, *, training: bool = True) -> Fit:
 
     Raises UserError when it takes more than the cluster has.
     """
-    if address_of(config) == "local" and not ray.is_initialized():
-        check_grows_no_more(config)
-        found, here, has = None, True, local_resources(config)
+    if address_of(config.cluster) == "local" and not ray.is_initialized():
+        check_grows_no_more(config.cluster)
+        found, here, has = None, True, local_resources(config.cluster)
     else:
-        owns = connect(config)
-        found = expected(config)
+        owns = connect(config.cluster)
+        found = expected(config.cluster)
         here, has = is_this_machine() and config.cluster.grows_to is None, resources_of(found, shared=True)
         if owns:
             ray.shutdown()
@@ -108,7 +108,7 @@ def fit(config: Config, *, training: bool = True) -> Fit:
 
 def local_demands(config: Config) -> dict[str, Demand]:
     """Return what every role of a training run takes of this machine alone."""
-    return placement(config, local_resources(config), training=True)
+    return placement(config, local_resources(config.cluster), training=True)
 
 
 class Cluster:
@@ -123,10 +123,10 @@ class Cluster:
         self._parts: TrainingActors | None = None
 
     async def __aenter__(self) -> Cluster:
-        address = address_of(self._config)
+        address = address_of(self._config.cluster)
         with stage("Ray", "a cluster starts here" if address == "local" else f"joins {address}"):
-            self._own_connection = connect(self._config)
-        self._shared = not self._own_connection or address_of(self._config) != "local"
+            self._own_connection = connect(self._config.cluster)
+        self._shared = not self._own_connection or address_of(self._config.cluster) != "local"
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -330,7 +330,7 @@ class Cluster:
         end = time.monotonic() + (self._config.cluster.timeouts.room_s if again else 0.0)
         while True:
             try:
-                has = expected(self._config)
+                has = expected(self._config.cluster)
                 resources = resources_of(has, shared=self._shared)
                 demands = placement(self._config, resources, training=training)
                 if problem := too_large(bundles(demands), has):

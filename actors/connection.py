@@ -14,18 +14,18 @@ import torch
 from actors.placement.demands import Resources
 from actors.placement.fitting import Node
 from actors.private_ray import close_session, prepare_token
-from grpo_dist.config import Config
+from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import available_cpus, device_type
 
 
-def address_of(config: Config) -> str:
+def address_of(cluster: ClusterConfig) -> str:
     """Return the address of the Ray cluster to join; `local`: a private one on this machine."""
-    return config.cluster.address or os.environ.get("RAY_ADDRESS") or "local"
+    return cluster.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
-def local_resources(config: Config) -> Resources:
-    return Resources(config.cluster.num_cpus or available_cpus(), torch.cuda.device_count())
+def local_resources(cluster: ClusterConfig) -> Resources:
+    return Resources(cluster.num_cpus or available_cpus(), torch.cuda.device_count())
 
 
 def resources_of(has: Sequence[Node], *, shared: bool) -> Resources:
@@ -35,9 +35,9 @@ def resources_of(has: Sequence[Node], *, shared: bool) -> Resources:
     return Resources(max(cpus, 1), gpus, max(most, 1), shared)
 
 
-def check_grows_no_more(config: Config) -> None:
+def check_grows_no_more(cluster: ClusterConfig) -> None:
     """Raises UserError for a private cluster that is expected to grow."""
-    if config.cluster.grows_to is not None:
+    if cluster.grows_to is not None:
         raise UserError(
             "`cluster.grows_to` is set, and the run has a cluster of its own, which is this machine; set "
             "`cluster.address` (or RAY_ADDRESS) to the one that grows, or remove it"
@@ -50,11 +50,11 @@ def is_this_machine() -> bool:
     return alive == {ray.get_runtime_context().get_node_id()}
 
 
-def connect(config: Config) -> bool:
+def connect(cluster: ClusterConfig) -> bool:
     """Join the cluster, or start a private local one; return whether this call opened the connection."""
     if ray.is_initialized():
         return False
-    address = address_of(config)
+    address = address_of(cluster)
     # Ray runs its workers at the lowest priority by default, where any other program of this machine starves
     # them. Ray reads this when a cluster starts; a running cluster keeps its own value.
     os.environ.setdefault("RAY_worker_niceness", "0")
@@ -62,8 +62,8 @@ def connect(config: Config) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     local: dict[str, Any] = {}
     if address == "local":
-        check_grows_no_more(config)
-        local = {"num_cpus": config.cluster.num_cpus, "include_dashboard": False}
+        check_grows_no_more(cluster)
+        local = {"num_cpus": cluster.num_cpus, "include_dashboard": False}
     if local and device_type() == "cpu":
         local["num_gpus"] = 0  # Ray counts GPUs even with the CPU build of torch
     if local:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.placement.demands import Demand
 from actors.placement.fitting import Bundle, Node, bundles, grown, no_room, too_large
-from grpo_dist.config import Config
+from grpo_dist.config import ClusterConfig, Config
 from grpo_dist.errors import UserError
 
 logger = logging.getLogger("grpo_dist")
@@ -51,7 +51,7 @@ class Reservation:
         wanted = bundles(demands)
         if not wanted:
             return cls([], None)
-        if problem := too_large(wanted, expected(config)):
+        if problem := too_large(wanted, expected(config.cluster)):
             raise UserError(f"cluster: {problem}")
         group = placement_group(
             [_resources(bundle) for bundle in wanted], strategy="PACK", name=f"grpo-dist-{config.name}"
@@ -127,9 +127,9 @@ def nodes() -> list[Node]:
     ]
 
 
-def expected(config: Config) -> list[Node]:
+def expected(cluster: ClusterConfig) -> list[Node]:
     """Return `nodes` and those that an autoscaler adds."""
-    return grown(nodes(), config.cluster.grows_to)
+    return grown(nodes(), cluster.grows_to)
 
 
 def _free() -> str:

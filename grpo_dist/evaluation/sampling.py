@@ -27,6 +27,26 @@ class EvalSet:
     prompts: list[Prompt]
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the samples of an evaluation, or of rejection sampling, are drawn."""
+
+    sampling: Sampling
+    samples: int  # per prompt
+    seed: int
+    sample_s: float  # deadline of the next finished prompt
+
+    @classmethod
+    def of(cls, config: Config, settings: EvaluationConfig | RejectionConfig) -> Draw:
+        sampling = Sampling(
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
+        )
+        return cls(sampling, settings.samples_per_prompt, config.seed, config.cluster.timeouts.sample_s)
+
+
 class EvaluationHandles(Protocol):
     """The two workers an evaluation needs."""
 
@@ -52,15 +72,14 @@ async def evaluate(
     counted in ``eval/<set>/unscored``. Raises TimeoutError, with the answer of ``explain``, when no prompt is
     done for `timeouts.sample_s`.
     """
+    settings, draw = config.evaluation, Draw.of(config, config.evaluation)
     metrics: dict[str, float] = {}
     for eval_set in eval_sets:
-        prompts = eval_set.prompts[: config.evaluation.max_prompts]
-        groups = await _sample_all(config, workers, eval_set.name, prompts, explain)
+        prompts = eval_set.prompts[: settings.max_prompts]
+        groups = await _sample_all(draw, workers, eval_set.name, prompts, explain)
         recorder.samples(f"eval_{eval_set.name}_step_{step:06d}", groups)
         correct = [correctness(group) for group in groups]
-        metrics |= {
-            f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, config.evaluation.k).items()
-        }
+        metrics |= {f"eval/{eval_set.name}/{k}": v for k, v in summarise(correct, settings.k).items()}
         lengths = [len(r.completion_ids) for g in groups for r in g.rollouts]
         metrics[f"eval/{eval_set.name}/length_tokens"] = float(np.mean(lengths))
         metrics[f"eval/{eval_set.name}/unscored"] = float(sum(np.isnan(c).sum() for c in correct))
@@ -68,7 +87,7 @@ async def evaluate(
 
 
 async def _sample_all(
-    config: Config,
+    draw: Draw,
     workers: EvaluationHandles,
     name: str,
     prompts: list[Prompt],
@@ -80,15 +99,12 @@ async def _sample_all(
         groups.extend(chunk)
 
     what = f"evaluate: {name} ({len(prompts)} prompts)"
-    await sample_chunks(
-        config, config.evaluation, workers, {0: prompts}, finished, stage=STAGE, what=what, explain=explain
-    )
+    await sample_chunks(draw, workers, {0: prompts}, finished, stage=STAGE, what=what, explain=explain)
     return groups
 
 
 async def sample_chunks(
-    config: Config,
-    settings: EvaluationConfig | RejectionConfig,
+    draw: Draw,
     workers: EvaluationHandles,
     chunks: Mapping[int, list[Prompt]],
     finished: Callable[[int, list[Group]], Awaitable[None]],
@@ -97,7 +113,7 @@ async def sample_chunks(
     what: str,
     explain: Callable[[], Awaitable[str]] | None = None,
 ) -> None:
-    """Draw and score ``settings.samples_per_prompt`` samples of each prompt, apart from any training step.
+    """Draw and score samples of each prompt, apart from any training step.
 
     All chunks are requested at once, in order, so that no engine is idle at the end of one.
 
@@ -105,14 +121,13 @@ async def sample_chunks(
         finished: called with each chunk once all its prompts are done.
         stage: negative, so that seeds differ from those of every training step. The same stage draws with the
             same seeds, which takes sampling noise out of the difference between two evaluations.
-        what: names the stage in the TimeoutError raised when no prompt is done for `timeouts.sample_s`.
+        what: names the stage in the TimeoutError raised when no prompt is done for ``draw.sample_s``.
         explain: asked then for a text to add to the error.
     """
-    sampling = sampling_of(config, settings)
     total, done = sum(map(len, chunks.values())), count(1)
 
     async def one(prompt: Prompt) -> Group:
-        group = await _sample_group(config, settings, sampling, workers, prompt, stage=stage)
+        group = await _sample_group(draw, workers, prompt, stage=stage)
         still_going()
         note(f"{next(done)} of {total} prompts are done")
         return group
@@ -121,34 +136,15 @@ async def sample_chunks(
         await finished(number, await gather(one(prompt) for prompt in prompts))
         still_going()
 
-    limit_s, next_prompt = config.cluster.timeouts.sample_s, f"{what}: the next prompt"
-    async with progressing(limit_s, next_prompt, explain=explain) as still_going:
+    async with progressing(draw.sample_s, f"{what}: the next prompt", explain=explain) as still_going:
         await gather(chunk(number, prompts) for number, prompts in chunks.items())
 
 
-def sampling_of(config: Config, settings: EvaluationConfig | RejectionConfig) -> Sampling:
-    return Sampling(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=settings.max_new_tokens or config.sampling.max_new_tokens,
-    )
-
-
-async def _sample_group(
-    config: Config,
-    settings: EvaluationConfig | RejectionConfig,
-    sampling: Sampling,
-    workers: EvaluationHandles,
-    prompt: Prompt,
-    *,
-    stage: int,
-) -> Group:
-    samples = settings.samples_per_prompt
-    seeds = [request_seed(config.seed, stage, prompt.uid, i) for i in range(samples)]
+async def _sample_group(draw: Draw, workers: EvaluationHandles, prompt: Prompt, *, stage: int) -> Group:
+    seeds = [request_seed(draw.seed, stage, prompt.uid, i) for i in range(draw.samples)]
 
     async def scored() -> Group:
-        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=sampling)
+        rollouts = await workers.rollouts.sample(prompt, seeds=seeds, sampling=draw.sampling)
         return await workers.rewards.score(prompt, rollouts)
 
     return await sampled_again(scored)

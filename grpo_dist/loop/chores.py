@@ -8,7 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
 from grpo_dist.errors import Preempted
 from grpo_dist.health.bounds import SKIPPED
 from grpo_dist.health.watch import HealthWatch
@@ -120,7 +120,8 @@ class Chores:
         )
         self._recorder.log(step, metrics)
         health.act(step, alarms, metrics, batch.groups)
-        if is_due(step, config.evaluation.every) and not is_evaluated_after_export(config, step):
+        exported = step == config.steps and evaluates_export(config.evaluation, config.checkpoint)
+        if is_due(step, config.evaluation.every) and not exported:
             await self._evaluate(step)
         if is_due(step, config.checkpoint.every) or step == config.steps or self._stop_requested():
             await self._save(step)
@@ -165,6 +166,6 @@ class Chores:
         raise Preempted(f"ended as asked after step {step}, saved. Rerun the same command to resume")
 
 
-def is_evaluated_after_export(config: Config, step: int) -> bool:
-    """Whether the model exported after this step is evaluated anyway."""
-    return step == config.steps and config.evaluation.after and config.checkpoint.export
+def evaluates_export(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> bool:
+    """Whether the model that the last step leaves is exported and evaluated."""
+    return evaluation.after and checkpoint.export

@@ -15,7 +15,7 @@ from grpo_dist.batch.credit_assignment import (
     token_advantages,
 )
 from grpo_dist.batch.rows import make_batch, split_updates
-from grpo_dist.config import Config
+from grpo_dist.config import AlgorithmConfig, Config, RewardsConfig
 from grpo_dist.loop.groups import ScoredGroup
 from grpo_dist.runtime.seeds import derived_seed
 from grpo_dist.types import Group, TrainBatch
@@ -24,14 +24,14 @@ from grpo_dist.types import Group, TrainBatch
 _WHITENED = ("reinforce_pp", "reinforce_pp_baseline")
 
 
-def reward_moments(config: Config, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
+def reward_moments(algorithm: AlgorithmConfig, scored: Sequence[ScoredGroup], before: Moments) -> Moments:
     """Add the rewards of a step to ``before``, the moments of all earlier steps.
 
     Returns ``before`` itself unless `algorithm.reward_norm` is running.
     """
-    if config.algorithm.reward_norm != "running":
+    if algorithm.reward_norm != "running":
         return before
-    return before.updated(clipped_rewards([s.group for s in scored], config.algorithm.reward_clip))
+    return before.updated(clipped_rewards([s.group for s in scored], algorithm.reward_clip))
 
 
 def make_batches(
@@ -52,8 +52,8 @@ def make_batches(
     groups = [s.group for s in scored]
     if config.rewards.shuffle:
         groups = shuffle_rewards(groups, derived_seed(config.seed, f"shuffle rewards of step {step}"))
-    moments = reward_moments(config, scored, Moments()) if moments is None else moments
-    settings = replace(advantage_settings(config, kl_coef), moments=moments)
+    moments = reward_moments(config.algorithm, scored, Moments()) if moments is None else moments
+    settings = replace(advantage_settings(config.algorithm, config.rewards, kl_coef), moments=moments)
     batch = make_batch(
         groups,
         sample_advantages(groups, settings),
@@ -63,7 +63,7 @@ def make_batches(
     )
     batch = token_advantages(batch, groups, settings)
     updates = split_updates(batch, num_groups=len(groups), num_updates=config.batch.updates_per_step)
-    return [_without_idle_rows(config, update) for update in updates]
+    return [_without_idle_rows(config.algorithm, config.needs_reference, update) for update in updates]
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
@@ -78,17 +78,18 @@ def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
     return [replace(group, rewards=part) for group, part in zip(groups, parts, strict=True)]
 
 
-def advantage_settings(config: Config, kl_coef: float) -> AdvantageSettings:
+def advantage_settings(
+    algorithm: AlgorithmConfig, rewards: RewardsConfig, kl_coef: float
+) -> AdvantageSettings:
     """Translate the configuration: the maths takes numbers."""
-    algorithm = config.algorithm
     whitened = algorithm.whiten_advantages
     return AdvantageSettings(
         estimator=algorithm.advantage,
         std=algorithm.std or "group",
         eps=algorithm.advantage_eps,
         k=algorithm.pass_k,
-        weights={r.name or r.function: r.weight for r in config.rewards.functions}
-        | {m.name: m.weight for m in config.rewards.models},
+        weights={r.name or r.function: r.weight for r in rewards.functions}
+        | {m.name: m.weight for m in rewards.models},
         reward_clip=algorithm.reward_clip,
         reward_norm=algorithm.reward_norm,
         reward_shift=algorithm.shifts_rewards,
@@ -100,14 +101,13 @@ def advantage_settings(config: Config, kl_coef: float) -> AdvantageSettings:
     )
 
 
-def _without_idle_rows(config: Config, batch: TrainBatch) -> TrainBatch:
+def _without_idle_rows(algorithm: AlgorithmConfig, needs_reference: bool, batch: TrainBatch) -> TrainBatch:
     """Drop rows that add nothing to the gradient: every advantage is 0, and the loss has no other term.
 
     The denominators stay, so the gradient stays; only forward passes are saved. If no row would be left, all
     stay, so that the step still has metrics.
     """
-    algorithm = config.algorithm
-    other_terms = (config.needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
+    other_terms = (needs_reference and not algorithm.add_token_level_kl) or algorithm.entropy_coef
     ranked = algorithm.top_entropy_share < 1.0  # which tokens are trained depends on all of them
     if other_terms or ranked or not algorithm.skip_idle_rows:
         return batch

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.stream import PromptStream
 from grpo_dist.errors import RunEnded
@@ -47,7 +47,9 @@ def _find_error(run: Run) -> str | None:
     if config.data.order == "epochs" and config.dynamic_sampling.enabled:
         expected_counts = _expected_counts(run)
     elif config.data.order == "epochs":
-        expected_uids = partial(_expected_uids, [prompt.uid for prompt in run.prepared.prompts], config)
+        expected_uids = partial(
+            _expected_uids, [prompt.uid for prompt in run.prepared.prompts], config.batch, config.seed
+        )
     return ledger.audit(
         run.directory / LEDGER,
         steps=config.steps,
@@ -69,6 +71,6 @@ def _expected_counts(run: Run) -> Counter[str]:
     return stream.sampled(index for indices in state.taken.values() for index in indices)
 
 
-def _expected_uids(uids: list[str], config: Config, step: int) -> set[str]:
+def _expected_uids(uids: list[str], batch: BatchConfig, seed: int, step: int) -> set[str]:
     """Return the uids whose turn ``step`` is, counted from 1."""
-    return {uids[i] for i in step_prompts(len(uids), config.batch.prompts_per_step, config.seed, step - 1)}
+    return {uids[i] for i in step_prompts(len(uids), batch.prompts_per_step, seed, step - 1)}

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, DataSourceConfig
+from grpo_dist.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DataSourceConfig,
+    ModelConfig,
+    RewardsConfig,
+    SamplingConfig,
+    SFTConfig,
+)
 from grpo_dist.data.prompts import BuiltPrompts, Dropped, PromptFormat, build_prompts, check_overlap
 from grpo_dist.data.readers import DataRow, read_all, source_name
 from grpo_dist.demo.model import cached_model, random_model
@@ -46,7 +55,7 @@ def prepare(
         device: of the run's workers; None: as on this machine.
     """
     device = device or device_type()
-    check_scoring(config)
+    check_scoring(config.rewards, config.sampling)
     refuse(setting_problems(config, device))
     # Rows first: a mistake in them should show before a cold start or a download.
     with stage("data", "problems are read"):
@@ -54,7 +63,7 @@ def prepare(
         eval_rows = read_all(config.data.eval, "data.eval")
     cold = config.model.path == "sft" and train_first
     with stage("cold start" if cold else "model", "supervised, unless cached" if cold else config.model.path):
-        model_dir = resolve_model(config, say, train_first=train_first)
+        model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=train_first)
     refuse(model_problems(config, device, model_dir))
     return prepared(config, model_dir, train_rows, eval_rows, say)
 
@@ -81,19 +90,20 @@ def prepared(
         warnings.append(message)
 
     with stage("prompts", "are tokenized"):
-        loaded = train_prompts(config, train_rows, tokenizer, warn)
+        loaded = train_prompts(config.data, config.rewards, train_rows, tokenizer, warn)
     prompts, needed = loaded.prompts, config.batch.prompts_per_step
     if len(prompts) < needed:
         raise ValueError(
             f"data.train: {len(prompts)} prompts, but `batch.prompts_per_step` = {needed} must be drawn "
             f"without repetition; add data or set batch.prompts_per_step to at most {len(prompts)}"
         )
-    eval_sets = prepare_eval(config, eval_rows, tokenizer, prompts, warn)
+    eval_sets = prepare_eval(config.data, config.rewards, eval_rows, tokenizer, prompts, warn)
     return Prepared(model_dir, prompts, eval_sets, loaded.dropped, warnings)
 
 
 def train_prompts(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     say: Callable[[str], None],
@@ -103,7 +113,7 @@ def train_prompts(
     dropped: list[Dropped] = []
     uid_counts: Mapping[str, int] = {}
     for source, rows in sources:
-        built = load_prompts(config, source, rows, tokenizer, say, uid_counts)
+        built = load_prompts(data, rewards, source, rows, tokenizer, say, uid_counts)
         prompts += built.prompts
         dropped += built.dropped
         uid_counts = built.uid_counts
@@ -111,7 +121,8 @@ def train_prompts(
 
 
 def prepare_eval(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
     sources: list[tuple[DataSourceConfig, list[DataRow]]],
     tokenizer: Any,
     prompts: list[Prompt],
@@ -122,9 +133,11 @@ def prepare_eval(
     """
     eval_sets = []
     for source, rows in sources:
-        eval_set = EvalSet(source_name(source), load_prompts(config, source, rows, tokenizer, say).prompts)
+        eval_set = EvalSet(
+            source_name(source), load_prompts(data, rewards, source, rows, tokenizer, say).prompts
+        )
         overlap = check_overlap(prompts, eval_set.prompts)
-        if overlap and config.data.overlap == "refuse":
+        if overlap and data.overlap == "refuse":
             raise ValueError(f"data.eval {eval_set.name}: {overlap}; remove them, or set data.overlap=warn")
         if overlap:
             say(f"warning: data.eval {eval_set.name}: {overlap}")
@@ -135,19 +148,26 @@ def prepare_eval(
     return eval_sets
 
 
-def resolve_model(config: Config, say: Callable[[str], None], *, train_first: bool = True) -> Path:
+def resolve_model(
+    model: ModelConfig,
+    sft: SFTConfig | None,
+    seed: int,
+    say: Callable[[str], None],
+    *,
+    train_first: bool = True,
+) -> Path:
     """Return the model's directory: made here (`demo:`, `random:`), trained here (`sft`), local, or
     downloaded from the hub.
     """
     quiet_libraries()
-    path = config.model.path
+    path = model.path
     if path == "sft":
-        assert config.sft is not None  # the configuration was checked
-        return run_sft(config.sft, say) if train_first else base_model(config.sft)
+        assert sft is not None  # the configuration was checked
+        return run_sft(sft, say) if train_first else base_model(sft)
     if path.startswith("demo:"):
-        return cached_model(path.removeprefix("demo:"), seed=config.seed)
+        return cached_model(path.removeprefix("demo:"), seed=seed)
     if path.startswith("random:"):
-        return random_model(Path(path.removeprefix("random:")).expanduser(), seed=config.seed)
+        return random_model(Path(path.removeprefix("random:")).expanduser(), seed=seed)
     local = Path(path).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
@@ -165,7 +185,7 @@ def resolve_model(config: Config, say: Callable[[str], None], *, train_first: bo
         raise ValueError(
             f"model.path = {path}: no such directory; expected a local model directory or a hub id owner/name"
         )
-    return download(path, config.model.revision, "model.path")
+    return download(path, model.revision, "model.path")
 
 
 def _check_shards(model_dir: Path) -> None:
@@ -197,15 +217,15 @@ def download(hub_id: str, revision: str | None, key: str) -> Path:
         ) from error
 
 
-def check_scoring(config: Config) -> None:
+def check_scoring(rewards: RewardsConfig, sampling: SamplingConfig) -> None:
     """Raise ValueError for a reward function or a reward model that cannot be used."""
-    refuse(scoring_problems(config))
+    refuse(scoring_problems(rewards, sampling))
 
 
-def scoring_problems(config: Config) -> Iterator[str]:
+def scoring_problems(rewards: RewardsConfig, sampling: SamplingConfig) -> Iterator[str]:
     """Yield a message for every reward function and reward model that cannot be used."""
-    yield from reward_problems(config.rewards, max_new_tokens=config.sampling.max_new_tokens)
-    for model in config.rewards.models:
+    yield from reward_problems(rewards, max_new_tokens=sampling.max_new_tokens)
+    for model in rewards.models:
         try:
             check_model(model)
         except ValueError as error:
@@ -221,7 +241,8 @@ def load_tokenizer(model_dir: Path, trust_remote_code: bool) -> Any:
 
 
 def load_prompts(
-    config: Config,
+    data: DataConfig,
+    rewards: RewardsConfig,
     source: DataSourceConfig,
     rows: list[DataRow],
     tokenizer: Any,
@@ -231,7 +252,6 @@ def load_prompts(
     """Turn the ``rows`` of ``source`` into prompts. ``uid_counts`` are those of earlier sources: no uid may
     repeat.
     """
-    data = config.data
     built = build_prompts(
         rows,
         tokenizer,
@@ -243,7 +263,7 @@ def load_prompts(
     prompts, dropped = built.prompts, built.dropped
     if dropped:
         say(f"{source_name(source)}: {len(dropped)} of {len(rows)} prompts dropped, e.g. {dropped[0].reason}")
-    unreadable, looked_at = count_unreadable([p.answer for p in prompts], config.rewards)
+    unreadable, looked_at = count_unreadable([p.answer for p in prompts], rewards)
     if unreadable:
         say(
             f"{source_name(source)}: {unreadable} of {looked_at} gold answers are not parsable mathematics "
@@ -252,12 +272,12 @@ def load_prompts(
     return built
 
 
-def choose_run_dir(config: Config) -> Path:
+def choose_run_dir(checkpoint: CheckpointConfig, name: str, output_dir: str) -> Path:
     """Return `output_dir/name`. With `checkpoint.resume: never`, where it exists, return the first free of
     `name-2`, `name-3` ...
     """
-    base = Path(config.output_dir).expanduser() / config.name
-    if config.checkpoint.resume == "auto" or not base.exists():
+    base = Path(output_dir).expanduser() / name
+    if checkpoint.resume == "auto" or not base.exists():
         return base
     number = 2
     while (taken := base.with_name(f"{base.name}-{number}")).exists():

@@ -11,7 +11,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from grpo_dist.algorithms.moments import Moments
-from grpo_dist.config import Config
+from grpo_dist.config import Config, PolicyConfig
 from grpo_dist.config.files import dump_config
 from grpo_dist.data.order import OrderState
 from grpo_dist.health import state as health_state
@@ -71,7 +71,7 @@ def load_state(checkpoint: Path, config: Config) -> CheckpointState:
             "tracking, cluster and most health settings may change on resume. Restore the old "
             "values, choose another `name`, or set `checkpoint.resume=never`"
         )
-    _check_nvme_sharding(checkpoint, changed or [], config)
+    _check_nvme_sharding(checkpoint, changed or [], config.policy)
     return state
 
 
@@ -91,10 +91,10 @@ def _decisive(changed: list[Change] | None, config: Config) -> list[Change] | No
     return [change for change in changed if change.decides(config)]
 
 
-def _check_nvme_sharding(checkpoint: Path, changed: list[Change], config: Config) -> None:
+def _check_nvme_sharding(checkpoint: Path, changed: list[Change], policy: PolicyConfig) -> None:
     """Raise ValueError where the policy's sharding has changed and its state is or was on NVMe disks."""
     other = [change for change in changed if change.is_sharding]
-    if other and "nvme" in (*offload_devices(config.policy).values(), *(change.was for change in other)):
+    if other and "nvme" in (*offload_devices(policy).values(), *(change.was for change in other)):
         raise ValueError(
             f"{checkpoint}: {describe(other)}, but states on NVMe disks (`policy.offload`) cannot be "
             "resharded; restore the old values, choose another `name`, or set `checkpoint.resume=never`"

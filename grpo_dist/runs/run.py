@@ -105,15 +105,15 @@ def exclusive_directory(run_dir: Path, existing: Path) -> Iterator[None]:
             raise
 
 
-def check_unfinished(config: Config, run_dir: Path, step: int) -> None:
+def check_unfinished(steps: int, run_dir: Path, step: int) -> None:
     """Raise UserError where the run in ``run_dir``, with ``step`` steps done, has no more to do."""
     done = finished_steps(run_dir)
-    if step > config.steps and done != step:
+    if step > steps and done != step:
         raise UserError(
-            f"`steps` = {config.steps}: {run_dir} has done {step} already; set it to {step} or more, or "
+            f"`steps` = {steps}: {run_dir} has done {step} already; set it to {step} or more, or "
             "choose another `name`"
         )
-    if step >= config.steps and done == step:
+    if step >= steps and done == step:
         raise UserError(
             f"{run_dir}: the run is complete ({step} steps); choose another `name`, or set "
             "checkpoint.resume=never (or, with a constant learning rate, raise `steps` to continue it)"

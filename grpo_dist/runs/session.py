@@ -17,6 +17,7 @@ from grpo_dist.config.presets import described
 from grpo_dist.errors import UserError, refusals
 from grpo_dist.evaluation.sampling import evaluate
 from grpo_dist.loop import supervised
+from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.loop.ledger import DROPPED
 from grpo_dist.observe import Tracker
 from grpo_dist.observe.console import print_before_after
@@ -48,7 +49,7 @@ def train(config: Config, *, identity: Config | None = None) -> Path:
     with ended_by_sigterm(), stages_logged(enabled=config.tracking.console):
         with refusals():
             check_trackers(config.tracking)
-            run_dir = choose_run_dir(config)
+            run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
             existing = check_writable(run_dir)
         with exclusive_directory(run_dir, existing):
             prepared, point = _prepare(run_dir, config, identity)
@@ -87,7 +88,7 @@ def _prepare(run_dir: Path, config: Config, identity: Config) -> tuple[Prepared,
         load = prepare_supervised if config.is_supervised else prepare
         prepared = load(config, print_line, device="cuda" if has.gpus else "cpu")
         point = load_resume_point(newest, state, prepared.prompts)
-    check_unfinished(config, run_dir, point.step)
+    check_unfinished(config.steps, run_dir, point.step)
     return prepared, point
 
 
@@ -133,7 +134,7 @@ async def _session(run: Run, first: ResumePoint) -> dict[str, float]:
                 with interruption.finishing():
                     await loop(run.tracker, run.checkpoints, point.progress, stop_requested=stop_requested)
                 await _finish(run, workers)
-        if not (config.checkpoint.export and config.evaluation.after and prepared.eval_sets):
+        if not (evaluates_export(config.evaluation, config.checkpoint) and prepared.eval_sets):
             return {}
         await cluster.stop_workers()
         return await _evaluate_export(run, cluster)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfig
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.policy.deepspeed_config import check_values, deepspeed_config
@@ -32,7 +32,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     checks: list[Callable[[], Any]] = [
         lambda: deepspeed_config(config.policy, dtype=dtype),
         lambda: check_values(config.policy),
-        lambda: check_backend(config, device),
+        lambda: check_backend(config.weight_sync, device),
     ]
     if config.model.packing:
         checks.append(lambda: choose_kernel(config.model.attention, kernel_device, dtype))
@@ -50,7 +50,7 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
 def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Iterator[str]:
     """Yield a message for everything that the workers would refuse of the model. Reads no weights."""
     trusted = config.model.trust_remote_code
-    if unreadable := list(_refusal(lambda: position_limit(config, model_dir))):
+    if unreadable := list(_refusal(lambda: position_limit(config.model, model_dir))):
         yield from unreadable
         return
     yield from _refusal(lambda: check_length(config, model_dir))
@@ -62,7 +62,7 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
             model = empty_model(model_dir, trust_remote_code=False)
         yield from _refusal(lambda: check_supported(model, str(model_dir), packing=config.model.packing))
         yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
-        yield from _tensor_parallel(config, model)
+        yield from _tensor_parallel(config.rollout, model)
     yield from vllm_problems(config, device, model_dir)
 
 
@@ -83,27 +83,27 @@ def readable_model(model_dir: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def check_backend(config: Config, device: DeviceType | None = None) -> None:
+def check_backend(weight_sync: WeightSyncConfig, device: DeviceType | None = None) -> None:
     """Raise ValueError for a weight transport that ``device`` does not have; None: that of this machine."""
-    if config.weight_sync.backend in ("nccl", "ipc") and (device or device_type()) == "cpu":
+    if weight_sync.backend in ("nccl", "ipc") and (device or device_type()) == "cpu":
         where = "torch sees none here" if device in (None, device_type()) else "the cluster has none"
         raise ValueError(
-            f"weight_sync.backend = {config.weight_sync.backend} needs GPUs, and {where}; use auto or gloo"
+            f"weight_sync.backend = {weight_sync.backend} needs GPUs, and {where}; use auto or gloo"
         )
 
 
-def position_limit(config: Config, model_dir: Path) -> int | None:
+def position_limit(settings: ModelConfig, model_dir: Path) -> int | None:
     """Return the most tokens of a sequence; None where the model's configuration does not say."""
     from transformers import AutoConfig
 
     with readable_model(model_dir, "configuration"):
-        model = AutoConfig.from_pretrained(model_dir, trust_remote_code=config.model.trust_remote_code)
+        model = AutoConfig.from_pretrained(model_dir, trust_remote_code=settings.trust_remote_code)
     return getattr(model.get_text_config(), "max_position_embeddings", None)
 
 
 def check_length(config: Config, model_dir: Path) -> None:
     """Raise ValueError where the run may make longer sequences than the model takes."""
-    limit = position_limit(config, model_dir)
+    limit = position_limit(config.model, model_dir)
     if config.is_supervised and config.sft is not None:
         if limit is not None and config.sft.max_length > limit:
             raise ValueError(
@@ -119,8 +119,8 @@ def check_length(config: Config, model_dir: Path) -> None:
         )
 
 
-def _tensor_parallel(config: Config, model: Any) -> Iterator[str]:
-    size, heads = config.rollout.tensor_parallel_size, model.config.get_text_config().num_attention_heads
+def _tensor_parallel(rollout: RolloutConfig, model: Any) -> Iterator[str]:
+    size, heads = rollout.tensor_parallel_size, model.config.get_text_config().num_attention_heads
     if heads % size:
         yield (
             f"`rollout.tensor_parallel_size` = {size} does not divide the {heads} attention heads of the "

@@ -115,9 +115,14 @@ def test_truncated_samples_count_in_their_group_and_are_not_trained():
     torch.testing.assert_close(batch.advantages[1, 2], torch.tensor(-1 / 3))
 
 
+def settings_of(**algorithm):
+    config = fakes.config(algorithm=algorithm)
+    return advantage_settings(config.algorithm, config.rewards, 0.0)
+
+
 def test_reinforce_pp_is_whitened_unless_the_configuration_says_otherwise():
     def whitened(**algorithm):
-        return advantage_settings(fakes.config(algorithm=algorithm), 0.0).whiten
+        return settings_of(**algorithm).whiten
 
     assert whitened(advantage="reinforce_pp") and whitened(advantage="reinforce_pp_baseline")
     assert not whitened(advantage="grpo")
@@ -201,24 +206,24 @@ def test_a_sample_with_a_nan_log_prob_is_left_out_of_training(kl):
 )
 def test_reward_shift_and_reward_scale_have_rolls_meaning(shift, scale, expected):
     algorithm = {"reward_norm": "batch", "reward_shift": shift, "reward_scale": scale}
-    settings = advantage_settings(fakes.config(algorithm=algorithm), 0.0)
+    settings = settings_of(**algorithm)
     assert (settings.reward_shift, settings.reward_scale) == expected
 
 
 def test_running_normalisation_continues_from_earlier_steps():
     config = fakes.config(algorithm={"advantage": "reinforce_pp", "reward_norm": "running"})
     first, second = scored(group_of([1, 0, 1, 1], [1] * 4)), scored(group_of([0, 4, 0, 2], [1] * 4))
-    after_one = reward_moments(config, first, Moments())
-    after_two = reward_moments(config, second, after_one)
+    after_one = reward_moments(config.algorithm, first, Moments())
+    after_two = reward_moments(config.algorithm, second, after_one)
     everything = np.array([1, 0, 1, 1, 0, 4, 0, 2])
     assert after_two.mean == pytest.approx(everything.mean())
     assert after_two.deviation == pytest.approx(everything.std(ddof=1))
-    settings = advantage_settings(config, 0.0)
+    settings = advantage_settings(config.algorithm, config.rewards, 0.0)
     settings = replace(settings, moments=after_two, whiten=False)
     (got,) = sample_advantages([s.group for s in second], settings)
     expected = (everything[4:] - everything.mean()) / (after_two.deviation + 1e-6)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert reward_moments(fakes.config(), first, Moments()) == Moments()
+    assert reward_moments(fakes.config().algorithm, first, Moments()) == Moments()
 
 
 def of_roll(rewards, lengths, *, clip):
@@ -235,7 +240,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
     preset = read_tree(Path(__file__).parents[2] / "configs" / "algorithms" / "roll.yaml").algorithm
     config = fakes.config(algorithm=dict(preset))
     groups = [group_of(r, n) for r, n in zip(rewards, lengths, strict=True)]
-    got = credited(groups, advantage_settings(config, 0.0))
+    got = credited(groups, advantage_settings(config.algorithm, config.rewards, 0.0))
     flat = [got[i, 2 : 2 + n].tolist() for i, n in enumerate(np.ravel(lengths))]
     np.testing.assert_allclose(np.concatenate(flat), of_roll(rewards, lengths, clip=2.0), rtol=1e-5)
     assert max(map(max, flat)) == 2.0, "the clip acts on these numbers"
@@ -252,7 +257,7 @@ def test_the_preset_of_rolls_study_gives_rolls_advantages():
 def test_rolls_reward_settings_have_rolls_meaning(block, expected):
     """For one group [1, 0, 0, 1, 0, 0, 0, 0]; ROLL's adv_estimator reinforce uses the normalised reward."""
     block |= {"advantage": "reinforce_pp", "whiten_advantages": False}
-    settings = advantage_settings(fakes.config(algorithm=block), 0.0)
+    settings = settings_of(**block)
     (got,) = sample_advantages([group_of([1, 0, 0, 1, 0, 0, 0, 0], [1] * 8)], settings)
     np.testing.assert_allclose(got[:2], expected, rtol=1e-6)
 

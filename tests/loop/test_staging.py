@@ -96,11 +96,12 @@ def test_staging_ahead_changes_no_number(monkeypatch, changes):
 
 
 def test_the_kl_weight_reaches_every_update_of_a_rank():
-    from actors.workers.policy import PolicyWorker
+    from actors.workers.policy import PolicyWorker, RankUpdates
 
     worker = PolicyWorker()
-    worker._trainer = SimpleNamespace(update=lambda shards, bounds, kl_coef: kl_coef)
-    assert worker.update([made_groups.batch(), made_groups.batch()], 0.3, ()) == 0.3
+    worker._trainer = SimpleNamespace(update=lambda batches, bounds, kl_coef, keep_logprobs: kl_coef)
+    own = RankUpdates([made_groups.batch(), made_groups.batch()], keep_logprobs=False)
+    assert worker.update(own, 0.3, ()) == 0.3
 
 
 def test_a_failure_while_staging_ahead_ends_the_run_with_its_own_error():

@@ -125,7 +125,7 @@ def test_a_stopped_training_saves_and_resumes_with_the_batches_and_measurements_
     assert list(stopped.saved) == [2]
     progress = stopped.saved[2]
     assert progress.evaluation_pending and "validation/loss" not in stopped.logged[2]
-    rest = Job().run(settings, train, held_out, start=2, progress=progress)
+    rest = Job().run(settings, train, held_out, progress=progress)
     assert rows_of(stopped) + rows_of(rest) == rows_of(whole)
     both = {
         s: m["validation/loss"] for s, m in (stopped.logged | rest.logged).items() if "validation/loss" in m

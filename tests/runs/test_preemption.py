@@ -249,7 +249,7 @@ from grpo_dist.errors import RunEnded
 from grpo_dist.runs.preemption import ended_by_sigterm
 try:
     with ended_by_sigterm():
-        connection.connect(fakes.config(cluster={"num_cpus": 1}))
+        connection.connect(fakes.config(cluster={"num_cpus": 1}).cluster)
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(30)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, ModelConfig, PolicyConfig, RolloutConfig
 from grpo_dist.runtime.hardware import device_type, resolve_dtype, thread_environment
 from grpo_dist.tools.bench.record import StepRecord
 from grpo_dist.tools.bench.result import DecodeStep
@@ -64,18 +64,18 @@ def generation_limit(
 
 
 def training_limit(
-    config: Config, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
+    model: ModelConfig, policy: PolicyConfig, model_dir: Path, steps: Sequence[StepRecord], *, threads: int
 ) -> tuple[float, float, str]:
     """Measure training on all ranks. Returns tokens per second, operations per second of a large matrix
     product, and the best micro-batch.
     """
-    ranks = config.policy.num_workers
+    ranks = policy.num_workers
     requests = [r for step in steps for r in step.requests]
     row = round(sum(r.tokens for r in requests) / len(requests))
     rows = max(1, len(steps[-1].requests) // ranks)
     job = {
         "model_dir": str(model_dir),
-        "dtype": resolve_dtype(config.model.dtype),
+        "dtype": resolve_dtype(model.dtype),
         "rows": rows,
         "row_tokens": row,
         "trained_share": sum(r.length for r in requests) / sum(r.tokens for r in requests),
@@ -88,13 +88,13 @@ def training_limit(
     return rows * row * ranks / fastest([[s] for s in seconds]), sum(f["matmul"] for f in found), best
 
 
-def sync_limit(config: Config, num_bytes: int, *, port: int) -> float:
+def sync_limit(rollout: RolloutConfig, num_bytes: int, *, port: int) -> float:
     """Measure bytes per second from one process to as many others as the engines have; within a GPU where
     there are too few GPUs.
     """
     from actors.transfer.handshake import new_secret
 
-    processes, backend = 1 + config.rollout.num_workers * config.rollout.tensor_parallel_size, "gloo"
+    processes, backend = 1 + rollout.num_workers * rollout.tensor_parallel_size, "gloo"
     if device_type() == "cuda":
         backend = "nccl" if torch.cuda.device_count() >= processes else "copy"
     processes = 1 if backend == "copy" else processes

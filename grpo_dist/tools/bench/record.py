@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_dist.batch.token_values import ValuesOfSamples
-from grpo_dist.config import Config
 from grpo_dist.loop.progress import Progress
 from grpo_dist.runtime.metering import Span, Usage
 from grpo_dist.runtime.recorder import LedgerEntry
@@ -50,8 +49,8 @@ class StepRecord:
 class BenchRecorder:
     """The recorder of the driver's loop; its clock starts when it is made."""
 
-    def __init__(self, config: Config, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
-        self._seed, self._say, self.directory = config.seed, say, directory
+    def __init__(self, seed: int, directory: Path, say: Callable[[int, dict[str, float]], None]) -> None:
+        self._seed, self._say, self.directory = seed, say, directory
         self._last, self._requests = time.time(), tuple[Request, ...]()
         self._usage: dict[str, Usage] = {}
         self.steps: list[StepRecord] = []

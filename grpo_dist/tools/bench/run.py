@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from grpo_dist import driver
-from grpo_dist.config import Config
+from grpo_dist.config import BatchConfig, BenchConfig, Config
 from grpo_dist.errors import refusals
 from grpo_dist.observe.console import step_line
 from grpo_dist.runs.prepare import Prepared, check_writable, choose_run_dir, prepare
@@ -38,11 +38,11 @@ def bench(config: Config) -> Path:
 
     config = as_benchmark(config)
     with refusals():
-        directory = choose_run_dir(config)
+        directory = choose_run_dir(config.checkpoint, config.name, config.output_dir)
         check_writable(directory)
         has = fit(config)
         prepared = prepare(config, print_line, device="cuda" if has.gpus else "cpu")
-    steps = timed(config, asyncio.run(_loop(config, prepared, directory)))
+    steps = timed(config.bench, asyncio.run(_loop(config, prepared, directory)))
     result = measured(config, prepared.model_dir, steps)
     directory.mkdir(parents=True)
     result.write(directory / "bench.json")
@@ -67,9 +67,9 @@ def as_benchmark(config: Config) -> Config:
     return config.model_copy(update={"steps": steps} | parts)
 
 
-def timed(config: Config, steps: Sequence[StepRecord]) -> list[StepRecord]:
-    warmup = config.bench.warmup_steps
-    return list(steps[warmup : warmup + config.bench.steps])
+def timed(bench: BenchConfig, steps: Sequence[StepRecord]) -> list[StepRecord]:
+    warmup = bench.warmup_steps
+    return list(steps[warmup : warmup + bench.steps])
 
 
 async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[StepRecord]:
@@ -78,7 +78,7 @@ async def _loop(config: Config, prepared: Prepared, directory: Path) -> list[Ste
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        recorder = BenchRecorder(config, directory, lambda step, m: print_line(step_line(step, m)))
+        recorder = BenchRecorder(config.seed, directory, lambda step, m: print_line(step_line(step, m)))
         forced = replace(workers, rollouts=ForcedLengths(workers.rollouts, config.bench.lengths))
         await driver.run(config, forced, prepared.prompts, [], recorder, NoCheckpoints())
     return recorder.steps
@@ -104,7 +104,7 @@ def measured(config: Config, model_dir: Path, steps: Sequence[StepRecord]) -> Be
         name=config.name,
         config=masked(config.model_dump(mode="json")),
         machine=machine_facts(),
-        workload=_workload(config, steps),
+        workload=_workload(config.batch, config.max_staleness, steps),
         figures=found,
         limit_settings=settings,
         actors=[ActorMemory(name, u.peak_bytes, u.peak_gpu_bytes) for name, u in steps[-1].usage.items()],
@@ -129,10 +129,12 @@ def _limits(
     print_line("limits: generation")
     generation, decode_steps = generation_limit(config, model_dir, steps, threads=demands["rollout"].threads)
     print_line("limits: training")
-    training, matmul, micro = training_limit(config, model_dir, steps, threads=demands["policy"].threads)
+    training, matmul, micro = training_limit(
+        config.model, config.policy, model_dir, steps, threads=demands["policy"].threads
+    )
     print_line("limits: weight sync")
     sent = int(steps[-1].metrics["sync/bytes"])
-    sync = sync_limit(config, sent, port=free_port("127.0.0.1"))
+    sync = sync_limit(config.rollout, sent, port=free_port("127.0.0.1"))
     settings = {
         "repeats": f"the fastest of {REPEATS}, of the sync of {SYNC_REPEATS}",
         "generation": "vllm.LLM.generate, all requests of a step at once",
@@ -150,17 +152,17 @@ def _card() -> float | None:
     return card_peak(torch.cuda.get_device_name(0))
 
 
-def _workload(config: Config, steps: Sequence[StepRecord]) -> dict[str, float]:
+def _workload(batch: BatchConfig, max_staleness: int, steps: Sequence[StepRecord]) -> dict[str, float]:
     requests = [r for step in steps for r in step.requests]
     return {
         "steps": len(steps),
-        "prompts_per_step": config.batch.prompts_per_step,
-        "samples_per_prompt": config.batch.samples_per_prompt,
+        "prompts_per_step": batch.prompts_per_step,
+        "samples_per_prompt": batch.samples_per_prompt,
         "prompt_tokens_mean": sum(len(r.prompt_ids) for r in requests) / len(requests),
         "completion_tokens": sum(r.length for r in requests),
         "completion_tokens_mean": sum(r.length for r in requests) / len(requests),
         "completion_tokens_max": max(r.length for r in requests),
-        "max_staleness": config.max_staleness,
+        "max_staleness": max_staleness,
     }
 
 

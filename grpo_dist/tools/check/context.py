@@ -70,7 +70,7 @@ class Context:
         """True where the configuration names a Ray cluster and this machine has no GPU: a login node, say."""
         from actors.connection import address_of  # Ray, as above
 
-        return address_of(self.config) != "local" and device_type() == "cpu"
+        return address_of(self.config.cluster) != "local" and device_type() == "cpu"
 
     @property
     def device(self) -> DeviceType:

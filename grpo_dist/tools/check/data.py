@@ -33,9 +33,11 @@ def check_data(context: Context) -> str:
 def check_model(context: Context) -> str:
     """Find the model's files, and settings that it cannot have."""
     notes: list[str] = []
-    model_dir = resolve_model(context.config, notes.append, train_first=False)
+    model_dir = resolve_model(
+        context.config.model, context.config.sft, context.config.seed, notes.append, train_first=False
+    )
     position_limit(
-        context.config, model_dir
+        context.config.model, model_dir
     )  # without a readable config.json all other checks skip the model
     context.model_dir = model_dir
     fail(model_problems(context.config, context.device, context.model_dir))

@@ -26,7 +26,7 @@ def check_disk(context: Context) -> str:
     # Adam keeps two float32 numbers per weight; bfloat16 weights have a float32 copy as well.
     checkpoint = trained * (4 + 4 + 4 + 2)
     needed = checkpoint * (config.checkpoint.keep + 1) + model.parameters * 4 + _LOG_BYTES
-    where = check_writable(choose_run_dir(config))
+    where = check_writable(choose_run_dir(config.checkpoint, config.name, config.output_dir))
     free = shutil.disk_usage(where).free
     text = (
         f"{free / GIB:.1f} GiB free in {where}, {needed / GIB:.1f} GiB at most are needed "
@@ -40,14 +40,15 @@ def check_disk(context: Context) -> str:
 
 def check_resume(context: Context) -> str:
     """Check that the newest checkpoint belongs to this run. Its checksums are verified when it is loaded."""
-    config, run_dir = context.config, choose_run_dir(context.config)
+    config = context.config
+    run_dir = choose_run_dir(config.checkpoint, config.name, config.output_dir)
     found = list_checkpoints(run_dir / CHECKPOINTS)
     if not found:
         return f"a new run, in {run_dir}"
     state = load_state(found[-1], config)
     if context.prepared is not None:
         check_data(found[-1], state, context.prepared.prompts)
-    check_unfinished(config, run_dir, state.step)
+    check_unfinished(config.steps, run_dir, state.step)
     layout = other_layout(found[-1], config)
     return f"resumes from step {state.step} of {config.steps}, {found[-1]}{layout}"
 

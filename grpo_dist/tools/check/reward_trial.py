@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.rewards.registry import placed
 from grpo_dist.rewards.thought import thought_for
 from grpo_dist.types import Prompt, Rollout, Thought
@@ -47,7 +47,7 @@ class RewardTrial:
         return "\n    ".join(lines)
 
 
-def try_rewards(config: Config, prompt: Prompt) -> RewardTrial:
+def try_rewards(rewards: RewardsConfig, sampling: SamplingConfig, prompt: Prompt) -> RewardTrial:
     """Try each form of an answer until the right answer gets more than the wrong one.
 
     Where none does, returns the first form that all rewards score. Reward models are not asked. Raises
@@ -56,18 +56,18 @@ def try_rewards(config: Config, prompt: Prompt) -> RewardTrial:
     from actors.workers.reward import RewardWorker  # Ray: no module of grpo_dist imports it at its top
 
     # Functions that a reward model gates are scored without their gate.
-    models = [model.name for model in config.rewards.models]
+    models = [model.name for model in rewards.models]
     functions = tuple(
-        f.model_copy(update={"gate": None}) if f.gate in models else f for f in config.rewards.functions
+        f.model_copy(update={"gate": None}) if f.gate in models else f for f in rewards.functions
     )
     ungraded = {"functions": functions, "models": (), "num_workers": 1, "processes_per_worker": 1}
-    settings = placed(config.rewards.model_copy(update=ungraded))
-    worker = RewardWorker(settings, max_new_tokens=config.sampling.max_new_tokens)
+    settings = placed(rewards.model_copy(update=ungraded))
+    worker = RewardWorker(settings, max_new_tokens=sampling.max_new_tokens)
     # A user's function may return None for a form of answer that it does not know.
     own = {f.name or f.function for f in functions if ":" in f.function}
     tried: list[RewardTrial] = []
     try:
-        for before, form in _forms(thought_for(prompt.thought, config.rewards)):
+        for before, form in _forms(thought_for(prompt.thought, rewards)):
             texts = before + form.format(answer=prompt.answer), before + form.format(answer=_WRONG)
             group, news = worker.score(prompt, [_as_rollout(prompt, i, t) for i, t in enumerate(texts)], {})
             parts = {name: (float(part[0]), float(part[1])) for name, part in group.reward_parts.items()}
@@ -91,9 +91,9 @@ def _forms(thought: Thought) -> list[tuple[str, str]]:
     return [first, *((before, form) for form in _THOUGHT_ANSWERS), *others]
 
 
-def is_blind(config: Config) -> bool:
+def is_blind(rewards: RewardsConfig) -> bool:
     """Return True where no reward function depends on the answer, so that both may score the same."""
-    return all(reward.function in _BLIND for reward in config.rewards.functions)
+    return all(reward.function in _BLIND for reward in rewards.functions)
 
 
 def _as_rollout(prompt: Prompt, sample: int, text: str) -> Rollout:

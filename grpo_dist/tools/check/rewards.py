@@ -12,16 +12,16 @@ from grpo_dist.types import Prompt
 
 def check_reward(context: Context) -> str:
     """Score a right and a wrong answer to the first prompt with the graders of the run."""
-    fail(scoring_problems(context.config))
+    fail(scoring_problems(context.config.rewards, context.config.sampling))
     if not context.config.rewards.functions:
         raise CheckSkipped("`rewards.functions` is empty, and reward models are not asked before a run")
     if (prompt := _first_prompt(context)) is None:
         raise CheckSkipped("the data cannot be read, so there is no problem to answer")
-    trial = try_rewards(context.config, prompt)
+    trial = try_rewards(context.config.rewards, context.config.sampling, prompt)
     text = f"{trial}\n    reward models are not asked" if context.config.rewards.models else str(trial)
     if trial.unscored:
         raise CheckFailed(f"{text}\n    `{trial.unscored}` gave no score; {'; '.join(trial.reasons)}")
-    if not trial.separates and not is_blind(context.config):
+    if not trial.separates and not is_blind(context.config.rewards):
         raise CheckFailed(
             f"{text}\n    the right one must get more in all: look at the answer {prompt.answer!r} of the "
             "data, and at `rewards.functions`, their weights and the form in which they expect an answer"

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from grpo_dist.config import Config, DataSourceConfig
+from grpo_dist.config import Config, DataSourceConfig, EvaluationConfig
 from grpo_dist.data.readers import common_columns, read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import STAGE, EvalSet, sample_chunks
+from grpo_dist.evaluation.sampling import STAGE, Draw, EvalSet, sample_chunks
 from grpo_dist.runs.prepare import (
     check_scoring,
     check_writable,
@@ -69,10 +69,10 @@ def evaluate_model(
     with refusals():
         if not config.data.eval:
             raise ValueError("data.eval is empty; name at least one evaluation set")
-        model_dir = resolve_model(config, say)
+        model_dir = resolve_model(config.model, config.sft, config.seed, say)
         check_length(config, model_dir)
         identity = Identity.of(config, model_dir)
-        place = directory or default_directory(config, identity)
+        place = directory or default_directory(config.model, config.output_dir, identity)
         check_writable(place)
         asked = _asked(config, model_dir, by, say)
         store = Store(place, identity, fresh=fresh)
@@ -105,9 +105,9 @@ def _asked(config: Config, model_dir: Path, by: Sequence[str], say: Callable[[st
         for s, own in zip(config.data.eval, columns, strict=True)
     ]
     tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-    sets = prepare_eval(config, read_all(sources, "data.eval"), tokenizer, [], say)
+    sets = prepare_eval(config.data, config.rewards, read_all(sources, "data.eval"), tokenizer, [], say)
     own_columns = [source.columns for source in config.data.eval]
-    return [_split(*found, config) for found in zip(sets, own_columns, columns, strict=True)]
+    return [_split(*found, config.evaluation) for found in zip(sets, own_columns, columns, strict=True)]
 
 
 def _columns(source: DataSourceConfig, by: Sequence[str]) -> list[str]:
@@ -116,8 +116,8 @@ def _columns(source: DataSourceConfig, by: Sequence[str]) -> list[str]:
     return [name for name in common_columns(source) if name in wanted]
 
 
-def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], config: Config) -> Asked:
-    prompts = found.prompts[: config.evaluation.max_prompts]
+def _split(found: EvalSet, own: Sequence[str], by: Sequence[str], evaluation: EvaluationConfig) -> Asked:
+    prompts = found.prompts[: evaluation.max_prompts]
     values = {p.uid: {name: str(p.columns[name]) for name in by} for p in prompts}
     kept = [replace(p, columns={name: p.columns[name] for name in own}) for p in prompts]
     return Asked(found.name, kept, values)
@@ -135,7 +135,7 @@ def _sample_missing(
     if todo < total:
         say(f"{total - todo} of {total} problems are done")
     with refusals():
-        check_scoring(config)
+        check_scoring(config.rewards, config.sampling)
     with stages_logged(say):
         asyncio.run(_sample(config, model_dir, missing, store, say))
 
@@ -175,9 +175,8 @@ async def _sample(
         chunks = {number: prompts for number, (_, prompts) in enumerate(parts)}
         async with evaluation_workers(config, model_dir) as workers:
             with stage("evaluation", f"{total} problems"):
-                await sample_chunks(
-                    config, config.evaluation, workers, chunks, finished, stage=STAGE, what="evaluate"
-                )
+                draw = Draw.of(config, config.evaluation)
+                await sample_chunks(draw, workers, chunks, finished, stage=STAGE, what="evaluate")
 
 
 class _Progress:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, ModelConfig, RewardsConfig
 from grpo_dist.config.differences import changes, listed
 from grpo_dist.data.readers import json_lines
-from grpo_dist.evaluation.sampling import sampling_of
+from grpo_dist.evaluation.sampling import Draw
 from grpo_dist.observe.samples import write_groups
 from grpo_dist.rewards.registry import own_code
 from grpo_dist.runs.environment import installed
@@ -118,16 +118,16 @@ class Store:
         write_text(self.directory / "verdicts" / name / f"part_{number:05d}.jsonl", "".join(lines))
 
 
-def default_directory(config: Config, identity: Identity) -> Path:
+def default_directory(model: ModelConfig, output_dir: str, identity: Identity) -> Path:
     """Return a directory that is distinct for each model and each sampling setup."""
-    path = Path(config.model.path.rpartition(":")[2])
+    path = Path(model.path.rpartition(":")[2])
     label = path.parent.name if path.name == "model" and path.parent.name else path.name
-    return Path(config.output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
+    return Path(output_dir) / "evaluations" / f"{label}-{identity.digest[:8]}"
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that decide samples and their rewards, by configuration key."""
-    sampling, tree = sampling_of(config, config.evaluation), config.model_dump(mode="json")
+    draw, tree = Draw.of(config, config.evaluation), config.model_dump(mode="json")
     rewards = {k: v for k, v in tree["rewards"].items() if k not in _REWARDS_LEFT_OUT}
     prompt = ("system_prompt", "instruction", "chat_template", "template_kwargs")
     return {
@@ -136,24 +136,24 @@ def settings_of(config: Config) -> dict[str, Any]:
         "data": {key: tree["data"][key] for key in prompt},
         "sampling": {"max_new_tokens": config.sampling.max_new_tokens},
         "evaluation": {
-            "samples_per_prompt": config.evaluation.samples_per_prompt,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_new_tokens": sampling.max_new_tokens,
+            "samples_per_prompt": draw.samples,
+            "temperature": draw.sampling.temperature,
+            "top_p": draw.sampling.top_p,
+            "top_k": draw.sampling.top_k,
+            "max_new_tokens": draw.sampling.max_new_tokens,
         },
         "rewards": rewards,
         "rollout": {"engine": tree["rollout"]["engine"]},
-        "files": _files(config),
+        "files": _files(config.rewards),
         # Other versions of grader or engine may judge or sample differently.
         "versions": {name: version for name in _JUDGING if (version := installed(name))},
     }
 
 
-def _files(config: Config) -> dict[str, str]:
+def _files(rewards: RewardsConfig) -> dict[str, str]:
     """Return the fingerprints of user reward code and reward models, by path."""
-    models = [Path(model.path).expanduser() for model in config.rewards.models]
-    found = [*own_code(config.rewards), *(path for path in models if path.exists())]
+    models = [Path(model.path).expanduser() for model in rewards.models]
+    found = [*own_code(rewards), *(path for path in models if path.exists())]
     return {str(path): fingerprint(path) for path in found}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_dist.errors import RunEnded, UserError, refusals
-from grpo_dist.tools.arguments import add_command, print_line
+from grpo_dist.runtime.stage_log import print_line
+from grpo_dist.tools.arguments import add_command
 from grpo_dist.tools.gpu_check.lines import JOBS, CheckJob
 
 _TEXT = "check what holds on a machine with GPUs and what does not; 0: all holds, 1: something does not"

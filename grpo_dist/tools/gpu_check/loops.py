@@ -11,7 +11,7 @@ from grpo_dist.observe.console import step_line
 from grpo_dist.runs.prepare import prepare
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.hardware import device_type
-from grpo_dist.tools.arguments import print_line
+from grpo_dist.runtime.stage_log import print_line
 from grpo_dist.tools.bench.record import BenchRecorder, NoCheckpoints, StepRecord
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.sizes import random_path, update_size
@@ -78,6 +78,6 @@ async def run_steps(config: Config, task: CheckTask) -> list[StepRecord]:
     async with Cluster(config) as cluster:
         async with deadline(config.cluster.timeouts.up_s, "start: actors up and models loaded"):
             workers = await cluster.start_training(prepared.model_dir)
-        recorder = BenchRecorder(config, task.directory, lambda step, m: print_line(step_line(step, m)))
+        recorder = BenchRecorder(config.seed, task.directory, lambda step, m: print_line(step_line(step, m)))
         await driver.run(config, workers, prepared.prompts, [], recorder, NoCheckpoints())
     return recorder.steps

@@ -11,7 +11,7 @@ from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.config import Config, DataSourceConfig
 from grpo_dist.data.readers import read, source_name
 from grpo_dist.evaluation.sampling import EvalSet, evaluate
-from grpo_dist.loop.chores import is_evaluated_after_export
+from grpo_dist.loop.chores import evaluates_export
 from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.failures import NO_FAILURES
 from grpo_dist.tools.plan.options import Option
@@ -68,7 +68,7 @@ def evaluations(config: Config) -> int:
     if not config.data.eval:
         return 0
     during = steps // settings.every if settings.every else 0
-    if is_due(steps, settings.every) and is_evaluated_after_export(config, steps):
+    if is_due(steps, settings.every) and evaluates_export(settings, config.checkpoint):
         during -= 1
     return settings.before + during + (settings.after and config.checkpoint.export)
 

@@ -12,7 +12,14 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config, DataSourceConfig, DemonstrationsConfig, SupervisedConfig
+from grpo_dist.config import (
+    Config,
+    DataConfig,
+    DataSourceConfig,
+    DemonstrationsConfig,
+    EvaluationConfig,
+    SupervisedConfig,
+)
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.data.demonstrations import count_held_out, count_rows, source_pairs
 from grpo_dist.data.readers import read_all
@@ -50,7 +57,7 @@ def check_stages(pipeline: ResolvedPipeline, todo: Collection[str]) -> None:
                 _check_ranks(SupervisedConfig.of(config))
                 _check_rows_to_come(stage, pipeline)
             _CHECKS[stage.kind](stage, config)
-            if stage.kind != "sft" or evaluates(config):
+            if stage.kind != "sft" or evaluates(config.data, config.evaluation):
                 check_fits(config, training=stage.kind == "grpo")
 
 
@@ -68,9 +75,9 @@ def _quiet(message: str) -> None:
     """Drop messages about data, which are printed when the stage runs."""
 
 
-def evaluates(config: Config) -> bool:
+def evaluates(data: DataConfig, evaluation: EvaluationConfig) -> bool:
     """Return True when the result of the stage is evaluated on held-out problems."""
-    return bool(config.evaluation.after and config.data.eval)
+    return bool(evaluation.after and data.eval)
 
 
 def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
@@ -81,7 +88,7 @@ def _ancestor(stage: ResolvedStage, ancestors: dict[str, Path]) -> Path:
         return ancestors[start.removeprefix("stage:")]
     if stage.kind == "sft" and stage.config.sft:
         return starting_model(stage.config.sft)
-    return resolve_model(stage.config, _quiet, train_first=False)
+    return resolve_model(stage.config.model, stage.config.sft, stage.config.seed, _quiet, train_first=False)
 
 
 def _model(stage: ResolvedStage, ancestor: Path) -> Any:
@@ -96,9 +103,9 @@ def _check_sft(stage: ResolvedStage, config: Config) -> None:
         source_pairs(_a_few(source), config.sft, tokenizer)
     if all(there):
         count_held_out(config.sft, count_rows(config.sft))
-    if evaluates(config):
+    if evaluates(config.data, config.evaluation):
         _check_sampling(config)
-        prepare_eval(config, read_all(config.data.eval), tokenizer, [], _quiet)
+        prepare_eval(config.data, config.rewards, read_all(config.data.eval), tokenizer, [], _quiet)
 
 
 def _check_ranks(config: SupervisedConfig) -> None:
@@ -148,15 +155,15 @@ def _check_sample(stage: ResolvedStage, config: Config) -> None:
 
 
 def _check_sampling(config: Config) -> None:
-    check_scoring(config)
-    check_backend(config)
+    check_scoring(config.rewards, config.sampling)
+    check_backend(config.weight_sync)
     refuse(engine_problems(config, device_type()))
     check_length(config, Path(config.model.path))
 
 
 def _check_prompts(config: Config, sources: list[DataSourceConfig]) -> None:
     tokenizer = load_tokenizer(Path(config.model.path), config.model.trust_remote_code)
-    train_prompts(config, read_all(sources), tokenizer, _quiet)
+    train_prompts(config.data, config.rewards, read_all(sources), tokenizer, _quiet)
 
 
 def _there(stage: ResolvedStage) -> list[DataSourceConfig]:

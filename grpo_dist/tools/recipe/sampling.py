@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RejectionConfig
 from grpo_dist.data.order import step_prompts
 from grpo_dist.data.readers import read_all
 from grpo_dist.errors import UserError, refusals
-from grpo_dist.evaluation.sampling import sample_chunks
+from grpo_dist.evaluation.sampling import Draw, sample_chunks
 from grpo_dist.observe.samples import read_groups, write_groups
 from grpo_dist.runs.prepare import load_tokenizer, resolve_model, train_prompts
 from grpo_dist.runs.start_checks import check_length
@@ -41,10 +41,10 @@ def run_sampling(config: Config, directory: Path, say: Callable[[str], None]) ->
     Raises UserError for invalid input, and when no sample is kept.
     """
     with refusals():
-        model_dir = resolve_model(config, say)
+        model_dir = resolve_model(config.model, config.sft, config.seed, say)
         check_length(config, model_dir)
         tokenizer = load_tokenizer(model_dir, config.model.trust_remote_code)
-        chunks = _chunks(config, _prompts(config, tokenizer, say))
+        chunks = _chunks(config.rejection, _prompts(config, tokenizer, say))
     asyncio.run(_sample_missing(config, model_dir, chunks, directory, say))
     selection = Selection(config.rejection, config.data, tokenizer, seed=config.seed)
     lines = [
@@ -70,7 +70,7 @@ def _reasons(report: dict[str, Any]) -> str:
 
 def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list[Prompt]:
     """Return all prompts of `data.train`, or `rejection.max_prompts` of them drawn by seed."""
-    found = train_prompts(config, read_all(config.data.train), tokenizer, say).prompts
+    found = train_prompts(config.data, config.rewards, read_all(config.data.train), tokenizer, say).prompts
     wanted = config.rejection.max_prompts
     if wanted is None or wanted >= len(found):
         return found
@@ -78,8 +78,8 @@ def _prompts(config: Config, tokenizer: Any, say: Callable[[str], None]) -> list
     return [found[i] for i in drawn]
 
 
-def _chunks(config: Config, prompts: list[Prompt]) -> list[list[Prompt]]:
-    size = config.rejection.chunk_prompts
+def _chunks(rejection: RejectionConfig, prompts: list[Prompt]) -> list[list[Prompt]]:
+    size = rejection.chunk_prompts
     return [prompts[first : first + size] for first in range(0, len(prompts), size)]
 
 
@@ -104,6 +104,5 @@ async def _sample_missing(
     left = {number: chunks[number] for number in missing}
     async with evaluation_workers(config, model_dir) as workers:
         with stage("rejection sampling", f"{len(missing)} of {len(chunks)} chunks of prompts"):
-            await sample_chunks(
-                config, config.rejection, workers, left, finished, stage=_STAGE, what="rejection sampling"
-            )
+            draw = Draw.of(config, config.rejection)
+            await sample_chunks(draw, workers, left, finished, stage=_STAGE, what="rejection sampling")

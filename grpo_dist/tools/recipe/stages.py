@@ -52,7 +52,7 @@ def run_sft_stage(stage: ResolvedStage, before: Measures, say: Callable[[str], N
         with refusals():
             config, identity = supervised(stage.config, stage.symbolic)
         train(config, identity=identity)
-    if not evaluates(stage.config):
+    if not evaluates(stage.config.data, stage.config.evaluation):
         return StageResult(before)
     if not before and stage.config.evaluation.before:
         with refusals():

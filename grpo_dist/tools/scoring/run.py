@@ -57,7 +57,7 @@ def score(
     processes = min(
         config.rewards.num_workers * config.rewards.processes_per_worker, available_cpus(), len(rows)
     )
-    outcome = score_rows(rows, config, tokenizer, processes=max(1, processes))
+    outcome = score_rows(rows, config.rewards, config.sampling, tokenizer, processes=max(1, processes))
     _report(outcome, columns, target, show)
     return outcome
 
@@ -116,7 +116,7 @@ def _tokenizer(config: Config, say: Callable[[str], None]) -> Any:
             f"reward {token_rewards[0]} counts tokens; set the model of the tokenizer, "
             "e.g. model.path=Qwen/Qwen2.5-0.5B-Instruct"
         )
-    model_dir = resolve_model(config, say, train_first=False)
+    model_dir = resolve_model(config.model, config.sft, config.seed, say, train_first=False)
     return load_tokenizer(model_dir, config.model.trust_remote_code)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from grpo_dist.config import Config
+from grpo_dist.config import RewardsConfig, SamplingConfig
 from grpo_dist.rewards.group import CompletionGroup
 from grpo_dist.rewards.pool import GraderPool
 from grpo_dist.rewards.registry import Scorer, Scores, placed, reward_specs
@@ -51,9 +51,16 @@ class Outcome:
     failures: dict[str, Counter[str]] = field(default_factory=dict)
 
 
-def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *, processes: int) -> Outcome:
+def score_rows(
+    rows: Sequence[CompletionRow],
+    rewards: RewardsConfig,
+    sampling: SamplingConfig,
+    tokenizer: Any,
+    *,
+    processes: int,
+) -> Outcome:
     """Score ``rows`` in order. ``tokenizer``: the policy's; None when no reward needs tokens."""
-    settings = placed(config.rewards)
+    settings = placed(rewards)
     with ExitStack() as stack:
         lanes: queue.Queue[Scorer] = queue.Queue()
         made = []
@@ -74,7 +81,7 @@ def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *,
             lanes.put(scorer)
 
         def one(row: CompletionRow) -> Scored:
-            group = _group(row, config, tokenizer)
+            group = _group(row, rewards, sampling, tokenizer)
             scorer = lanes.get()  # bounded: there is a lane for every thread
             try:
                 begin = time.perf_counter()
@@ -93,7 +100,9 @@ def score_rows(rows: Sequence[CompletionRow], config: Config, tokenizer: Any, *,
         return Outcome(scored, seconds, processes, failures)
 
 
-def _group(row: CompletionRow, config: Config, tokenizer: Any) -> CompletionGroup:
+def _group(
+    row: CompletionRow, rewards: RewardsConfig, sampling: SamplingConfig, tokenizer: Any
+) -> CompletionGroup:
     ids = [tokenizer(c, add_special_tokens=False)["input_ids"] if tokenizer else [] for c in row.completions]
     return CompletionGroup(
         completions=row.completions,
@@ -101,6 +110,6 @@ def _group(row: CompletionRow, config: Config, tokenizer: Any) -> CompletionGrou
         finish_reasons=row.finish_reasons,
         gold=row.answer,
         columns=row.columns,
-        max_new_tokens=config.sampling.max_new_tokens,
-        thought=shown_by(row.completions, config.rewards),
+        max_new_tokens=sampling.max_new_tokens,
+        thought=shown_by(row.completions, rewards),
     )

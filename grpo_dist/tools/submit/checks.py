@@ -8,39 +8,38 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_dist.config import Config
+from grpo_dist.config import CheckpointConfig, Config, RewardsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.secrets import HIDDEN, masked, masked_setting, masked_text
-from grpo_dist.tools.submit.job import Job, Variable, run_directory
+from grpo_dist.tools.submit.job import Job, Variable
 
 # Includes the other line ends of editors and YAML.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def check_resumes(config: Config) -> None:
+def check_resumes(checkpoint: CheckpointConfig, steps: int, run_dir: Path) -> None:
     """Raise UserError for a run that cannot resume after an interruption, or is complete."""
-    if config.checkpoint.resume == "never":
+    if checkpoint.resume == "never":
         raise UserError(
             "`checkpoint.resume` = never: a preempted job would start over in another directory; use "
             "auto, and another `name` for a fresh run"
         )
     from grpo_dist.runs.run import finished_steps  # imports torch
 
-    run_dir = run_directory(config)
     done = finished_steps(run_dir)
-    if done is not None and done >= config.steps:
+    if done is not None and done >= steps:
         raise UserError(
             f"{run_dir}: the run is complete ({done} steps); choose another `name`, or raise "
             "`steps` to continue"
         )
 
 
-def check_rewards_known(config: Config) -> None:
+def check_rewards_known(rewards: RewardsConfig) -> None:
     """Raise UserError for an unknown built-in reward. The user's own may exist only on the cluster."""
     from grpo_dist.rewards.registry import REWARDS, module_and_name  # imports numpy
 
-    for i, reward in enumerate(config.rewards.functions):
+    for i, reward in enumerate(rewards.functions):
         if reward.function not in REWARDS:
             try:
                 module_and_name(reward.function)
@@ -105,16 +104,16 @@ def _differing(a: Any, b: Any, place: tuple[str, ...]) -> Iterator[tuple[str, ..
         yield place
 
 
-def check_output(config: Config, reason: str) -> None:
+def check_output(output_dir: str, reason: str) -> None:
     """Raise UserError for a run directory that would be lost with the job."""
-    if ".." in Path(config.output_dir).parts:
+    if ".." in Path(output_dir).parts:
         raise UserError(
-            f"`output_dir` = {config.output_dir} contains `..`, which may lead out of the storage that it "
+            f"`output_dir` = {output_dir} contains `..`, which may lead out of the storage that it "
             "names; give the path without"
         )
-    if not Path(config.output_dir).is_absolute():
+    if not Path(output_dir).is_absolute():
         raise UserError(
-            f"`output_dir` = {config.output_dir} is relative, and {reason}; set output_dir to an absolute "
+            f"`output_dir` = {output_dir} is relative, and {reason}; set output_dir to an absolute "
             "path on storage that all nodes see"
         )
 

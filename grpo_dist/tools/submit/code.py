@@ -14,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from grpo_dist.config import Config
+from grpo_dist.config import Config, RewardsConfig
 from grpo_dist.errors import UserError
 from grpo_dist.version import __version__
 
@@ -82,7 +82,7 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     Raises UserError for reward code that cannot travel, and when the files are too large.
     """
     left_out: dict[str, str] = {}
-    for relative in _reward_code(config):
+    for relative in _reward_code(config.rewards):
         own = (*excludes, f"/{Path(config.output_dir).name}", into.name)
         _copy(Path(relative), into / relative, own, left_out)
     for package in _PACKAGES:
@@ -101,8 +101,8 @@ def gather(config: Config, into: Path, excludes: Sequence[str]) -> Carried:
     return carried
 
 
-def _reward_code(config: Config) -> Iterator[str]:
-    for given in config.rewards.code_paths:
+def _reward_code(rewards: RewardsConfig) -> Iterator[str]:
+    for given in rewards.code_paths:
         path = Path(given).expanduser()
         if path.is_absolute():
             continue  # a path on the cluster

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from grpo_dist.config import Config
 from grpo_dist.config.files import load_config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.submit import kuberay, ray_jobs, slurm_jobs
@@ -20,7 +19,7 @@ from grpo_dist.tools.submit.checks import (
     check_rewards_known,
     variables,
 )
-from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record
+from grpo_dist.tools.submit.job import Job, SubmissionRecord, read_record, run_directory
 
 _TARGETS = {"ray": ray_jobs, "slurm": slurm_jobs, "kuberay": kuberay}
 
@@ -29,7 +28,7 @@ class Target(Protocol):
     def check(self, job: Job) -> None:
         """Raise UserError for a job that cannot be submitted."""
 
-    def idle(self, config: Config, target: str) -> str | None:
+    def idle(self, job: Job, target: str) -> str | None:
         """Return a warning if the job would hold GPUs that the run does not use."""
 
     def render(self, job: Job) -> str:
@@ -45,8 +44,8 @@ def submit(
     """Check a job, then print or submit it. ``options``: those of the command line, None if not given."""
     config = load_config(path, overrides)
     check_one_line("`output_dir`", config.output_dir)
-    check_resumes(config)
-    check_rewards_known(config)
+    check_resumes(config.checkpoint, config.steps, run_directory(config.name, config.output_dir))
+    check_rewards_known(config.rewards)
     job = Job(config, Path(path).resolve(), tuple(overrides), variables(env))
     target = _target(to, options)
     check_no_secrets(job)
@@ -54,7 +53,7 @@ def submit(
     if dry_run:
         print(target.render(job), end="")  # includes the warning as a comment
         return
-    if (warning := target.idle(job.config, to)) is not None:
+    if (warning := target.idle(job, to)) is not None:
         print(warning, file=sys.stderr)
     record = target.submit(job)
     record.write()

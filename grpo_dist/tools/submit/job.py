@@ -39,7 +39,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        return run_directory(self.config)
+        return run_directory(self.config.name, self.config.output_dir)
 
     @property
     def name(self) -> str:
@@ -85,8 +85,8 @@ class JobState:
     live: bool
 
 
-def run_directory(config: Config) -> Path:
-    return Path(os.path.abspath(Path(config.output_dir).expanduser() / config.name))
+def run_directory(name: str, output_dir: str) -> Path:
+    return Path(os.path.abspath(Path(output_dir).expanduser() / name))
 
 
 def read_record(run_dir: Path) -> SubmissionRecord | None:

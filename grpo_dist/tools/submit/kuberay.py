@@ -66,7 +66,7 @@ class KubeRayTarget(NodeSizes):
                 )
         self._check_numbers()
         self._check_names()
-        check_output(job.config, "the file system of a pod ends with it")
+        check_output(job.config.output_dir, "the file system of a pod ends with it")
         _, path = self._volume
         if PurePosixPath(path) not in (out := PurePosixPath(job.config.output_dir), *out.parents):
             raise UserError(
@@ -116,7 +116,7 @@ class KubeRayTarget(NodeSizes):
         gib = self.memory_gib or gpus * _GIB_PER_GPU or _GIB_ON_CPUS
         _size(group["template"]["spec"], cpus=self.cpus, memory_gib=gib, shm=4, gpus=gpus)
         text = yaml.dump_all([config, rayjob], Dumper=_Dumper, sort_keys=False, width=110)
-        warning = self.idle(job.config, "kuberay")
+        warning = self.idle(job, "kuberay")
         return f"# {warning}\n{text}" if warning else text
 
     def submit(self, job: Job) -> SubmissionRecord:

@@ -18,7 +18,6 @@ from typing import Any
 
 import yaml
 
-from grpo_dist.config import Config
 from grpo_dist.errors import Preempted, UserError
 from grpo_dist.secrets import HIDDEN
 from grpo_dist.tools.submit.checks import check_not_left_behind, check_output
@@ -44,12 +43,12 @@ class RayTarget:
         """Raise UserError for a job that cannot be submitted. Does not contact the cluster."""
         if not 0 <= self.driver_cpus <= _MOST_CPUS:
             raise UserError(f"--driver-cpus {self.driver_cpus:g}: expected 0 to {_MOST_CPUS}")
-        check_output(job.config, "a Ray job's own directory is removed after it")
+        check_output(job.config.output_dir, "a Ray job's own directory is removed after it")
         check_not_left_behind(job.config)
         with _carried(job):  # checks that the code can travel
             pass
 
-    def idle(self, config: Config, target: str) -> str | None:
+    def idle(self, job: Job, target: str) -> str | None:
         """Return None: a job reserves only the GPUs of its workers."""
         return None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
+from grpo_dist.tools.submit.job import Job
 
 if TYPE_CHECKING:
     from actors.placement.demands import Demand, Resources
@@ -38,17 +39,17 @@ class NodeSizes:
         count, demands, has = self._fitted(config, target)
         return count, describe(demands, has)
 
-    def idle(self, config: Config, target: str) -> str | None:
+    def idle(self, job: Job, target: str) -> str | None:
         """Return a warning if the job would hold GPUs that no worker uses, else None."""
         from actors.placement.fitting import bundles  # imports torch
 
-        count, demands, _ = self._fitted(config, target)
+        count, demands, _ = self._fitted(job.config, target)
         per_node = self.gpus_per_node or 0
         held, used = count * per_node, sum(bundle.gpus for bundle in bundles(demands))
         if used >= held:
             return None
         fewer = replace(self, gpus_per_node=used)
-        advice = f"give --gpus-per-node {used}, or " if count == 1 and fewer._fits(config, target) else ""
+        advice = f"give --gpus-per-node {used}, or " if count == 1 and fewer._fits(job.config, target) else ""
         return (
             f"warning: the job asks for {held} GPU(s), {count} node(s) with {per_node} each, and the run "
             f"uses {used}: {held - used} would be idle; {advice}raise `rollout.num_workers` or "

@@ -102,7 +102,7 @@ class SlurmTarget(NodeSizes):
         return (
             "".join(f"#SBATCH {option}\n" for option in options)
             + f"# {' '.join(described.split())}\n"
-            + (f"# {warning}\n" if (warning := self.idle(job.config, "slurm")) else "")
+            + (f"# {warning}\n" if (warning := self.idle(job, "slurm")) else "")
             + "prepare() {\n" + "".join(f"    {line}\n" for line in prepare) + "}\n"
             + f"train=({shlex.join(train)})\n"
             + f"nodes_log={shlex.quote(_pattern(job, 'slurm-%j-nodes.log'))}\n"

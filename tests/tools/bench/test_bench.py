@@ -173,10 +173,10 @@ def test_only_timed_steps_count_and_each_has_the_requests_it_was_trained_on():
     settings = as_benchmark(config(max_staleness=1, bench=bench, algorithm=all_rows))
     assert settings.steps == 2 + 3 + 1  # the last step samples nothing ahead
     world, usage = World(), OneSecond()
-    recorder = BenchRecorder(settings, Path(), lambda step, metrics: None)
+    recorder = BenchRecorder(settings.seed, Path(), lambda step, metrics: None)
     workers = replace(world.workers(), usage=usage)
     asyncio.run(driver.run(settings, workers, prompts(32), [], recorder, NoCheckpoints()))
-    steps = timed(settings, recorder.steps)
+    steps = timed(settings.bench, recorder.steps)
     assert [s.step for s in steps] == [3, 4, 5]
     assert all(a.end == b.begin for a, b in pairwise(steps))
     assert all(s.metrics["time/rollout_sample_busy_s"] == 1.0 for s in steps)

@@ -347,7 +347,8 @@ def test_a_custom_reward_may_accept_only_one_form_of_answer(here, monkeypatch):
     ],
 )
 def test_a_damaged_model_file_is_one_problem(here, file, text):
-    made = resolve_model(load_config("config.yaml"), lambda _: None, train_first=False)
+    config = load_config("config.yaml")
+    made = resolve_model(config.model, config.sft, config.seed, lambda _: None, train_first=False)
     model = shutil.copytree(made, here / "own-model")
     (model / file).write_text(text)
     found = results(f"model.path={model}")
