@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_dist.errors import RunEnded, UserError
+from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.runtime.stage_log import print_line, stage, stages_logged
 from grpo_dist.secrets import masked, masked_command
 from grpo_dist.tools.arguments import add_command
@@ -63,7 +63,7 @@ def report_end(end: UserError | RunEnded | KeyboardInterrupt) -> int:
     if isinstance(end, RunEnded):
         print(masked(str(end)), file=sys.stderr)
         return end.exit_code
-    print("interrupted; run the same command again to resume from the last checkpoint", file=sys.stderr)
+    print(f"interrupted; {RERUN}", file=sys.stderr)
     return 130
 
 

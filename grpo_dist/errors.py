@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+RERUN = "rerun the same command to resume from the last checkpoint"  # the remedy of messages
+
 
 class UserError(ValueError):
     """Input that cannot be used. The message names the key, or file and row, the value, what was expected,

@@ -22,7 +22,7 @@ from grpo_dist.runtime.concurrency import gather
 
 # Ray's errors for an actor that is gone. OutOfMemoryError: the memory monitor of its node killed it.
 LOST = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
-BESIDE = "beside"  # concurrency group of calls that do not wait for an actor's work
+PARALLEL = "parallel"  # concurrency group of calls that do not wait for an actor's work
 _CLOSE_S = 30.0  # an actor that has not closed by then, or never started, is killed
 
 
@@ -37,11 +37,11 @@ async def result(ref: Any) -> Any:
 
 
 def one_at_a_time(worker: type) -> Any:
-    """Return an actor class whose calls run one at a time, in order, except those in the group `BESIDE`.
+    """Return an actor class whose calls run one at a time, in order, except those in the group `PARALLEL`.
 
     `max_concurrency` in its options raises the number of calls that run at once.
     """
-    return ray.remote(concurrency_groups={BESIDE: 1})(worker)
+    return ray.remote(concurrency_groups={PARALLEL: 1})(worker)
 
 
 async def on_one_host(workers: Iterable[Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-from actors.lifecycle.calls import BESIDE
+from actors.lifecycle.calls import PARALLEL
 from grpo_dist.runtime.stacks import listen
 
 
@@ -28,9 +28,9 @@ class Probeable:
         return Health()
 
 
-def ask_beside(worker: Any) -> Any:
+def ask_in_parallel(worker: Any) -> Any:
     """Call `Probeable.health` of an actor made by `one_at_a_time`, in parallel to its work."""
-    return worker.health.options(concurrency_group=BESIDE).remote()
+    return worker.health.options(concurrency_group=PARALLEL).remote()
 
 
 def ready(worker: Any) -> Any:

@@ -22,7 +22,7 @@ from ray.exceptions import ObjectLostError, RayError
 
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.lifecycle.calls import LOST, kill, reason, result, where_stuck_in
-from actors.lifecycle.probe import ask_beside, ready
+from actors.lifecycle.probe import ask_in_parallel, ready
 from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.errors import SamplesLost, StateLost, WorkerLost, cause_of
 from grpo_dist.runtime.concurrency import deadline, gather
@@ -52,7 +52,7 @@ class Team:
         spec: ActorSpec,
         *,
         start: Callable[[Any], Any] = ready,
-        health: Callable[[Any], Any] = ask_beside,
+        health: Callable[[Any], Any] = ask_in_parallel,
         capacity: int = sys.maxsize,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from actors.lifecycle.calls import BESIDE, LOST
+from actors.lifecycle.calls import LOST, PARALLEL
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from grpo_dist.runtime.concurrency import gather
@@ -57,7 +57,7 @@ class ActorUsage:
     async def _read_one(self, role: str, actor: Any) -> Usage | None:
         """Return the usage of one actor; None: it is lost, which its team notices by itself."""
         in_parallel = role in self._queueing
-        ask = actor.usage.options(concurrency_group=BESIDE) if in_parallel else actor.usage
+        ask = actor.usage.options(concurrency_group=PARALLEL) if in_parallel else actor.usage
         try:
             usage: Usage = await ask.remote()
         except LOST:

@@ -55,10 +55,10 @@ async def where_stuck(workers: Mapping[str, Any]) -> str:
             on_nodes[place.node].append(place.process)
     texts = await gather(_look_on(node, sorted(set(own))) for node, own in on_nodes.items())
     # After the stacks, in which these calls would appear.
-    in_hand = await gather(_calls(worker) for worker in workers.values())
+    pending = await gather(_calls(worker) for worker in workers.values())
     seen = {(node, p): text for node, own in zip(on_nodes, texts, strict=True) for p, text in own.items()}
     together: defaultdict[str, list[str]] = defaultdict(list)
-    for name, waiting in zip(workers, in_hand, strict=True):
+    for name, waiting in zip(workers, pending, strict=True):
         place = places[name]
         what = place.unknown or seen[place.node, place.process]
         together["\n".join(filter(None, [what, waiting]))].append(f"{name}{place}")
@@ -109,7 +109,7 @@ def _look_there(processes: Sequence[int]) -> dict[int, str]:
 
 async def _calls(worker: Any) -> str:
     """Return the pending calls of an actor with an event loop, from its method ``calls``: see
-    `grpo_dist.runtime.stacks.calls_in_hand`.
+    `grpo_dist.runtime.stacks.pending_calls`.
     """
     return await _within(_CALLS_S, _call(worker.calls), "") if hasattr(worker, "calls") else ""
 

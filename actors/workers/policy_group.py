@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from actors.lifecycle.actor_spec import ActorSpec
-from actors.lifecycle.calls import BESIDE, LOST, kill, one_at_a_time, reason, results
+from actors.lifecycle.calls import LOST, PARALLEL, kill, one_at_a_time, reason, results
 from actors.lifecycle.supervisor import Team
 from actors.lifecycle.watchdog import deadline_of
 from actors.placement.demands import Devices
@@ -203,7 +203,7 @@ class PolicyGroup:
         try:
             stage = f"policy: files of {len(self.ranks)} rank(s)"
             async with deadline_of(self.team.named(), self._timeouts.save_s, stage):
-                while not all(await self._all("is_saved", group=BESIDE)):
+                while not all(await self._all("is_saved", group=PARALLEL)):
                     await asyncio.sleep(_SAVED_POLL_S)
         except TimeoutError as error:
             raise StateLost(f"{error}: {_SHARDED}") from error

@@ -94,8 +94,8 @@ class RewardPool:
         models: Sequence[RewardModelPool] = (),
         worker: type = RewardWorker,
     ) -> None:
-        settings, in_hand = placed(settings), 2 * settings.processes_per_worker
-        actors = replace(actors, options={"max_concurrency": in_hand} | actors.options)
+        settings, concurrent = placed(settings), 2 * settings.processes_per_worker
+        actors = replace(actors, options={"max_concurrency": concurrent} | actors.options)
         actor = one_at_a_time(worker)
         made = actors.makers(actor, settings.num_workers, settings, max_new_tokens=max_new_tokens)
         self.team = Team("reward", made, actors)

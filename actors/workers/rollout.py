@@ -17,7 +17,7 @@ from grpo_dist.config import TransferBackend
 from grpo_dist.policy.weight_buckets import ParameterSpec
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import Metered, metered
-from grpo_dist.runtime.stacks import calls_in_hand
+from grpo_dist.runtime.stacks import pending_calls
 from grpo_dist.types import Prompt, Rollout, Sampling
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class RolloutWorker(Metered, Probeable):
 
     async def calls(self) -> str:
         """Return where the pending calls wait."""
-        return calls_in_hand()
+        return pending_calls()
 
     async def open_transfer(self, backend: TransferBackend, seats: Sequence[Seat], timeout_s: float) -> None:
         """Have every process of the engine join a transfer group with its seat, and leave the group

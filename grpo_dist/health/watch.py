@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from grpo_dist.config import Config
 from grpo_dist.config.checks import learns_from_equal_rewards
-from grpo_dist.errors import Rollback, Unhealthy
+from grpo_dist.errors import RERUN, Rollback, Unhealthy
 from grpo_dist.health.bounds import (
     BAD_WEIGHTS,
     GRAD_NORM,
@@ -101,8 +101,8 @@ class HealthWatch:
             )
             self._stop(
                 step, found, groups,
-                "Rerun the same command to resume from the last checkpoint; lower `policy.optimizer.lr` in a "
-                "new run, or set `model.dtype=float32` to see whether precision is the cause",
+                f"{RERUN.capitalize()}; lower `policy.optimizer.lr` in a new run, or "
+                "set `model.dtype=float32` to see whether precision is the cause",
             )  # fmt: skip
 
     def examine(self, step: int, metrics: Mapping[str, float]) -> tuple[list[Bound], dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 from grpo_dist.algorithms.schedules import is_due
 from grpo_dist.batch.token_values import ValuesOfSamples
 from grpo_dist.config import CheckpointConfig, Config, EvaluationConfig
-from grpo_dist.errors import Preempted
+from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.bounds import SKIPPED
 from grpo_dist.health.watch import HealthWatch
 from grpo_dist.loop.kl_controller import KLController
@@ -163,7 +163,7 @@ class Chores:
 
     async def _end(self, step: int) -> NoReturn:
         await self._checkpoints.settle()
-        raise Preempted(f"ended as asked after step {step}, saved. Rerun the same command to resume")
+        raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
 
 
 def evaluates_export(evaluation: EvaluationConfig, checkpoint: CheckpointConfig) -> bool:

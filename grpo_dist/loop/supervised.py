@@ -20,7 +20,7 @@ from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config, SFTConfig
 from grpo_dist.data.demonstrations import Demonstration
 from grpo_dist.data.order import shuffled
-from grpo_dist.errors import Preempted
+from grpo_dist.errors import RERUN, Preempted
 from grpo_dist.health.watch import TRAINED_TOKENS, HealthWatch
 from grpo_dist.loop.chores import Checkpointer
 from grpo_dist.loop.metrics import throughput_metrics
@@ -174,7 +174,7 @@ class _Chores:
             await self._checkpoints.save(step, self._workers, progress)
         if self._stop_requested():
             await self._checkpoints.settle()
-            raise Preempted(f"ended as asked after step {step}, saved. Rerun the same command to resume")
+            raise Preempted(f"ended as asked after step {step}, saved; {RERUN}")
 
     async def validate(self, step: int) -> None:
         """Record the loss of the held-out demonstrations, if there are any. In a run that is asked to end it

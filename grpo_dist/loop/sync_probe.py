@@ -27,7 +27,7 @@ import numpy as np
 
 from grpo_dist.batch.rows import make_batch
 from grpo_dist.config import Config
-from grpo_dist.errors import Unhealthy
+from grpo_dist.errors import RERUN, Unhealthy
 from grpo_dist.runtime.concurrency import deadline, gather
 from grpo_dist.runtime.metering import Stopwatch
 from grpo_dist.runtime.recorder import Recorder
@@ -262,8 +262,8 @@ class SyncProbe:
         )
         if self._missed[name] >= _PATIENCE:
             raise Unhealthy(
-                f"{what}; {_PATIENCE} times in a row. Stopped before the update. Rerun the same command to "
-                "resume from the last checkpoint; if it stops again, report it"
+                f"{what}; {_PATIENCE} times in a row. Stopped before the update. {RERUN.capitalize()}; if it "
+                "stops again, report it"
             )
         self._recorder.warn(f"{what}; the next step probes it again")
 

@@ -192,7 +192,7 @@ def packing_problem(model: Any) -> str | None:
     """
     config = model.config.get_text_config()
     if not getattr(model, "_supports_attention_backend", False):
-        return "its attention cannot be replaced"
+        return "its attention does not go through transformers' registry"
     mixing = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if mixing:
         return f"it has layers of type {', '.join(sorted(mixing))}"

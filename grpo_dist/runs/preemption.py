@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
-from grpo_dist.errors import Preempted, RunEnded
+from grpo_dist.errors import RERUN, Preempted, RunEnded
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_AGAIN = "run the same command again to resume from the last checkpoint"
 
 
 class Interrupted(RunEnded):
@@ -85,13 +84,13 @@ class Interruption:
             if not self.stop_requested():
                 raise
             first = str(error).partition("\n")[0]
-            raise Preempted(f"ended as asked; the step was not saved ({first}); {_AGAIN}") from error
+            raise Preempted(f"ended as asked; the step was not saved ({first}); {RERUN}") from error
         finally:
             self._finishes = False
             if self._timer is not None:
                 self._timer.cancel()
         if self.stop_requested():
-            raise Preempted(f"ended as asked after saving the last step; {_AGAIN}")
+            raise Preempted(f"ended as asked after saving the last step; {RERUN}")
 
     def _heard(self, number: signal.Signals) -> None:
         name, first = number.name, self._asked is None
@@ -103,13 +102,13 @@ class Interruption:
             )
             end = Preempted(
                 f"{name}: step and checkpoint not finished within `checkpoint.grace_s` = "
-                f"{self._grace_s:g} s; {_AGAIN}"
+                f"{self._grace_s:g} s; {RERUN}"
             )
             self._timer = asyncio.get_running_loop().call_later(self._grace_s, self._cancel, end)
         elif first:
-            self._cancel(Preempted(f"{name}: ended; {_AGAIN}"))
+            self._cancel(Preempted(f"{name}: ended; {RERUN}"))
         else:
-            self._cancel(Interrupted(f"{name}, again: ended at once; {_AGAIN}", 128 + number))
+            self._cancel(Interrupted(f"{name}, again: ended at once; {RERUN}", 128 + number))
 
     def _cancel(self, end: RunEnded) -> None:
         if self._end is None and self._task is not None:  # the first reason counts
@@ -126,7 +125,7 @@ def ended_by_sigterm() -> Iterator[None]:
     Only the main thread receives signals; in other threads this does nothing.
     """
 
-    early = Preempted(f"SIGTERM: ended while starting up; {_AGAIN}")
+    early = Preempted(f"SIGTERM: ended while starting up; {RERUN}")
 
     def heard(number: int, frame: FrameType | None) -> None:
         raise early

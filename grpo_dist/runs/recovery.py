@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from grpo_dist.config import ClusterConfig
-from grpo_dist.errors import Rollback, StateLost
+from grpo_dist.errors import RERUN, Rollback, StateLost
 from grpo_dist.runs.resume import ResumePoint
 from grpo_dist.runtime.concurrency import deadline
 from grpo_dist.runtime.recorder import Recorder
@@ -113,7 +113,7 @@ class Recovery:
             return
         delay_s = self._budget.take()
         if delay_s is None:
-            self._warn(failure, f"{self._budget.spent}: ending; run the same command again to resume")
+            self._warn(failure, f"{self._budget.spent}: ending; {RERUN}")
             raise failure
         self._warn(failure, f"; going back to the last checkpoint in {delay_s:g} s, {self._budget}")
         await asyncio.sleep(delay_s)

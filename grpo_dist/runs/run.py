@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from grpo_dist.config import Config
-from grpo_dist.errors import RunEnded, UserError
+from grpo_dist.errors import RERUN, RunEnded, UserError
 from grpo_dist.observe import Tracker
 from grpo_dist.runs.checkpoint import CHECKPOINTS, Checkpoints, list_checkpoints, newest_whole
 from grpo_dist.runs.prepare import Prepared
@@ -71,7 +71,7 @@ class Run:
             async with deadline(limit_s, "recovery: find the newest undamaged checkpoint"):
                 return await in_thread(find)
         except TimeoutError as error:
-            raise RunEnded(f"{error}. Run the same command again when it can be read") from error
+            raise RunEnded(f"{error}; when it can be read, {RERUN}") from error
         finally:
             for warning in damaged:
                 self.tracker.warn(warning)
@@ -130,7 +130,7 @@ def finished_steps(run_dir: Path) -> int | None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"{done}: expected a file with the number of steps that the run has done ({error}); remove it, "
-            "and rerun the same command to resume from the last checkpoint"
+            f"and {RERUN}"
         ) from error
 
 

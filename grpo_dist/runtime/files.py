@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from grpo_dist.errors import RunEnded, UserError
+from grpo_dist.errors import RERUN, RunEnded, UserError
 
 LOCK = ".lock"
 # Errors of network file systems without locks. EBADF: a directory, which cannot be opened for writing.
@@ -39,8 +39,7 @@ def check_room(directory: Path, error: BaseException) -> None:
     reported = getattr(error, "errno", None) in _FULL
     if reported or shutil.disk_usage(directory).free < _FULL_BYTES:
         raise DiskFull(
-            f"{directory}: No space left on device ({type(error).__name__}); make room there and run "
-            "the same command again to resume from the last checkpoint"
+            f"{directory}: No space left on device ({type(error).__name__}); free some there, and {RERUN}"
         ) from error
 
 

@@ -47,12 +47,12 @@ class LoadBalancer:
     """Assigns groups to workers.
 
     Args:
-        room: sequences a worker may be assigned; an idle worker takes any group, even a larger one.
+        capacity: sequences a worker may be assigned; an idle worker takes any group, even a larger one.
         on_wait: called whenever a group starts to wait.
     """
 
-    def __init__(self, workers: int, room: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
-        self._room, self._on_wait = room, on_wait
+    def __init__(self, workers: int, capacity: int, *, on_wait: Callable[[], None] = lambda: None) -> None:
+        self._capacity, self._on_wait = capacity, on_wait
         self._loads = [_Slot() for _ in range(workers)]
         self._waiting: deque[tuple[int, int, asyncio.Future[int]]] = deque()
         self._withdrawn: set[int] = set()
@@ -125,7 +125,7 @@ class LoadBalancer:
         """Assign the group to the worker with the fewest tokens among those with capacity, if any."""
         taken, least = None, 0
         for index, load in enumerate(self._loads):
-            fits = load.sequences == 0 or load.sequences + sequences <= self._room
+            fits = load.sequences == 0 or load.sequences + sequences <= self._capacity
             if fits and index not in self._withdrawn and (taken is None or load.tokens < least):
                 taken, least = index, load.tokens
         if taken is not None:

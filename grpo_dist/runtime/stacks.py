@@ -66,7 +66,7 @@ async def look(processes: Sequence[int]) -> dict[int, str]:
     return dict(zip(processes, await gather(_with_children(p) for p in processes), strict=True))
 
 
-def calls_in_hand() -> str:
+def pending_calls() -> str:
     """In what the other tasks of the running event loop wait: the stack of its thread says only that it
     does.
     """
@@ -135,7 +135,7 @@ def _memory(process: int) -> Path | None:
 
 async def _locked(file: IO[bytes]) -> bool:
     """Try for a while to lock ``file`` until it is closed. Processes inspect one after the other: two signals
-    may arrive as one, and a dump begun for another process is incomplete.
+    may arrive as one, and a dump started for another process is incomplete.
     """
     end = time.monotonic() + _TURN_S
     while time.monotonic() < end:

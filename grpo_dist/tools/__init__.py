@@ -1,1 +1,1 @@
-"""Commands beside a run: check, plan, bench, evaluate, report, recipe, scoring, submit."""
+"""Commands besides training: check, plan, bench, evaluate, report, recipe, scoring, submit."""

@@ -39,8 +39,8 @@ def test_a_saved_checkpoint_is_found(tmp_path):
     pipeline = progress.pipeline
     assert progress.step == 3 and progress.kl_coef == 0.25
     batch = pipeline.ahead[3]
-    (restored,), (put_aside,) = batch.groups, batch.discarded
-    assert restored.prompt is PROMPTS[1] and put_aside.prompt is PROMPTS[3]
+    (restored,), (discarded,) = batch.groups, batch.discarded
+    assert restored.prompt is PROMPTS[1] and discarded.prompt is PROMPTS[3]
     assert [g.prompt for g in pipeline.partial[4]] == [PROMPTS[0]] and list(pipeline.partial) == [4]
     assert pipeline.order_indices == {3: [1, 0], 12: [2]} and pipeline.order == ORDER
     assert progress.health == HEALTH and progress.rewards == MOMENTS

@@ -214,7 +214,7 @@ def test_a_stop_during_the_start_ends_at_once_and_leaves_no_worker():
             finally:
                 ended_in_order.append(True)
 
-    with pytest.raises(Preempted, match="run the same command again"):
+    with pytest.raises(Preempted, match="rerun the same command"):
         asyncio.run(start())
     assert ended_in_order
 

@@ -179,7 +179,7 @@ def test_repeated_failures_end_the_run_with_their_reason():
     assert job.starts == 3 and list(job.ledger_entries) == [1, 2]
     assert job.warnings[-1] == (
         "policy-1 is lost in step 3 after 3 restart(s) within 3600 s, all of "
-        "`cluster.restarts.max_per_worker`: ending; run the same command again to resume"
+        "`cluster.restarts.max_per_worker`: ending; rerun the same command to resume from the last checkpoint"
     )
 
 
@@ -321,7 +321,7 @@ def test_checkpoints_that_are_read_too_slowly_end_the_run_and_lose_no_worker(sav
         finally:
             ended.set()
 
-    with pytest.raises(RunEnded, match=r"not finished within 1 s\. Run the same command again"):
+    with pytest.raises(RunEnded, match=r"not finished within 1 s; when it can be read, rerun"):
         asyncio.run(within())
     assert len(warned) == 1  # the damaged checkpoint found by then
 

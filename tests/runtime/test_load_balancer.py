@@ -12,7 +12,7 @@ from tests.support.patience import HANG_S
 
 def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_among_those_with_capacity():
     async def session():
-        load_balancer = LoadBalancer(3, room=4)
+        load_balancer = LoadBalancer(3, capacity=4)
         assert [await load_balancer.admit(2, tokens) for tokens in (50, 10, 30)] == [0, 1, 2]
         assert await load_balancer.admit(2, 5) == 1
         assert await load_balancer.admit(2, 5) == 2  # worker 1 has the fewest tokens and no capacity
@@ -24,7 +24,7 @@ def test_a_group_goes_to_the_worker_with_the_fewest_outstanding_tokens_among_tho
 
 def test_waiting_groups_are_served_in_order_and_cancelled_ones_are_skipped():
     async def session():
-        load_balancer = LoadBalancer(1, room=4)
+        load_balancer = LoadBalancer(1, capacity=4)
         order = []
 
         async def one(name, sequences):
@@ -48,7 +48,7 @@ def test_waiting_groups_are_served_in_order_and_cancelled_ones_are_skipped():
 
 async def full_balancer():
     """A balancer whose only worker is full, and a task that waits to be admitted."""
-    load_balancer = LoadBalancer(1, room=1)
+    load_balancer = LoadBalancer(1, capacity=1)
     await load_balancer.admit(1, 1)
     waiting = asyncio.create_task(load_balancer.admit(1, 1))
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ def test_a_slot_given_to_a_group_that_is_cancelled_at_that_moment_is_freed():
 
 def test_a_lost_worker_holds_no_slots_and_gets_no_group_until_it_returns():
     async def session():
-        load_balancer = LoadBalancer(2, room=4)
+        load_balancer = LoadBalancer(2, capacity=4)
         assert [await load_balancer.admit(4, tokens) for tokens in (10, 20)] == [0, 1]
         waiting = asyncio.create_task(load_balancer.admit(4, 5))
         load_balancer.withdraw(0)
@@ -103,21 +103,21 @@ def test_a_failure_is_raised_to_all_waiting_and_later_groups():
 @settings(max_examples=60, deadline=None)
 @given(
     workers=st.integers(1, 5),
-    room=st.integers(1, 8),
+    capacity=st.integers(1, 8),
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 90)), max_size=60),
     order=st.randoms(use_true_random=False),
 )
-def test_every_group_runs_within_the_capacity_and_free_capacity_is_used(workers, room, sizes, order):
+def test_every_group_runs_within_the_capacity_and_free_capacity_is_used(workers, capacity, sizes, order):
     """Compare with a plain search over all workers."""
 
     async def session():
-        load_balancer = LoadBalancer(workers, room)
+        load_balancer = LoadBalancer(workers, capacity)
         sequences, tokens, running = [0] * workers, [0] * workers, []
 
         async def one(size, cost):
             index = await load_balancer.admit(size, cost)
             running.append((index, size, cost))
-            assert sequences[index] == 0 or sequences[index] + size <= room
+            assert sequences[index] == 0 or sequences[index] + size <= capacity
             sequences[index] += size
             tokens[index] += cost
 
@@ -138,7 +138,7 @@ def test_every_group_runs_within_the_capacity_and_free_capacity_is_used(workers,
 
 def test_groups_behind_a_cancelled_one_are_served_at_once():
     async def session():
-        load_balancer = LoadBalancer(1, room=4)
+        load_balancer = LoadBalancer(1, capacity=4)
         await load_balancer.admit(2, 1)
         large, small = (asyncio.create_task(load_balancer.admit(n, 1)) for n in (4, 2))
         await asyncio.sleep(0)
@@ -153,7 +153,7 @@ def test_a_release_visits_no_group_that_does_not_fit(monkeypatch):
     """With 1000 groups waiting each release looks at the group it serves and the one that no longer fits."""
 
     async def session():
-        load_balancer, taken = LoadBalancer(4, room=8), 0
+        load_balancer, taken = LoadBalancer(4, capacity=8), 0
         take = load_balancer._take
 
         def counted(*arguments):

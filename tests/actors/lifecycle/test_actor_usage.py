@@ -49,7 +49,7 @@ def test_an_actor_with_queued_work_reports_usage_at_once(ray_cluster):
     usage = ActorUsage({"reference": [Whole(actor)]}, queueing={"reference"}, timeout_s=HANG_S)
     assert "memory/reference_gib" in asyncio.run(usage.read())
     assert not ray.wait(queued, num_returns=1, timeout=0)[0]  # nothing is finished, yet it answered
-    ray.get(actor.go.options(concurrency_group="beside").remote())
+    ray.get(actor.go.options(concurrency_group="parallel").remote())
     assert ray.get(queued)[-1] == [0, 1, 2, 3]  # one at a time, in order
     assert asyncio.run(usage.read())["time/reference_work_busy_s"] > 0
     ray.kill(actor)

@@ -23,7 +23,7 @@ from actors.lifecycle.watchdog import deadline_of, numbered, where_stuck
 from grpo_dist.config import RestartsConfig
 from grpo_dist.runtime import stacks
 from grpo_dist.runtime.concurrency import deadline
-from grpo_dist.runtime.stacks import calls_in_hand, look
+from grpo_dist.runtime.stacks import look, pending_calls
 from tests.support.patience import HANG_S
 
 pytestmark = pytest.mark.machine
@@ -64,7 +64,7 @@ class StuckLoop(Probeable):
         time.sleep(LONG_S)
 
     async def calls(self):
-        return calls_in_hand()
+        return pending_calls()
 
 
 @pytest.fixture(autouse=True)

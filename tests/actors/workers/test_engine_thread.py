@@ -222,12 +222,12 @@ def test_a_refused_request_fails_alone(monkeypatch):
 
 def test_a_failed_step_fails_all_pending_and_later_requests(monkeypatch):
     async def use(thread, engine):
-        in_hand = await asyncio.gather(*(thread.generate([n], None) for n in (5, -1)), return_exceptions=True)
+        pending = await asyncio.gather(*(thread.generate([n], None) for n in (5, -1)), return_exceptions=True)
         with pytest.raises(RuntimeError, match=r"engine has failed.*no more blocks"):
             await thread.generate([1], None)
         with pytest.raises(RuntimeError, match=r"engine has failed.*no more blocks"):
             await thread.pause(drain=True)
-        return in_hand
+        return pending
 
     assert all(isinstance(error, MemoryError) for error in with_engine(monkeypatch, use))
 

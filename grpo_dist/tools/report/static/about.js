@@ -23,7 +23,7 @@
     return first.map((name) => `${name.slice(5)}: ${share(report.first(run, name))} → ${share(report.last(run, name))}`).join("\n") || "–";
   }
 
-  const outcomes = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "dropped by dynamic sampling", skipped: "skipped" };
+  const outcomes = { trained: "trained", no_signal: "without signal", unscored: "unscored", put_aside: "discarded by dynamic sampling", skipped: "skipped" };
 
   function summaryRow(run) {
     const { about } = run.manifest;
