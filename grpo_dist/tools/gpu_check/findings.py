@@ -32,15 +32,16 @@ class Findings:
 
     def at_most(self, what: str, value: float, bound: float, why: str) -> None:
         """Claim that ``value`` is at most ``bound``. NaN is not."""
-        self.claims.append(Claim(what, float(value), f"<= {bound:.3g}", why, bool(value <= bound)))
+        self.claims.append(Claim(what, float(value), f"<= {number(bound)}", why, bool(value <= bound)))
 
     def at_least(self, what: str, value: float, bound: float, why: str) -> None:
         """Claim that ``value`` is at least ``bound``. NaN is not."""
-        self.claims.append(Claim(what, float(value), f">= {bound:.3g}", why, bool(value >= bound)))
+        self.claims.append(Claim(what, float(value), f">= {number(bound)}", why, bool(value >= bound)))
 
     def equal(self, what: str, value: float, expected: float, why: str) -> None:
         """Claim that ``value`` is exactly ``expected``."""
-        self.claims.append(Claim(what, float(value), f"= {expected:g}", why, bool(value == expected)))
+        bound = f"= {number(expected)}"
+        self.claims.append(Claim(what, float(value), bound, why, bool(value == expected)))
 
     def true(self, what: str, holds: object, why: str) -> None:
         """Claim that ``what`` is so."""
@@ -58,3 +59,8 @@ class Findings:
     def of(cls, plain: dict[str, Any]) -> Findings:
         """Make it from the output of `plain`."""
         return cls(**plain | {"claims": [Claim(**claim) for claim in plain["claims"]]})
+
+
+def number(value: float) -> str:
+    """``0.0001234`` -> ``0.000123``; ``494032768`` -> ``494,032,768``."""
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.3g}"

@@ -16,7 +16,7 @@ _SHARED: dict[str, Any] = {
     "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }  # fmt: skip
-# That of Qwen2.5-0.5B.
+SHAPE_OF = "Qwen/Qwen2.5-0.5B"  # has the measured shape
 _REAL: dict[str, Any] = _SHARED | {
     "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
     "num_key_value_heads": 2, "vocab_size": 151936, "rope_theta": 1e6, "dtype": "bfloat16",

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from grpo_dist.runtime.tables import make_table
-from grpo_dist.tools.gpu_check.findings import YES, Claim
+from grpo_dist.tools.gpu_check.findings import YES, Claim, number
 from grpo_dist.tools.gpu_check.lines import CheckJob
 from grpo_dist.tools.gpu_check.record import CheckRecord, LineRecord
 
@@ -52,6 +52,6 @@ def _details(line: LineRecord) -> str:
 def claim_text(claim: Claim) -> str:
     """Return rich markup: what was found, its bound and where that comes from; red where it does not hold."""
     is_so = claim.bound == YES
-    value = ("yes" if claim.holds else "no") if is_so else f"{claim.value:.3g} {claim.bound}"
+    value = ("yes" if claim.holds else "no") if is_so else f"{number(claim.value)} {claim.bound}"
     text = f"{escape(claim.what)}: {value} [dim]({escape(claim.why)})[/dim]"
     return text if claim.holds else f"[bold red]{text}[/bold red]"

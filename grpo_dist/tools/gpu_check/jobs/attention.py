@@ -13,9 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from grpo_dist.policy.attention import choose_kernel
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.gpu_check.clock import device, fastest_of
-from grpo_dist.tools.gpu_check.dtypes import ROUNDING, forward_dtype
+from grpo_dist.tools.gpu_check.dtypes import ROUNDING
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
+from grpo_dist.tools.gpu_check.sizes import dtype_of
 
 _HEADS = ((14, 2, 64), (12, 2, 128))  # queries, keys and values, size: those of 0.5B and 1.5B
 _PROMPT = 37  # tokens that the first two rows share
@@ -24,7 +25,7 @@ _NAMES = ("output", "gradient of queries", "gradient of keys", "gradient of valu
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     found, lengths = Findings(), [5, 33, 60, 1] if task.rehearsal else [5, 130, 700, 1]
-    dtype = forward_dtype(task)
+    dtype = getattr(torch, dtype_of(task))
     worst = np.zeros(len(_NAMES))
     for heads in _HEADS[:1] if task.rehearsal else _HEADS:
         for window in (None, 33):

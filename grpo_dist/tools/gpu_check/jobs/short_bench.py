@@ -13,11 +13,17 @@ from grpo_dist.tools.bench.table import FIGURES, show
 from grpo_dist.tools.gpu_check.findings import Findings
 from grpo_dist.tools.gpu_check.lines import CheckTask
 from grpo_dist.tools.gpu_check.loops import loop_config
-from grpo_dist.tools.gpu_check.sizes import dtype_of
+from grpo_dist.tools.gpu_check.sizes import SHAPE_OF, dtype_of
 
 _KEPT = ("loop/", "generation/", "training/", "sync/", "of_limit/", "share/", "limit/")
-_SHOWN = ("loop/tokens_per_s", "of_limit/generation", "of_limit/training", "of_limit/sync", "of_limit/loop")
-_STEP = "stages follow each other; more than twice their limits: something waits, or takes another path"
+_SHOWN = (
+    "loop/tokens_per_s",
+    "of_limit/generation",
+    "of_limit/training",
+    "of_limit/sync",
+    "loop/step_over_limit",
+)
+_STAGE = "the same work without the loop; at half of its speed the loop takes another path"
 
 
 def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
@@ -33,6 +39,8 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     config = loop_config(task, dtype=dtype_of(task), **sections)
     directory = bench(config.model_copy(update={"name": "bench"}))
     found.bench = json.loads((Path(directory) / "bench.json").read_text())
+    if not task.rehearsal:  # `plan` knows that shape by name, wherever it reads the record
+        found.bench["config"]["model"]["path"] = SHAPE_OF
     figures = found.bench["figures"]
     found.figures |= {f"bench/{key}": v for key, v in figures.items() if key.startswith(_KEPT)}
     found.notes += [f"{FIGURES[key].label}: {show(figures, key)}" for key in _SHOWN if key in figures]
@@ -41,8 +49,9 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     steps = len(found.bench["decode_steps"])
     found.at_least("single steps of an engine", steps, 1, "`plan` takes the speed of decoding from them")
     if not task.rehearsal:
-        over = figures.get("loop/step_over_limit", math.nan)
-        found.at_most("step over the sum of its limits", over, 2.0, _STEP)
+        for stage in ("generation", "training"):
+            share = figures.get(f"of_limit/{stage}", math.nan)
+            found.at_least(f"{stage}, share of its limit", share, 0.5, _STAGE)
     yield "bench", found
 
 
