@@ -1,4 +1,4 @@
-"""The configuration refuses what cannot be used, in one message that says where and what to do."""
+"""The configuration refuses unusable settings in one message with place and remedy."""
 
 from pathlib import Path
 
@@ -151,7 +151,7 @@ def test_cyclic_defaults_are_refused(tmp_path):
         (["data.order=pass_rate", "rewards.shuffle=true"], ["`data.order` = pass_rate"]),
     ],
 )
-def test_settings_that_contradict_each_other_across_sections(base, overrides, words):
+def test_contradictions_between_sections_are_refused(base, overrides, words):
     with pytest.raises(ConfigError) as refusal:
         load_config(base, overrides)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)

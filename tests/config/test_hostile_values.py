@@ -154,11 +154,11 @@ def test_numeric_keys_refuse_booleans_and_non_finite_or_huge_numbers(path, key):
         ("evaluation.temperature=0.001", "0.001 is below 0.01, and the engine would raise it"),
     ],
 )
-def test_numbers_beyond_what_the_machine_or_the_engine_takes_are_refused(path, override, words):
+def test_numbers_beyond_the_limits_of_machine_or_engine_are_refused(path, override, words):
     assert words in refused(path, BASE, override)
 
 
-def test_numbers_at_the_limits_are_taken(path):
+def test_numbers_at_the_limits_are_accepted(path):
     path.write_text(BASE)
     config = load_config(
         path, ["rewards.timeout_s=1e8", "evaluation.temperature=0", "sampling.temperature=0.01", "steps=1e3"]
@@ -183,8 +183,8 @@ _KEYS = [key for key, _ in _fields(Config)] + ["model", "data", "data.train.0", 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(_KEYS), value=_VALUES)
-def test_whatever_stands_in_a_file_is_read_or_refused(path, key, value):
-    """Nothing but UserError; what is read can be written and read again."""
+def test_any_text_in_a_file_is_read_or_refused(path, key, value):
+    """Only UserError is raised; what is read can be written and read again."""
     from grpo_dist.config.files import dump_config
 
     tree = yaml.safe_load(BASE)
@@ -200,7 +200,7 @@ def test_whatever_stands_in_a_file_is_read_or_refused(path, key, value):
 
 
 def _load(path, dump_config):
-    """A TypeError of the dump above is the test's own; one of the loader is a failure."""
+    """The test may raise a TypeError in the dump above; one from the loader is a failure."""
     try:
         dump_config(load_config(path)).encode()
     except UserError:
@@ -213,7 +213,7 @@ def _load(path, dump_config):
 @given(
     text=st.binary(max_size=60) | st.text("{}[]:,&*!|>'\"-?# \n\tab${}.0~<%@`", max_size=40).map(str.encode)
 )
-def test_whatever_bytes_are_in_a_file_are_read_or_refused(path, text):
+def test_any_bytes_in_a_file_are_read_or_refused(path, text):
     path.write_bytes(BASE.encode() + text)
     with contextlib.suppress(UserError):
         load_config(path)
@@ -223,14 +223,14 @@ def test_whatever_bytes_are_in_a_file_are_read_or_refused(path, text):
 @given(
     key=st.sampled_from(_KEYS) | st.text(max_size=10), value=st.text(max_size=20), sign=st.sampled_from("=+")
 )
-def test_whatever_override_is_given_is_set_or_refused(path, key, value, sign):
+def test_any_override_is_set_or_refused(path, key, value, sign):
     path.write_text(BASE)
     with contextlib.suppress(UserError):
         load_config(path, [f"{key}{sign}{value}"])
 
 
 @pytest.mark.parametrize("column", ["problem", "answer"])
-def test_a_row_with_half_a_character_is_refused_by_file_and_line(tmp_path, column):
+def test_a_row_with_a_lone_surrogate_is_refused_with_file_and_line(tmp_path, column):
     rows = [{"problem": "1+1=", "answer": "2"}, {"problem": "1+1=", "answer": "2", column: "2\ud800"}]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -283,7 +283,7 @@ def test_damaged_lines_of_a_run_are_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "words"), [("pipe", "Not a regular file"), ("directory", "Is a directory")])
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path, kind, words):
+def test_reading_a_pipe_does_not_block(tmp_path, kind, words):
     path = tmp_path / "bench.json"
     os.mkfifo(path) if kind == "pipe" else path.mkdir()
     with pytest.raises(UserError, match=rf"bench\.json: cannot be read \({words}\)"):

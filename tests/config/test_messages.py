@@ -1,4 +1,4 @@
-"""Configuration errors name keys of the file and values it may have, never the validator's own notation."""
+"""Configuration errors name keys and allowed values of the file, never the validator's notation."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_a_bad_value_is_one_message_about_its_key(sections, begin):
     assert "; `" not in text and "literal[" not in text and "tuple" not in text and "instance" not in text
 
 
-def test_an_entry_that_is_wrong_is_named_and_not_counted_as_missing():
+def test_an_invalid_entry_is_named_and_not_counted_as_missing():
     text = message(data={"train": [{"pth": "x"}]})
     assert "unknown key `data.train.0.pth`" in text and "at least 1" not in text
 

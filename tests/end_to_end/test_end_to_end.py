@@ -18,8 +18,8 @@ pytestmark = pytest.mark.machine
 
 
 STALE = (
-    "max_staleness=1",  # one line is the difference
-    "algorithm.advantage=remax",  # a greedy answer to every prompt besides
+    "max_staleness=1",  # the only difference
+    "algorithm.advantage=remax",  # adds a greedy answer to every prompt
     "steps=3",
     "checkpoint.every=2",
     "checkpoint.export=true",

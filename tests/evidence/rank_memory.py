@@ -31,11 +31,11 @@ def held():
 
 
 def saved(trainer, directory):
-    """Bytes of the files of each rank; what is of all ranks is the first's."""
+    """Return the bytes of each rank's files; shared files count for the first rank."""
     import torch
 
     trainer.save(directory)
-    torch.distributed.barrier()  # all have written
+    torch.distributed.barrier()  # all ranks have written
     sizes = [0] * RANKS
     for file in directory.rglob("*.pt"):
         rank = re.search(r"zero_pp_rank_(\d+)", file.name)
@@ -69,13 +69,13 @@ def rank(index, port, directory, dtype, stage):
         advantages=torch.randn(mask.shape), rollout_logprobs=torch.zeros(mask.shape), ref_logprobs=None,
         row_ids=torch.arange(4), num_tokens=float(mask.sum()), num_sequences=4.0, max_tokens=16,
     )  # fmt: skip
-    trainer.update([batch])  # makes the optimiser's moments
+    trainer.update([batch])  # creates the optimiser's moments
     files = saved(trainer, Path(directory) / f"{dtype}_{stage}")
     trainer.accumulate(PreparedBatch.of(batch))
     if index == 0:
         print(json.dumps({"dtype": dtype, "stage": stage, "bytes": held(), "files": files}), flush=True)
     trainer.close()
-    os._exit(0)  # nothing that ends slowly is waited for
+    os._exit(0)  # skip slow shutdowns
 
 
 def main():

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def demo(directory, *overrides):
-    """pass@1 on the held-out problems before and after a demo run, and the run's metrics by step."""
+    """Return pass@1 on the held-out problems before and after a demo run, and the run's metrics by step."""
     command = [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "configs/demo.yaml"), *overrides]
     subprocess.run(command, cwd=directory, check=True, timeout=4 * 3600)
     lines = [json.loads(line) for line in (directory / "runs/demo/metrics.jsonl").read_text().splitlines()]
@@ -34,7 +34,7 @@ def test_the_demo_gains_25_points_and_passes_85_percent(tmp_path, seed):
 
 
 @pytest.mark.timeout(5 * 3600)
-def test_rewards_dealt_at_random_teach_nothing(tmp_path):
+def test_shuffled_rewards_teach_nothing(tmp_path):
     before, after, lines = demo(tmp_path, "rewards.shuffle=true", "steps=30")
     print(f"shuffled rewards: {before:.3f} -> {after:.3f}")
     assert after <= before + 3 * lines[0]["eval/add3/pass@1_stderr"]

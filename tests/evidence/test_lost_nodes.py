@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(4 * 3600)
-def test_a_run_survives_the_loss_of_its_nodes_and_leaves_others_alone(tmp_path):
+def test_a_run_survives_lost_nodes_and_does_not_disturb_other_jobs(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.support.multi_node_run", str(tmp_path)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3 * 3600)

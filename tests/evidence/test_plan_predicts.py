@@ -48,7 +48,7 @@ def calibration(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
+def test_a_plan_predicts_the_measured_times(case, calibration, tmp_path):
     settings = load_config(MEASURED, [*SHORT, *OTHERS[case], "bench.limits=false", f"output_dir={tmp_path}"])
     measured = BenchResult.read(bench(settings) / "bench.json").figures
     run = make_plan(settings, "1x0xCPU", bench=calibration, splits="none").simulated.simulated
@@ -60,7 +60,7 @@ def test_a_plan_predicts_what_is_measured(case, calibration, tmp_path):
     assert abs(off) < 0.15
 
 
-def test_ranks_hold_and_write_the_bytes_that_are_planned():
+def test_ranks_hold_and_write_the_planned_bytes():
     script = Path(__file__).with_name("rank_memory.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dtype"')]
@@ -74,9 +74,9 @@ def test_ranks_hold_and_write_the_bytes_that_are_planned():
         sizes = Sizes.of(settings, gpu=False)
         parts = states(settings, model, sizes)
         if case["dtype"] == "float32" and case["stage"] == 1:
-            # Whole gradients are gone once they are reduced; the plan has the moment before.
+            # Whole gradients are freed after their reduction; the plan counts the moment before.
             parts["gradients"] -= 4 * model.parameters
-        kept = BUCKET * sizes.itemsize if case["stage"] == 3 else 0  # the bucket stays
+        kept = BUCKET * sizes.itemsize if case["stage"] == 3 else 0  # the bucket remains
         planned = sum(parts.values()) + kept
         print(f"{case['dtype']} stage {case['stage']}: planned {planned:,}, held {case['bytes']:,} bytes")
         assert case["bytes"] == pytest.approx(planned, rel=0.02)

@@ -1,4 +1,4 @@
-"""A run that remembers all there is to remember is killed and resumed: the same numbers, line by line."""
+"""A run with every kind of state is killed and resumed: the same numbers, line by line."""
 
 import pytest
 
@@ -16,8 +16,8 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-def test_with_all_that_a_run_remembers_a_resumed_one_has_the_same_numbers(tmp_path):
-    """Renewed reference, steered KL weight, prompts by pass rate and their replacements, a batch ahead."""
+def test_a_resumed_run_with_every_kind_of_state_has_the_same_numbers(tmp_path):
+    """Refreshed reference, adapted KL weight, prompts by pass rate with replacements, one step ahead."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for directory in (whole, killed):
         directory.mkdir()

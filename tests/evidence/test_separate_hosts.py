@@ -34,7 +34,7 @@ print("LISTED " + json.dumps({known["ActorClassName"]: known["Address"]["IPAddre
 
 @contextmanager
 def started(command, **options):
-    """A process for the block, and all that it started."""
+    """Run a process for the block, and end its process tree."""
     process = subprocess.Popen(command, **options)
     try:
         yield process
@@ -48,7 +48,7 @@ def started(command, **options):
 
 
 class Lan:
-    """A Ray cluster of such hosts, without one for the head's."""
+    """A Ray cluster of simulated hosts; the head has none of its own."""
 
     def __init__(self, made, directory, stack):
         self._hosts, self._stack, self._log = made, stack, directory / "ray.txt"
@@ -56,7 +56,7 @@ class Lan:
         paths = str(ROOT)
         self.environment = os.environ | {
             "PYTHONPATH": paths,
-            # Sockets below it have short paths.
+            # The paths of its sockets must be short.
             "RAY_TMPDIR": stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp")),
             "RAY_ADDRESS": f"{self.head}:6379",
             "RAY_AUTH_MODE": "token",
@@ -66,11 +66,11 @@ class Lan:
         wait(lambda: "Ray runtime started" in self._log.read_text(), "the head comes up")
 
     def join(self):
-        """Another host with one CPU."""
+        """Add a host with one CPU."""
         self._node(self._hosts.add(), f"--address={self.head}:6379", "--num-cpus=1")
 
     def wait_for(self, count):
-        """So many have joined."""
+        """Return how many hosts have joined."""
         waiting = [sys.executable, "-m", "grpo_dist.tools.submit.nodes", str(count), "--within", str(LIMIT_S)]
         subprocess.run(self._hosts.command(self.head, *waiting), env=self.environment, check=True)
 
@@ -81,7 +81,7 @@ class Lan:
         self._stack.enter_context(started(command, env=self.environment, stdout=log, stderr=log))
 
     def homes(self):
-        """Address of each kind of actor."""
+        """Return the address of each kind of actor."""
         command = self._hosts.command(self.head, sys.executable, "-c", LISTED)
         asked = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
         return json.loads(asked.stdout.partition("LISTED ")[2] or "{}")
@@ -108,14 +108,14 @@ def training(directory):
     return [sys.executable, "-m", "grpo_dist.cli", "train", str(ROOT / "tests/chaos/job.yaml"), *overrides]
 
 
-def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
+def test_a_run_on_several_hosts_survives_the_loss_of_one(tmp_path):
     if reason := refusal():
         pytest.skip(reason)
     run_dir, said = tmp_path / "run", tmp_path / "said.txt"
     with ExitStack() as stack:
         made = stack.enter_context(hosts())
         lan = Lan(made, tmp_path, stack)
-        for count in (2, 3):  # one after the other: in the directory that they share two at once get stuck
+        for count in (2, 3):  # one at a time: in their shared directory two concurrent starts hang
             lan.join()
             lan.wait_for(count)
         told = stack.enter_context(said.open("w"))
@@ -131,7 +131,7 @@ def test_a_run_spreads_over_hosts_and_survives_that_one_is_cut_off(tmp_path):
     lines = steps_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert sum(line["restarts/rollout"] for line in lines) >= 1
-    # What came over the network is what was sent: later steps train on samples that are a step old.
+    # Weights arrive intact: later steps train on samples that are one step old.
     assert lines[0]["mismatch/logprob_diff_max"] < 1e-4
     assert all(line["sync/bytes"] > 0 for line in lines)
     assert audit(run_dir / LEDGER, steps=STEPS, prompts_per_step=4) is None

@@ -1,4 +1,4 @@
-"""A rank's memory grows with the vocabulary by its weights alone: [tokens, vocabulary] never exists."""
+"""Only weights make a rank's memory grow with the vocabulary: [tokens, vocabulary] never exists."""
 
 import json
 import subprocess

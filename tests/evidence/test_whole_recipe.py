@@ -21,7 +21,7 @@ from grpo_dist.data.demonstrations import load_pairs
 from tests.support.patience import HANG_S
 from tests.support.real_runs import survivors
 
-pytestmark = [pytest.mark.evidence, pytest.mark.timeout(4 * 3600)]  # six engines start, one after the other
+pytestmark = [pytest.mark.evidence, pytest.mark.timeout(4 * 3600)]  # six engines start in sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = """
@@ -70,7 +70,7 @@ NAMES = ("cold", "reason", "reject", "again", "reason_again", "teach", "distille
 
 
 def run(directory, *overrides, kill_at=None):
-    """`grpo-dist pipeline` until it ends or, with ``kill_at``, until that file is there."""
+    """Run `grpo-dist pipeline` until it ends or, with ``kill_at``, until that file exists."""
     mark = uuid.uuid4().hex
     command = [sys.executable, "-m", "grpo_dist.cli", "pipeline", "p.yaml", *overrides]
     with (directory / "out").open("w") as out, (directory / "err").open("w") as err:
@@ -99,7 +99,7 @@ def record(directory, number):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """The pipeline, killed after the first checkpoint of its first GRPO stage and started again."""
+    """Run the pipeline, kill it after the first checkpoint of its first GRPO stage, and rerun it."""
     directory = tmp_path_factory.mktemp("recipe")
     (directory / "base.yaml").write_text(BASE.replace("REWARDS", str(ROOT / "tests/support")))
     (directory / "p.yaml").write_text(PIPELINE)
@@ -126,7 +126,7 @@ def test_every_stage_is_complete_and_in_the_table(done):
     assert "eval/add3/pass@1" in record(directory, 7)["after"]
 
 
-def test_what_is_kept_was_sampled_and_is_taught_as_it_was_asked(done):
+def test_kept_samples_become_demonstrations_with_the_same_tokens(done):
     directory, _ = done
     stage = directory / "runs/r1/03_reject"
     parts = sorted((stage / "samples").iterdir())

@@ -1,4 +1,4 @@
-"""Work beside the loop: in order, bounded, and never failing unseen."""
+"""Background work: in order, bounded, and never failing silently."""
 
 import threading
 
@@ -10,7 +10,7 @@ from tests.support import fakes
 from tests.support.patience import HANG_S
 
 
-def test_work_is_done_in_order_and_all_of_it_by_the_time_of_a_flush():
+def test_work_is_done_in_order_and_a_flush_waits_for_all_of_it():
     done = []
     background = Background("test", pending=2)
     for i in range(20):
@@ -22,9 +22,9 @@ def test_work_is_done_in_order_and_all_of_it_by_the_time_of_a_flush():
     assert done[-1] == "last"
 
 
-def test_who_hands_in_more_than_may_wait_is_held_up():
+def test_a_full_queue_blocks_the_caller():
     gate, background = threading.Event(), Background("test", pending=2)
-    for _ in range(3):  # one is being done, two wait
+    for _ in range(3):  # one runs, two wait
         background.submit(gate.wait)
     held_up = threading.Thread(target=background.submit, args=(lambda: None,))
     held_up.start()
@@ -36,7 +36,7 @@ def test_who_hands_in_more_than_may_wait_is_held_up():
     background.close()
 
 
-def test_a_failure_is_raised_by_the_next_call_and_what_came_after_it_is_not_done():
+def test_a_failure_is_raised_by_the_next_call_and_later_work_is_skipped():
     done, background = [], Background("test", pending=4)
 
     def fail():
@@ -77,7 +77,7 @@ def test_a_table_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
         raise RuntimeError("its own")
 
 
-def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
+def test_waiting_for_a_hanging_disk_has_a_deadline(monkeypatch):
     monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.05)
     stuck = threading.Event()
     background = Background("tables", pending=1)
@@ -92,7 +92,7 @@ def test_a_disk_that_takes_nothing_is_not_waited_for_without_end(monkeypatch):
 
 
 @pytest.mark.parametrize("waiting", [0, 1])
-def test_the_end_does_not_wait_longer_for_such_a_disk_whether_the_queue_is_full_or_not(monkeypatch, waiting):
+def test_closing_has_the_same_deadline_with_a_full_and_an_empty_queue(monkeypatch, waiting):
     monkeypatch.setattr("grpo_dist.runtime.background._DEADLINE_S", 0.3)
     begun, stuck = threading.Event(), threading.Event()
     background = Background("tables", pending=1)

@@ -1,4 +1,4 @@
-"""The metric catalogue has every metric that the code can log, and none that it cannot."""
+"""The metric catalogue has exactly the metrics that the code can log."""
 
 import ast
 import asyncio
@@ -24,11 +24,11 @@ from grpo_dist.types import PreparedBatch
 from tests.support import fakes
 
 ROOT = Path(__file__).resolve().parents[2]
-# What is written of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
+# Records of a benchmark, a plan, a submission or a pipeline are no metrics of a run.
 ELSEWHERE = ("bench", "plan", "recipe", "submit")
 FAMILIES = {m.name.partition("/")[0] for m in METRICS}
 NAME = re.compile(r"[a-z_]+(/[a-z0-9_@<>{}]+)+")
-# Parts of names; the whole ones are those of the phases that a stopwatch times, of the outcomes, or of a run.
+# Parts of names; the rest of a name is a phase of a stopwatch, an outcome, or depends on the run.
 PARTS = {"time/<>_s", "outcome/<>", "eval/<>/<>", "health/refused_"}
 
 
@@ -40,7 +40,7 @@ def sources() -> Iterator[tuple[str, ast.AST]]:
 
 
 def text_of(node: ast.AST) -> str | None:
-    """A string as written; of an f-string <> stands for what is filled in."""
+    """Return a string as written; in an f-string <> replaces each value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -54,7 +54,7 @@ def named(nodes) -> set[str]:
 
 
 def logged(tree: ast.AST) -> set[str]:
-    """Names in the places where metrics are made: keys of mappings, and what variables of them hold."""
+    """Return names where metrics are made: keys of mappings, and names assigned to variables."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Dict):
@@ -69,23 +69,23 @@ def logged(tree: ast.AST) -> set[str]:
 
 
 def phases(tree: ast.AST) -> set[str]:
-    """The phases that a `Stopwatch` times: `with timer("update")`."""
+    """Return the phases that a `Stopwatch` times: `with timer("update")`."""
     calls = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
     return {f"time/{c.args[0].value}_s" for c in calls if c.func.id in ("timer", "watch") and c.args}
 
 
 def written() -> dict[str, str]:
-    """Every name that the code makes, with the file."""
+    """Return every name that the code makes, with its file."""
     return {n: path for path, tree in sources() for n in logged(tree) | phases(tree)}
 
 
 def metrics_read(tree: ast.AST) -> set[str]:
-    """Names in any other place, of families that there are."""
+    """Return names of existing families in any other place."""
     return {n for n in named(ast.walk(tree)) if n.partition("/")[0] in FAMILIES}
 
 
 class Everything(fakes.World):
-    """A policy that computes a real loss with all its terms, and actors that say what they did."""
+    """A policy that computes a real loss with all its terms, and actors that report usage."""
 
     latest: ClassVar[dict[str, Usage]] = {}
 
@@ -105,7 +105,7 @@ class Everything(fakes.World):
 
 @pytest.fixture(scope="module")
 def of_a_run() -> set[str]:
-    """Names that the real loop logs on fake workers."""
+    """Return the names that the real loop logs on fake workers."""
     world = Everything()
     config = fakes.config(
         steps=2,
@@ -125,7 +125,7 @@ def test_a_run_logs_nothing_that_is_not_in_the_catalogue(of_a_run):
 
 
 def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
-    """Neither where one is made, in any family, nor where one is read."""
+    """Neither in code that makes metrics, in any family, nor in code that reads them."""
     read = {n: path for path, tree in sources() for n in metrics_read(tree)}
     found = {n: path for n, path in (written() | read).items() if n not in PARTS}
     assert len(found) > 60
@@ -134,13 +134,13 @@ def test_no_code_names_a_metric_that_is_not_in_the_catalogue():
 
 def test_the_catalogue_has_nothing_that_is_not_logged(of_a_run):
     made = set(written())
-    assert made >= PARTS  # else the exception is not needed any more
+    assert made >= PARTS  # else the exception is no longer needed
     whole = {name.replace("<>", "x") for name in made - PARTS}
     found = [described(n) for n in whole | of_a_run | {f"outcome/{o}" for o in OUTCOMES}]
     assert [m.name for m in METRICS if m not in found] == []
 
 
-def test_of_two_entries_the_more_exact_one_describes_a_metric():
+def test_the_more_specific_of_two_entries_describes_a_metric():
     assert described("reward/mean").name == "reward/mean"
     assert described("reward/brevity").name == "reward/<name>"
     assert described("reward/brevity_unscored").name == "reward/<name>_unscored"
@@ -150,7 +150,7 @@ def test_of_two_entries_the_more_exact_one_describes_a_metric():
     assert described("loss/unheard_of") is None
 
 
-def test_every_entry_says_its_unit_its_reducer_and_its_meaning():
+def test_every_entry_has_a_unit_a_reducer_and_a_meaning():
     assert len({m.name for m in METRICS}) == len(METRICS)
     for metric in METRICS:
         assert metric.unit and metric.reducer and metric.meaning, metric.name
@@ -161,7 +161,7 @@ def test_the_readme_holds_the_catalogue():
     assert README.read_text() == with_part(README.read_text(), "metrics", table())
 
 
-def test_a_document_that_is_out_of_date_is_told_of_and_written_anew(tmp_path, capsys):
+def test_an_outdated_document_is_reported_and_rewritten(tmp_path, capsys):
     page = tmp_path / "page.md"
     page.write_text("top\n<!-- begin generated: x -->\nold\n<!-- end generated: x -->\nbottom\n")
     assert refresh(page, "x", "new", arguments=["--check"]) == 1

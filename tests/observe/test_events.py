@@ -1,4 +1,4 @@
-"""`events.jsonl`: it is there in every run, and has what was warned of before the run's first step."""
+"""`events.jsonl` exists in every run and has the warnings from before the first step."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def test_the_snippet_of_the_guide_reads_a_run_without_a_warning(tmp_path, capsys
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """A run directory, whose training itself is left out."""
+    """Prepare a run directory without training."""
     rows = "".join(json.dumps({"problem": f"1+{i}=", "answer": i + 1}) + "\n" for i in range(4))
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(rows)
@@ -65,7 +65,7 @@ def trained(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def test_held_out_problems_that_are_trained_on_are_among_the_events_and_in_the_report(trained):
+def test_the_warning_about_held_out_training_problems_is_in_events_and_report(trained):
     (warning,) = events(trained)
     assert "held_out: 4 of 4 problems are also in the training set" in warning
     _, found = pieces(write_report([str(trained)], None, ReportLimits(), lambda message: None))

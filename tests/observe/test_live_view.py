@@ -1,4 +1,4 @@
-"""The block of lines that a terminal shows of a run."""
+"""The live view of a run in a terminal."""
 
 import io
 import math
@@ -48,7 +48,7 @@ def view(clock):
     return LiveView("demo", 50, 10, clock=clock)
 
 
-def test_before_the_first_step_it_says_what_it_waits_for(view, clock):
+def test_before_the_first_step_the_view_shows_what_the_run_waits_for(view, clock):
     view.phase("sample")
     clock.now += 3.5
     text = shown(view)
@@ -56,13 +56,13 @@ def test_before_the_first_step_it_says_what_it_waits_for(view, clock):
     assert "left" not in text and "reward" not in text
 
 
-def test_it_is_drawn_also_between_what_a_step_took_and_what_came_of_it(view):
+def test_the_view_is_drawn_between_the_spans_and_the_metrics_of_a_step(view):
     view.took([Span("sample", 0, 1)], {})
     assert "sample 1.0 s" in shown(view) and "reward" not in shown(view)
 
 
-def test_it_is_drawn_while_the_run_goes_on(view, clock):
-    """By the terminal's thread; what changes while it is drawn would end that thread."""
+def test_the_view_is_drawn_while_its_state_changes(view, clock):
+    """The terminal's thread draws it; a change during drawing would end that thread."""
     failures = []
 
     def draw():
@@ -87,7 +87,7 @@ def test_it_is_drawn_while_the_run_goes_on(view, clock):
 
 
 def test_progress_and_time_left_follow_the_pace_of_the_latest_steps(view, clock):
-    step(view, 11, clock, seconds=1000.0)  # the first, which warms up, is not the pace
+    step(view, 11, clock, seconds=1000.0)  # the first step, a warm-up, does not count
     for number in range(12, 21):
         step(view, number, clock, seconds=4.0)
     assert view.left_s() == pytest.approx(30 * 4.0)
@@ -103,7 +103,7 @@ def test_stages_are_means_of_the_latest_steps_and_bars_their_shares(view, clock)
     assert "sample 3.0 s " + 18 * "█" in line and "update 1.0 s " + 6 * "█" in line
 
 
-def test_reward_is_drawn_and_said(view, clock):
+def test_the_reward_is_shown_as_a_line_and_a_number(view, clock):
     for number, reward in enumerate((0.0, math.nan, 0.5, 1.0), start=11):
         step(view, number, clock, reward=reward)
     assert "▁ ▅█ 1.000" in shown(view) or "▁ ▄█ 1.000" in shown(view)
@@ -111,7 +111,7 @@ def test_reward_is_drawn_and_said(view, clock):
     assert "unknown" in shown(view)
 
 
-def test_actors_say_who_serves_how_busy_and_how_often_replaced(view, clock):
+def test_actors_are_shown_with_readiness_load_and_replacements(view, clock):
     states = {"rollout-0": True, "rollout-1": True, "policy-0": True}
     view.follow(lambda: states)
     step(view, 11, clock, **{"restarts/rollout": 1.0})
@@ -119,11 +119,11 @@ def test_actors_say_who_serves_how_busy_and_how_often_replaced(view, clock):
     text = shown(view)
     rollout, policy = (" ".join(line.split()) for line in text.splitlines()[-2:])
     assert rollout == "actors ● rollout 2/2 ███▊ 38% busy 2.0 GiB 2 replaced" and policy == "● policy 1/1"
-    states["rollout-1"] = False  # at once, not with the next step
+    states["rollout-1"] = False  # immediately, not with the next step
     assert " 1/2 " in shown(view) and "2 replaced  being replaced: rollout-1" in shown(view)
 
 
-def test_labels_stay_where_the_terminal_is_narrow(view, clock):
+def test_labels_are_complete_in_a_narrow_terminal(view, clock):
     view.follow(lambda: {"rollout-0": False, "policy-0": True})
     step(view, 11, clock)
     lines = shown(view, 50).splitlines()
@@ -131,7 +131,7 @@ def test_labels_stay_where_the_terminal_is_narrow(view, clock):
     assert [line[:7].strip() for line in lines[1:]] == ["now", "step", "reward", "actors", ""]
 
 
-def test_a_thousand_actors_are_a_line(view):
+def test_a_thousand_actors_take_one_line(view):
     view.follow(lambda: {f"rollout-{i}": i >= 5 for i in range(1024)})
     text = shown(view, 160)
     assert "rollout  1019/1024" in text and "rollout-2 and 2 more" in text and len(text.splitlines()) < 6
@@ -152,7 +152,7 @@ def test_clock_text(seconds, text):
     assert clock_text(seconds) == text
 
 
-def test_what_is_no_terminal_gets_lines_alone(monkeypatch, capsys):
+def test_without_a_terminal_only_lines_are_printed(monkeypatch, capsys):
     own = Console("demo", 3, 0)
     metrics = {"time/step_s": 1.0, "throughput/completion_tokens_per_s": 10.0, "reward/mean": 0.25}
     own.log(1, metrics)
@@ -163,7 +163,7 @@ def test_what_is_no_terminal_gets_lines_alone(monkeypatch, capsys):
     assert "\x1b" not in text
 
 
-def test_a_log_that_is_told_to_have_colours_is_no_terminal(monkeypatch):
+def test_a_log_with_forced_colours_is_no_terminal(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
@@ -173,7 +173,7 @@ def test_a_log_that_is_told_to_have_colours_is_no_terminal(monkeypatch):
     assert "step    1" in out.getvalue() and "1/3 steps" not in out.getvalue()
 
 
-def test_names_in_brackets_are_names_and_no_style(capsys):
+def test_names_in_brackets_are_not_read_as_markup(capsys):
     scores = {"eval/[bold]x/pass@1": 0.5, "eval/[bold]x/pass@1_stderr": 0.1}
     Console("demo", 3, 0).log(1, scores)
     print_before_after({}, scores, "runs/a[red]")
@@ -182,7 +182,7 @@ def test_names_in_brackets_are_names_and_no_style(capsys):
     assert "│ [bold]x │" in out and "run directory: runs/a[red]\n" in out
 
 
-def test_a_terminal_gets_the_view_below_its_lines_and_is_left_as_it_was(monkeypatch):
+def test_a_terminal_shows_the_view_below_its_lines_and_is_restored(monkeypatch):
     out = io.StringIO()
     out.isatty = lambda: True
     terminal = RichConsole(file=out, force_interactive=True, width=100, soft_wrap=True, highlight=False)
@@ -193,4 +193,4 @@ def test_a_terminal_gets_the_view_below_its_lines_and_is_left_as_it_was(monkeypa
     own.close(failed=False)
     text = out.getvalue()
     assert "step    1" in text and "1/3 steps" in text
-    assert text.rstrip().endswith("\x1b[2K") or "\x1b[?25h" in text  # the cursor is there again
+    assert text.rstrip().endswith("\x1b[2K") or "\x1b[?25h" in text  # the cursor is visible again

@@ -26,13 +26,13 @@ def test_the_block_is_traced_with_the_shapes_of_its_operators(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_a_step_that_was_not_chosen_leaves_nothing(tmp_path):
+def test_other_steps_are_not_traced(tmp_path):
     with profiled(None, ProfileConfig()):
         torch.ones(2) + 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_under_the_profiler_fails_as_ever(tmp_path):
+def test_an_error_under_the_profiler_is_raised_unchanged(tmp_path):
     with pytest.raises(ZeroDivisionError), profiled(tmp_path / "x.json.gz", ProfileConfig()):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
@@ -83,14 +83,14 @@ def test_the_timeline_of_chosen_steps_has_all_actors_on_one_clock(tmp_path):
     ]
 
 
-def test_a_step_that_never_was_leaves_the_others(tmp_path):
+def test_a_missing_step_does_not_affect_the_others(tmp_path):
     (tmp_path / "timeline.jsonl").write_text('{"step": 5, "spans": [["driver", "sync", 1.0, 2.0]]}\n')
     write_timeline(tmp_path, [5, 6])
     events = json.loads((tmp_path / "profile" / "timeline.json").read_text())["traceEvents"]
     assert [e["name"] for e in events if e["ph"] == "X"] == ["sync"]
 
 
-def test_a_line_that_the_loop_is_writing_meanwhile_does_no_harm(tmp_path):
+def test_a_partly_written_line_is_skipped(tmp_path):
     whole = '{"step": 5, "spans": [["driver", "sync", 1.0, 2.0]]}\n'
     (tmp_path / "timeline.jsonl").write_text(whole + '{"step": 6, "spans": [["driver", "sy')
     write_timeline(tmp_path, [5])
@@ -98,6 +98,6 @@ def test_a_line_that_the_loop_is_writing_meanwhile_does_no_harm(tmp_path):
     assert [e["name"] for e in events if e["ph"] == "X"] == ["sync"]
 
 
-def test_steps_behind_the_end_are_refused():
+def test_steps_after_the_end_are_refused():
     with pytest.raises(ValueError, match=r"`profile.steps` has 9, but the run ends after `steps` = 4"):
         fakes.config(steps=4, profile={"steps": [2, 9]})

@@ -1,4 +1,4 @@
-"""Trackers of others: what they get, and that none of them can stop a run, slow it or hold up its end."""
+"""External trackers: what they get, and that none of them can stop a run, slow it or delay its end."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ OFF = {"console": False, "tensorboard": False}
 
 @dataclass
 class Kept:
-    """A sink that remembers; ``fails_on`` steps raise, ``gate`` is waited for."""
+    """A sink that records; steps in ``fails_on`` raise; it waits for ``gate``."""
 
     fails_on: tuple[int, ...] = ()
     gate: threading.Event | None = None
@@ -66,7 +66,7 @@ def test_a_tracker_gets_everything_in_order_and_how_the_run_ended():
     assert kept.steps == list(range(200)) and kept.failed is True and warnings == []
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_gets_what_comes_after():
+def test_a_failing_tracker_is_reported_once_and_gets_later_metrics():
     kept = Kept(fails_on=(1, 2, 5))
     own, warnings = beside(kept)
     for step in range(8):
@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_gets_what_comes_after():
     ]
 
 
-def test_a_tracker_that_cannot_be_started_is_done_without():
+def test_a_tracker_that_does_not_start_is_left_out():
     def broken(tell):
         raise RuntimeError("no such server")
 
@@ -95,12 +95,12 @@ def test_a_tracker_that_cannot_be_started_is_done_without():
     assert len([w for w in warnings if "records" not in w]) == 1
 
 
-def test_a_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(monkeypatch):
+def test_a_hanging_tracker_delays_neither_the_loop_nor_the_end(monkeypatch):
     monkeypatch.setattr(sinks, "_CLOSE_S", 0.3)
     kept, other = Kept(gate=threading.Event()), Kept()
     own, warnings = beside(kept)
     second, _ = beside(other)
-    for step in range(5000):  # were it waited for, it would be for ever
+    for step in range(5000):  # waiting for the sink would take for ever
         own.log(step, {})
     second.log(1, {})
     assert warnings == ["kept: too slow or hanging; records that do not fit its queue are dropped"]
@@ -110,7 +110,7 @@ def test_a_tracker_that_hangs_holds_up_neither_the_loop_nor_the_end(monkeypatch)
     kept.gate.set()
 
 
-def test_few_tables_wait_for_they_are_large():
+def test_a_queue_holds_few_tables_because_they_are_large():
     kept = Kept(gate=threading.Event())
     own, warnings = beside(kept)
     table = table_of("step_000001", [group(0, np.random.default_rng(0))], None)
@@ -144,7 +144,7 @@ def test_a_run_whose_trackers_all_fail_has_its_record(tmp_path, monkeypatch, cap
     assert (tmp_path / "samples/eval_x_step_000003.parquet").exists()
 
 
-def test_a_view_that_fails_is_done_without(tmp_path, monkeypatch, capsys):
+def test_a_failing_view_is_left_out(tmp_path, monkeypatch, capsys):
     def broken(*arguments):
         raise ArithmeticError("odd numbers")
 
@@ -159,14 +159,14 @@ def test_a_view_that_fails_is_done_without(tmp_path, monkeypatch, capsys):
     assert told == ["terminal output failed and is off from now on: odd numbers"] * 3
 
 
-def test_what_cannot_be_written_to_the_record_ends_the_run(tmp_path):
+def test_a_record_that_cannot_be_written_ends_the_run(tmp_path):
     tracker = Tracker(fakes.config(tracking=OFF), tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(OSError, match=r"metrics\.jsonl"), tracker:
         tracker.log(1, {"reward/mean": 1.0})
 
 
-def test_a_table_has_whole_groups_with_what_is_known_of_each_sample():
+def test_a_table_has_whole_groups_with_all_values_of_each_sample():
     rng = np.random.default_rng(0)
     groups = [group(i, rng, samples=16) for i in range(6)]
     nan = group(9, rng, samples=2, rewards=[np.nan, 1.0])
@@ -180,7 +180,7 @@ def test_a_table_has_whole_groups_with_what_is_known_of_each_sample():
     assert [row[COLUMNS.index("reward")] for row in evaluated.rows] == [None, 1.0]
 
 
-def test_trackers_are_told_of_every_key_but_no_secret():
+def test_trackers_get_every_key_and_no_secret():
     judge = {"function": "judge", "kwargs": {"api_key": "sk-1", "base_url": "http://me:pw@host/v1"}}
     config = fakes.config(rewards={"functions": [{"function": "math"}, judge]})
     told = flat(config)
@@ -198,7 +198,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_start(monkeypatch
     assert check_trackers(fakes.config().tracking) == "metrics.jsonl, tensorboard"
 
 
-def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monkeypatch, tmp_path):
+def test_wandb_without_a_key_is_offline_and_warns_if_online_was_requested(monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     told: list[str] = []
@@ -208,7 +208,7 @@ def test_wandb_without_a_key_is_offline_and_says_so_where_online_was_wanted(monk
 
 
 @pytest.mark.parametrize(("variable", "mode"), [("offline", "offline"), ("disabled", "disabled")])
-def test_wandb_with_a_key_stays_off_line_where_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
+def test_wandb_with_a_key_stays_offline_if_its_variable_says_so(monkeypatch, tmp_path, variable, mode):
     monkeypatch.setattr("wandb.login", lambda **_: True)
     monkeypatch.setenv("WANDB_MODE", variable)
     assert online_mode("auto", tmp_path, print) == mode
@@ -223,7 +223,7 @@ def test_tensorboard_has_every_scalar_the_configuration_and_hyperparameters(tmp_
     with Tracker(config, tmp_path) as tracker:
         for step in (1, 2, 3):
             tracker.log(step, {"reward/mean": step / 2, "loss/total": float("nan")})
-    with Tracker(config, tmp_path, start=2) as tracker:  # step 3 comes again
+    with Tracker(config, tmp_path, start=2) as tracker:  # step 3 is repeated
         tracker.log(3, {"reward/mean": 9.0})
     seen = EventAccumulator(str(tmp_path / "tensorboard"))
     seen.Reload()
@@ -243,7 +243,7 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
         tracker.samples("step_000001", [made], values)
         tracker.log(1, {"reward/mean": 0.5, "loss/total": float("nan")})
         tracker.log(1, {"eval/held/pass@1": 0.75})
-        tracker.samples("step_000002", [made])  # of a step without values: in the run's directory alone
+        tracker.samples("step_000002", [made])  # a step without values: only in the run's directory
         tracker.log(2, {"reward/mean": 0.6})
     found = wandb_file.offline_run(tmp_path / "wandb")
     first, second = wandb_file.history(found)
@@ -259,7 +259,7 @@ def test_wandb_has_metrics_tables_and_the_configuration(tmp_path, monkeypatch):
 
 _HANGS = """
 import os, socket, sys
-server = socket.create_server(("127.0.0.1", 0))  # it takes connections and never answers
+server = socket.create_server(("127.0.0.1", 0))  # accepts connections and never answers
 os.environ |= {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}
 sys.path.insert(0, ".")
 from tests.support import fakes
@@ -284,7 +284,7 @@ def test_a_server_of_wandb_that_never_answers_leaves_an_offline_run(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     logged, _, later = done.stderr.partition("logged\n")
-    assert "Failed to authenticate" not in logged  # it was not waited for
+    assert "Failed to authenticate" not in logged  # the run did not wait for it
     assert "wandb: Failed to authenticate" in later and "`wandb sync`" in done.stderr
     rows = wandb_file.history(wandb_file.offline_run(tmp_path / "wandb"))
     assert [row["reward/mean"] for row in rows] == [1.0, 2.0, 3.0]
@@ -299,7 +299,7 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text("steps: 6\n")
     config = fakes.config(tracking=OFF | {"mlflow": {"enabled": True, "experiment": "tests"}})
-    monkeypatch.setattr(sinks, "_CLOSE_S", 120.0)  # its first use makes a database
+    monkeypatch.setattr(sinks, "_CLOSE_S", 120.0)  # its first use creates a database
     made = group(0, np.random.default_rng(0), rewards=[0, 1, 0.5, np.nan])
     with Tracker(config, directory) as first:
         first.samples("eval_held_step_000000", [made])
@@ -329,4 +329,4 @@ def test_mlflow_has_metrics_tables_parameters_and_files_of_one_run(tmp_path, mon
     assert shown["reward"].tolist()[:3] == [0.0, 1.0, 0.5] and len(shown) == 4
     named = json.loads(run.data.tags["mlflow.loggedArtifacts"])
     assert [table["path"][-11:] for table in named] == ["000000.json", "000001.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns where it was started
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]  # and no mlruns in the current directory

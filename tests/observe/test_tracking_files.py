@@ -1,4 +1,4 @@
-"""The files of a run directory that tell what happened: timeline and events."""
+"""Timeline and events of a run directory."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_the_timeline_has_the_loop_and_every_worker(tmp_path):
     ]
 
 
-def test_what_is_done_again_is_in_the_timeline_once(tmp_path):
+def test_repeated_steps_are_in_the_timeline_once(tmp_path):
     with Tracker(quiet(), tmp_path) as tracker:
         for step in (1, 2, 3):
             tracker.spans(step, [Span("update", step, step + 1)], {})
@@ -44,7 +44,7 @@ def test_what_is_done_again_is_in_the_timeline_once(tmp_path):
         assert [line["step"] for line in lines(tmp_path / TIMELINE)] == [1]
 
 
-def test_warnings_are_kept_with_the_step_they_came_after(tmp_path, capsys):
+def test_warnings_are_recorded_with_the_preceding_step(tmp_path, capsys):
     with Tracker(quiet(), tmp_path) as tracker:
         tracker.warn("first\nof two lines")
         tracker.log(4, {"loss/total": 1.0})
@@ -54,12 +54,12 @@ def test_warnings_are_kept_with_the_step_they_came_after(tmp_path, capsys):
     assert [(e["step"], e["message"]) for e in lines(tmp_path / EVENTS)] == [
         (0, "first\nof two lines"),
         (4, "second"),
-        (2, "third"),  # what happened, happened: going back takes no event away
+        (2, "third"),  # a rollback removes no event
     ]
     assert "second" in capsys.readouterr().err
 
 
-def test_a_torn_or_strange_line_is_no_line(tmp_path):
+def test_torn_and_malformed_lines_are_skipped(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n{"step": "x"}\nnonsense\n{"no": 1}\n{"step": 2}\n{"step": 3}')
     assert kept_lines(path, 9) == ['{"step": 1}\n', '{"step": 2}\n']

@@ -1,4 +1,4 @@
-"""One run of a job is one run of wandb, however often it is interrupted."""
+"""A run is one wandb run, however often it is interrupted."""
 
 import sys
 
@@ -7,7 +7,7 @@ from tests.support import fakes
 from tests.support.wandb_file import offline_run
 
 
-def test_a_run_that_is_resumed_or_goes_back_stays_the_same_run_of_wandb(tmp_path, monkeypatch):
+def test_a_resumed_or_rolled_back_run_stays_the_same_wandb_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_SILENT", "true")
     wandb = {"enabled": True, "mode": "offline"}
@@ -33,6 +33,6 @@ def test_no_secret_of_the_command_line_reaches_wandb(tmp_path, monkeypatch):
     with Tracker(config, tmp_path) as tracker:
         tracker.log(1, {"reward/mean": 0.5})
     assert sys.argv == command
-    offline_run(tmp_path / "wandb")  # all is written
+    offline_run(tmp_path / "wandb")  # everything is written
     written = b"".join(path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
     assert b"steps=7" in written and b"SESAME" not in written

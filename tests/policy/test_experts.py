@@ -1,4 +1,4 @@
-"""Mixtures of experts: what leaves the trainer is the checkpoint's, whatever transformers makes of it."""
+"""Mixtures of experts: exports have the checkpoint's names and shapes for any layout in transformers."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def load(model_dir, **how):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_sync_sends_the_names_and_values_of_the_checkpoint(tmp_path, kind):
-    """One tensor for each expert, under Mixtral's own names, although the model holds them fused."""
+    """One tensor per expert under Mixtral's names, although the model fuses them."""
     model_dir = expert_model(tmp_path, kind)
     model, saved = load(model_dir), load_file(model_dir / "model.safetensors")
     assert any(".experts.gate_up_proj" in name for name, _ in model.named_parameters())
@@ -73,7 +73,7 @@ def test_names_are_known_without_weights(tmp_path, kind):
 
 
 def joined_model():
-    """A model of two matrices that its checkpoint holds as one."""
+    """A model of two matrices that its checkpoint stores as one."""
     model = nn.Module()
     model.q, model.k = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     model.config = None
@@ -81,14 +81,14 @@ def joined_model():
     return model
 
 
-def test_a_checkpoint_that_joins_parameters_is_refused():
+def test_a_checkpoint_that_fuses_parameters_is_refused():
     model = joined_model()
     with pytest.raises(ValueError, match=r"joins several parameters in one tensor \(qk\.weight\)"):
         CheckpointFormat(model, held(model))
 
 
-def test_conversions_that_loading_did_not_need_are_forgotten():
-    """Under ZeRO-3 transformers keeps all of them; this one would join what was never apart."""
+def test_conversions_that_loading_did_not_need_are_dropped():
+    """Under ZeRO-3 transformers keeps all conversions; this one would fuse tensors that are already fused."""
     model = joined_model()
     keep_used_conversions(model)
     assert set(CheckpointFormat(model, held(model)).specs) == {"q.weight", "k.weight"}
@@ -100,7 +100,7 @@ def logprobs(model, batch, **how):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_and_gradients_are_those_of_float64_for_every_kernel_of_the_experts(tmp_path, kind):
+def test_log_probs_and_gradients_equal_float64_for_every_expert_kernel(tmp_path, kind):
     """Padded and packed rows. A checkpoint that asks for router logits adds no loss to balance experts."""
     model_dir, batch = expert_model(tmp_path, kind), made_groups.batch()
 
@@ -142,7 +142,7 @@ def test_training_has_no_dropout_and_no_noise_on_the_router(tmp_path, kind):
     ],
 )
 def test_adapters_on_experts_are_refused_by_name(tmp_path, kind, names):
-    """What is adapted are linear layers: attention and a shared expert. Experts are one tensor."""
+    """Adapters go on linear layers: attention and a shared expert. Experts are one tensor."""
     model_dir = expert_model(tmp_path, kind)
     check_targets(model_dir, LoRAConfig(), trust_remote_code=False)
     for target in ("experts", "gate"):
@@ -182,7 +182,7 @@ def test_peft_reads_the_exported_adapter(tmp_path, kind):
 
 
 def test_a_token_costs_the_weights_of_its_own_experts(tmp_path):
-    """Twice the experts, as many for each token: attention is as large a share as before."""
+    """Twice the experts with the same number per token leave the cost of a token unchanged."""
     few, many = (load(expert_model(tmp_path, "qwen3_moe", num_experts=n)) for n in (4, 8))
     assert attention_cost(many) == pytest.approx(attention_cost(few), rel=0.02)
 
@@ -201,7 +201,7 @@ def test_a_plan_counts_the_weights_of_the_real_model(tmp_path, kind, adapted):
 
 @pytest.mark.parametrize(
     ("hub_id", "parameters", "active"),
-    [  # as the index of their checkpoint and their model cards say
+    [  # from their checkpoint index and model cards
         ("Qwen/Qwen3-30B-A3B", 30_532_122_624, 3.3e9),
         ("Qwen/Qwen1.5-MoE-A2.7B", 14_315_784_192, 2.7e9),
         ("mistralai/Mixtral-8x7B-v0.1", 46_702_792_704, 12.9e9),
@@ -215,7 +215,7 @@ def test_published_mixtures_have_their_published_sizes(hub_id, parameters, activ
     assert model.read_for(1000) == pytest.approx(model.parameters - model.embedding, rel=1e-3)
 
 
-def test_a_mixture_with_dense_layers_is_no_plans():
+def test_a_mixture_with_dense_layers_is_not_planned():
     shape = {"model_type": "qwen3_moe", "mlp_only_layers": [0]} | SHAPES["qwen3_moe"]
     with pytest.raises(UserError, match="`mlp_only_layers` or `decoder_sparse_step` makes some layers dense"):
         from_config_json(shape, "m")

@@ -1,4 +1,4 @@
-"""Kernels that are compiled at first use, by processes that may be killed at it."""
+"""Kernels are compiled at first use, by processes that may be killed meanwhile."""
 
 import os
 import subprocess
@@ -38,11 +38,11 @@ def build(directory: Path) -> subprocess.Popen:
 
 
 def test_a_process_killed_during_a_build_delays_no_other(tmp_path):
-    first, second = build(tmp_path), build(tmp_path)  # at once: one waits for the other
+    first, second = build(tmp_path), build(tmp_path)  # concurrently: one waits for the other
     found = [process.communicate(timeout=HANG_S)[0].split() for process in (first, second)]
     library = Path(found[0][1])
     assert found == [["42", str(library)]] * 2 and library.is_relative_to(tmp_path / "grpo-dist")
-    # What a kill in the middle leaves: half of the library, and a file that marks the build for torch.
+    # Leftovers of a kill: half of the library, and torch's file that marks the build.
     library.write_bytes(library.read_bytes()[:1000])
     library.with_name(".ninja_log").unlink()
     lock = library.with_name("lock")

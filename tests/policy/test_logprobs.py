@@ -52,7 +52,7 @@ def relative(actual, expected):
 def test_logprobs_entropy_and_gradients_are_those_of_all_logits_at_once(
     dtype, tolerance, gradient_tolerance, temperature, chunk_tokens
 ):
-    """In bfloat16 only the gradients' own type rounds them; log-probs are float32 throughout."""
+    """In bfloat16 only the dtype of gradients rounds them; log-probs are float32 throughout."""
     leaves, tokens, mask = problem(dtype)
     hidden, weight, bias = leaves
     actual, entropy = token_logprobs(
@@ -110,7 +110,7 @@ def test_chunk_size_and_row_split_leave_values_alone():
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf")])
 def test_unwanted_positions_are_never_computed(garbage):
     (hidden, weight, _), tokens, mask = problem()
-    mask[:, 0] = True  # nothing predicts the first token, whatever the mask says
+    mask[:, 0] = True  # nothing predicts the first token, for any mask
     used = torch.zeros(B, T, dtype=torch.bool)
     used[:, :-1] = mask[:, 1:]
     how = {"temperature": 1.0, "chunk_tokens": 4, "mask": mask}
@@ -139,7 +139,7 @@ def test_nothing_wanted_gives_zero_and_zero_gradient(width):
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returned."""
+    """Records the size of the largest tensor that any operation returns."""
 
     elements = 0
 

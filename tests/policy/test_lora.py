@@ -1,4 +1,4 @@
-"""Low-rank adapters on real DeepSpeed ranks: they alone train, and the model that leaves is base + B A."""
+"""Low-rank adapters on real DeepSpeed ranks: only they train, and the exported model is base + B A."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ SETTINGS = LoRAConfig(rank=4, alpha=8)
 
 
 def adapted(model_dir, **how):
-    """A group whose adapters alone train."""
+    """A policy group that trains only adapters."""
     optimizer = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2}
     return start(model_dir, worker=AdaptedWorker, lora=SETTINGS, **optimizer, **how)
 
@@ -48,7 +48,7 @@ def base_weights(model_dir):
 
 
 def expected_gradients(model_dir, tensors, batch):
-    """Of the adapters in float64, in this process, without DeepSpeed."""
+    """Compute the adapters' gradients in float64, in this process, without DeepSpeed."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     add_adapters(model, SETTINGS, seed=0)
     for name, parameter in adapter_parameters(model):
@@ -87,7 +87,7 @@ def test_adapters_alone_train_and_merged_weights_are_base_plus_their_product(
     assert all(torch.equal(t, torch.zeros_like(t)) == (".lora_B." in n) for n, t in fresh.items())
 
     changed = adapters(low_rank.items())
-    assert len(changed) == len(low_rank) // 2 == 7 * 4  # linear layers of each of four blocks
+    assert len(changed) == len(low_rank) // 2 == 7 * 4  # linear layers times four blocks
     for name, weight in weights.items():
         if name in changed:
             product = changed[name].b.double() @ changed[name].a.double() * SETTINGS.scale

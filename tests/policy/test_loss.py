@@ -19,7 +19,7 @@ from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_st
 from grpo_dist.types import PreparedBatch
 from tests.support import made_groups
 
-VOCABULARY = 108  # of samples_of_groups
+VOCABULARY = 108  # as in samples_of_groups
 
 
 def batch_of_one_row(**changes):
@@ -117,7 +117,7 @@ def test_the_kl_term_is_aggregated_like_the_policy_loss(mode):
     assert metrics["ref/kl"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_the_kl_weight_of_the_update_counts_where_there_is_a_kl_term():
+def test_the_kl_weight_of_the_update_applies_if_there_is_a_kl_term():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     reference = logprobs - torch.tensor([[0.0, 0.5, -1, 0]])
     kl = (0.1065307 + 0.7182818) / 3
@@ -138,7 +138,7 @@ def test_the_entropy_bonus_is_subtracted_with_its_gradient():
     assert finish_stats(stats)["loss/entropy"] == pytest.approx(-0.3)
 
 
-def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else():
+def test_tokens_outside_the_policy_mask_lose_only_their_policy_loss():
     logprobs = torch.tensor([[0.0, -1, -2, -3]])
     kept = torch.tensor([[False, False, True, True]])
     batch = batch_of_one_row(ref_logprobs=logprobs - 1, policy_mask=kept)
@@ -148,7 +148,7 @@ def test_tokens_outside_the_policy_mask_lose_their_policy_loss_and_nothing_else(
     torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.5, -1.5, -1.5]]) / 3)
 
 
-def test_with_ratios_to_the_engine_the_mismatch_is_still_the_trainers():
+def test_with_ratios_to_the_engine_the_mismatch_still_compares_with_the_trainer():
     rollout = torch.tensor([[0.0, -1, -2, -2.5]])
     batch = batch_of_one_row(rollout_logprobs=rollout, old_logprobs=rollout)
     settings = LossSettings(old_policy="rollout")
@@ -182,7 +182,7 @@ class Tiny(torch.nn.Module):
         return token_logprobs(hidden, self.head, batch.tokens, with_entropy=True, **how)
 
     def gradient(self, parts, settings):
-        """Flat gradient and metrics when ``parts`` are taken one after the other."""
+        """Return flat gradient and metrics for ``parts`` processed in sequence."""
         self.zero_grad()
         total = None
         for part in parts:
@@ -239,14 +239,14 @@ def named(how):
 
 @st.composite
 def splits(draw, rows):
-    """Row numbers of the parts: any order, cut anywhere."""
+    """Draw the rows of each part: any order, any cuts."""
     order = draw(st.permutations(range(rows)))
     cuts = draw(st.sets(st.integers(1, rows - 1)))
     return [list(order[a:b]) for a, b in pairwise([0, *sorted(cuts), rows])]
 
 
 def check_split(whole, dtype, how, split):
-    """The data are float32, also where the model is float64."""
+    """The data are float32, even if the model is float64."""
     tolerance = 1e-6 if dtype == torch.float64 else 1e-5
     model = Tiny(dtype)
     expected, metrics = model.gradient([whole], how)
@@ -322,7 +322,7 @@ def test_for_any_shape_the_parts_of_a_batch_add_up_to_it(made, how, data):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 1), (2, 40), (3, 100), (20, 40)])
 def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ranks, budget):
-    """As the policy workers split: rows dealt to ranks, micro-batches by token budget; some ranks idle."""
+    """Split as policy workers do: rows assigned to ranks, micro-batches by token budget; some ranks idle."""
     how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")
     model = Tiny(torch.float64)
     expected, _ = model.gradient([whole], how)
@@ -336,7 +336,7 @@ def test_ranks_and_micro_batches_give_the_gradient_of_the_whole(whole, mode, ran
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_that_could_not_be_scored_adds_to_nothing(whole, mode):
+def test_an_unscored_row_contributes_nothing(whole, mode):
     unscored = 4 + 2
     assert not whole.loss_mask[unscored].any() and whole.num_sequences == 15
     how = LossSettings(aggregation=mode, kl_coef=0.05, correction_kind="tis")

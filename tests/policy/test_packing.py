@@ -1,4 +1,4 @@
-"""Packed rows: every row reads what it would read alone, and the gradient is that of the rows apart."""
+"""Packed rows: attention and gradient of each row are those of the row alone."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def rows_of(prompts, completions):
-    """``prompts`` [G] and for each its ``completions``, as token lists."""
+    """Build rows from ``prompts`` [G] and the ``completions`` of each, as token lists."""
     flat = [(g, p, c) for g, (p, own) in enumerate(zip(prompts, completions, strict=True)) for c in own]
     width = max(len(p) + len(c) for _, p, c in flat)
     tokens, wanted = (
@@ -45,7 +45,7 @@ def rows_of(prompts, completions):
 
 
 def test_the_worked_example():
-    """That of the module: one prompt, two completions."""
+    """The example of the module: one prompt, two completions."""
     layout = packed(rows_of([[7, 8, 9]], [[[4, 5, 2], [6, 2]]]), BlockKernel())
     assert layout.tokens.tolist() == [[7, 8, 9, 4, 5, 2, 6, 2]]
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
@@ -67,7 +67,7 @@ def heads(seed, tokens, count, size=8):
 
 
 def row_by_row(q, k, v, rows, *, scale, window):
-    """Every row on its own, in float64, with the mask written out."""
+    """Compute every row alone in float64 with an explicit mask."""
     out = torch.zeros_like(q)
     for row in rows:
         length = len(row)
@@ -98,15 +98,15 @@ def test_block_attention_is_that_of_each_row_alone_with_its_gradient(window, kv_
 
 
 def varlen_stand_in(q, k, v, ends, longest, scale, left, dropout):
-    """What a variable-length kernel is specified to do."""
+    """The specification of a variable-length kernel."""
     assert ends.dtype == torch.int32 and longest == int(ends.diff().max()) and dropout == 0.0
     rows = [np.arange(a, b) for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
     return row_by_row(q, k, v, rows, scale=scale, window=None if left < 0 else left + 1)
 
 
 @pytest.mark.parametrize("completions", [[[[4] * 5, [5], [6] * 9], [[7]]], [[[4] * 5], [[7] * 3]]])
-def test_variable_length_kernels_are_handed_each_row_whole(completions):
-    """Shared prompts, and nothing shared: then the stream goes to the kernel as it is."""
+def test_variable_length_kernels_get_each_row_whole(completions):
+    """With and without shared prompts; without, the stream goes to the kernel unchanged."""
     rows = rows_of([[1] * 3, [2]], completions)
     by_blocks, by_kernel = (packed(rows, k) for k in (BlockKernel(), VarlenKernel(varlen_stand_in)))
     assert (by_kernel.spans.indices is None) == (max(map(len, completions)) == 1)
@@ -115,7 +115,7 @@ def test_variable_length_kernels_are_handed_each_row_whole(completions):
     torch.testing.assert_close(by_kernel.spans.attend(*leaves, **how), by_blocks.spans.attend(*leaves, **how))
 
 
-def test_filler_as_long_as_what_is_shared_hides_no_sharing():
+def test_padding_as_long_as_the_shared_prompt_hides_no_sharing():
     """Two rows of one prompt of 3, and a stream filled up by 3: as many places as tokens, and others."""
     rows = rows_of([[1] * 3], [[[4] * 3, [5] * 3]])
     by_blocks, by_kernel = (
@@ -128,7 +128,7 @@ def test_filler_as_long_as_what_is_shared_hides_no_sharing():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_which_kernel_reads_packed_rows():
+def test_the_kernel_for_packed_rows_depends_on_device_dtype_and_setting():
     cuda = torch.device("cuda")
     assert isinstance(choose_kernel("auto", CPU, torch.float32), BlockKernel)
     assert isinstance(choose_kernel("auto", cuda, torch.float32), BlockKernel)
@@ -141,7 +141,7 @@ def test_which_kernel_reads_packed_rows():
         choose_kernel("eager", CPU, torch.float32)
 
 
-def test_torchs_kernel_is_called_as_its_signature_asks(monkeypatch):
+def test_torchs_kernel_is_called_by_its_signature(monkeypatch):
     """Up to the device call: the operator itself needs a GPU."""
     import torch.nn.attention.varlen as varlen
 
@@ -211,14 +211,14 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
         ((logprobs + 0.3 * entropies) * upstream).sum().backward()
         gradient = torch.cat([p.grad.flatten() for p in module.parameters()])
         results.append((logprobs.detach(), entropies.detach(), gradient))
-    # The prompt of each group is gone through once instead of four times.
+    # The prompt of each group is computed once instead of four times.
     assert layout.tokens.numel() == int(batch.lengths.sum()) - 3 * sum(6 + i for i in range(3))
     for apart, together in zip(*results, strict=True):
-        # transformers norms are float32 whatever the model's type.
+        # transformers norms are float32 for any dtype of the model.
         assert float((together - apart).norm() / apart.norm()) < 1e-6
 
 
-def test_models_that_cannot_read_packed_rows_are_refused(tmp_path):
+def test_models_without_support_for_packed_rows_are_refused(tmp_path):
     from transformers import Gemma2Config, LlamaConfig
 
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -251,7 +251,7 @@ def test_micro_batches_of_the_worked_example():
     assert packed_micro_batches([], [], [], 12) == []
 
 
-def test_a_shared_prompt_counts_in_what_attention_copies():
+def test_a_shared_prompt_counts_in_the_copies_of_attention():
     """Nine rows of a prompt of 99 and one token are 108 tokens, and attention's copies of them 900."""
     rows = [100] * 9, [0] * 9, [99] * 9
     assert packed_micro_batches(*rows, 225) == [list(range(9))]
@@ -277,13 +277,13 @@ def test_packed_micro_batches_hold_every_row_once_within_the_budget(drawn, budge
         stream = sum(lengths[r] - prompts[r] for r in part) + sum(2 + g for g in {groups[r] for r in part})
         assert stream <= budget or len(part) == 1
         assert sum(lengths[r] for r in part) <= 4 * budget or len(part) == 1
-    # Together in as few as filling one after the other takes.
+    # As few micro-batches as sequential filling takes.
     assert len(parts) <= max(1, len(lengths))
 
 
 @settings(deadline=None, max_examples=50)
 @given(LENGTHS, st.integers(1, 5), st.sampled_from([0.0, 0.01]))
-def test_the_busiest_rank_is_no_busier_than_with_rows_dealt_one_by_one(drawn, ranks, square):
+def test_the_busiest_rank_is_no_busier_than_with_single_rows_assigned(drawn, ranks, square):
     lengths, groups, prompts = described(sorted(drawn))
     batch = _of_lengths(lengths, groups, prompts)
     parts = shard(batch, ranks, square=square)
@@ -313,7 +313,7 @@ def _of_lengths(lengths, groups, prompts):
     )  # fmt: skip
 
 
-def test_groups_stay_together_where_the_loads_allow():
+def test_groups_stay_together_if_loads_allow():
     groups = [0] * 8 + [1] * 8
     batch = _of_lengths([20] * 16, groups, [10] * 16)
     assert [set(part.group_ids.tolist()) for part in shard(batch, 2)] == [{0}, {1}]
@@ -322,6 +322,6 @@ def test_groups_stay_together_where_the_loads_allow():
     assert sorted(map(len, shard(batch, 2))) == [1, 3]
 
 
-def test_sizes_that_fit_the_device_are_the_default():
+def test_default_sizes_follow_from_the_device():
     assert (micro_batch_tokens(None, "cpu"), micro_batch_tokens(None, "cuda")) == (4096, 16384)
     assert (logprob_chunk_mib(None, "cpu"), logprob_chunk_mib(7, "cuda")) == (32, 7)

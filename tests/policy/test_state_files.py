@@ -26,7 +26,7 @@ def test_a_file_written_in_the_background_holds_the_state_at_the_call(tmp_path):
     assert found["steps"] == [1, {"lr": 0.1}] and found["none"] is None
 
 
-def test_views_of_one_buffer_take_their_own_room_only():
+def test_views_of_one_buffer_are_stored_without_the_rest_of_it():
     flat = torch.zeros(1_000_000)
     taken = snapshot({"a": flat[:10], "b": flat[10:20]})
     assert [t.untyped_storage().nbytes() for t in taken.values()] == [40, 40]
@@ -37,7 +37,7 @@ class Hostile:
         return os.mkdir, (os.environ["HOSTILE"],)
 
 
-def test_a_file_that_would_run_something_is_refused_and_nothing_runs(tmp_path, monkeypatch):
+def test_a_file_that_would_execute_code_is_refused_and_nothing_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HOSTILE", str(tmp_path / "ran"))
     torch.save({"w": torch.zeros(1), "x": Hostile()}, tmp_path / "zip.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile()))

@@ -27,7 +27,7 @@ def python(code):
     return done.stdout.strip()
 
 
-def test_the_import_is_light_and_gives_the_function_whatever_was_imported_before():
+def test_the_import_is_light_and_independent_of_earlier_imports():
     assert (
         python(
             "import sys, grpo_dist\n"
@@ -62,7 +62,7 @@ def test_no_module_hides_a_public_name():
         _ = grpo_dist.trian
 
 
-def test_a_value_that_no_configuration_can_have_is_refused():
+def test_a_value_of_an_unsupported_type_is_refused():
     with pytest.raises(ConfigError, match=r"'object' is not a supported primitive type.*steps"):
         resolved(SMALL | {"steps": object()})
 
@@ -88,7 +88,7 @@ def test_unusable_input_is_refused_before_anything_starts(function, tmp_path):
 
 
 @pytest.mark.parametrize("function", [train, evaluate_model])
-def test_a_thread_and_a_running_event_loop_are_refused(function):
+def test_calls_from_a_thread_or_a_running_event_loop_are_refused(function):
     async def inside():
         function(SMALL)
 

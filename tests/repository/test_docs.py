@@ -152,7 +152,7 @@ def test_every_block_that_is_only_parsed_gives_a_reason():
         print(f"only parsed: {block}: {block.reason}")
 
 
-def test_the_documents_are_found_and_their_marks_read():
+def test_documents_and_their_marks_are_found():
     names = {str(path.relative_to(ROOT)) for path in documents()}
     assert names >= {"README.md", "launch/README.md", "configs/README.md", "grpo_dist/guides/tutorial.md"}
     assert len(BLOCKS) > 30 and len(INLINE) > 15
@@ -173,7 +173,7 @@ LINKS = sorted(
 
 
 @pytest.mark.parametrize(("document", "link"), LINKS)
-def test_every_link_between_documents_leads_somewhere(document, link):
+def test_every_link_between_documents_has_a_target(document, link):
     assert (ROOT / document).parent.joinpath(link).exists()
 
 

@@ -1,4 +1,4 @@
-"""How a run of the suite draws its cases."""
+"""A run of the suite draws its cases by seed."""
 
 from tests.support.drawn import SEED, drawn
 

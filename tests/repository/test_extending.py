@@ -33,7 +33,7 @@ def apply(diff: str, source: str) -> str:
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the packages and configurations."""
+    """Copy the packages and configurations."""
     for folder in ("grpo_dist", "actors", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path

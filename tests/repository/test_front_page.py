@@ -109,7 +109,7 @@ def test_continuous_integration_runs_what_a_change_must_pass():
     assert commands[-1] == "bash .ci/run"
 
 
-def test_hooks_before_a_commit_are_the_programs_of_make_lint():
+def test_commit_hooks_run_the_programs_of_make_lint():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     lint = re.search(r"^lint:.*?\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
     programs = {hook["entry"].split()[0].removeprefix(".venv/bin/") for hook in hooks}

@@ -12,7 +12,7 @@ TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "time", "perf_counter"}
 WAITS = {"run", "wait", "communicate", "join", "wait_procs", "check_output", "check_call"}
 SHORT_S = 600.0
-# The first runs on a simulated clock, the second in a loop that asks again.
+# The first runs on a simulated clock, the second polls in a loop.
 HARMLESS = {"tools/plan/test_plan_simulation.py", "chaos/verdict.py"}
 
 

@@ -48,7 +48,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_a_reward_worker_imports_nothing_heavy():
-    """It starts again after each loss, and the runs without a judge or a reward model are the most."""
+    """Such a process restarts after each failure, and most runs have no judge and no reward model."""
     done = python(
         "import sys, actors.workers.reward\n"
         "print(sorted({'torch', 'transformers', 'openai', 'sympy'} & set(sys.modules)))"

@@ -17,7 +17,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_condition_that_never_comes_is_named(clock):
+def test_a_condition_that_never_holds_is_named(clock):
     wait_until(lambda: clock[0] > 600, "never")
     with pytest.raises(AssertionError, match="no line"):
         wait_until(lambda: False, lambda: "no line")

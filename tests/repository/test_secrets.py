@@ -1,4 +1,4 @@
-"""Secrets of a configuration are written nowhere."""
+"""No secret of a configuration is written anywhere."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -82,7 +82,7 @@ def test_values_of_secret_keys_are_hidden(key):
     assert masked({key: {"host": "abc", "more": [None]}}) == {key: {"host": "***", "more": [None]}}
 
 
-def test_a_password_may_be_a_number_and_a_token_s_number_is_none():
+def test_a_numeric_password_is_hidden_and_a_token_id_is_not():
     assert masked({"password": 12345678, "api_keys": [1]}) == {"password": "***", "api_keys": ["***"]}
     assert masked({"pad_token": 0, "end_token": [5]}) == {"pad_token": 0, "end_token": [5]}
     assert masked({"use_token": True}) == {"use_token": True}
@@ -138,14 +138,14 @@ def test_secrets_in_urls_are_hidden(url, shown):
         "ref_key",
     ],
 )
-def test_other_values_stay(key):
+def test_other_values_are_unchanged(key):
     assert masked({key: "abc", "url": "http://host:8000/v1?a=b@c"}) == {
         key: "abc",
         "url": "http://host:8000/v1?a=b@c",
     }
 
 
-def test_no_key_of_the_configuration_is_taken_for_a_secret():
+def test_no_key_of_the_configuration_counts_as_a_secret():
     plain = fakes.config().model_dump(mode="json")
     assert masked(plain) == plain
 
@@ -169,14 +169,14 @@ def test_a_command_line_is_recorded_without_the_secrets_in_its_words(argument, s
     assert masked_setting(argument) == shown
 
 
-def test_a_secret_that_is_a_word_of_its_own_is_hidden_too():
+def test_a_secret_in_the_next_word_of_a_command_is_hidden():
     words = ["submit", "--env", "HF_TOKEN=sesame", "--token", "sesame", "--prompt-tokens", "7", "-v"]
     assert masked_command(words) == [
         "submit", "--env", "HF_TOKEN=***", "--token", "***", "--prompt-tokens", "7", "-v",
     ]  # fmt: skip
 
 
-def test_a_message_has_neither_what_is_assigned_to_a_secret_name_nor_a_known_secret():
+def test_a_message_has_neither_values_of_secret_names_nor_known_secrets():
     tree = {"kwargs": {"api_key": "sesame-1", "base_url": "http://me:open-2@host/", "a": "Bearer abc12345"}}
     said = "401 for sesame-1 (me:open-2, abc12345); {'pass': 'x y', 'n': 1}, token=zz, steps: 4"
     assert masked_text(said, tree) == "401 for *** (***, ***); {'pass': ***, 'n': 1}, token=***, steps: 4"
@@ -192,7 +192,7 @@ def test_a_message_has_neither_what_is_assigned_to_a_secret_name_nor_a_known_sec
         ("use --env NAME or --secret NAME", "use --env NAME or --secret NAME"),
     ],
 )
-def test_all_that_a_message_assigns_to_a_secret_name_is_hidden(said, shown):
+def test_every_value_that_a_message_assigns_to_a_secret_name_is_hidden(said, shown):
     assert masked_text(said) == shown
 
 
@@ -271,7 +271,7 @@ def test_no_error_of_a_command_shows_a_secret(tmp_path, monkeypatch, capfd, word
     assert "***" in shown.err and "SESAME" not in shown.out + shown.err
 
 
-def test_a_judge_that_repeats_its_key_does_not_bring_it_into_messages(monkeypatch):
+def test_a_key_repeated_by_a_judge_is_hidden_in_messages(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "SESAME-OPEN")
     repeated = b'{"error": {"message": "Incorrect API key provided: SESAME-OPEN"}}'
     with StandIn(lambda body, number: (401, repeated, {})) as server:
@@ -286,15 +286,15 @@ def test_null_and_empty_are_no_secrets():
     assert masked({"token": None, "secret": ""}) == {"token": None, "secret": ""}
 
 
-def test_what_is_written_of_a_run_has_no_secrets_and_loads_again(tmp_path):
+def test_files_of_a_run_have_no_secrets_and_load_again(tmp_path):
     text = dump_config(config("s3cret"))
     assert "s3cret" not in text and "https://***@host/v1" in text and "api_key_env: JUDGE_KEY" in text
     again = Config.model_validate(OmegaConf.to_container(OmegaConf.create(text)))
     assert again.rewards.functions[0].kwargs["extra_body"]["hf_token"] == "***"
 
 
-def test_a_stage_s_record_has_none_and_tells_all_the_same_that_one_has_changed(tmp_path):
-    """What looks like a secret may be something else, which decides the result."""
+def test_a_stage_record_has_no_secret_and_still_detects_a_changed_one(tmp_path):
+    """A value that looks like a secret may be an ordinary setting that changes the result."""
     old, new = (
         begin(ResolvedStage("s", "grpo", tmp_path, c, c, ()), {})
         for c in (config("s3cret"), config("another"))

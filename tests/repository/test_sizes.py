@@ -42,7 +42,7 @@ def test_no_class_has_more_than_16_public_methods():
     assert found == []
 
 
-def test_no_constructor_takes_more_than_8_things():
+def test_no_constructor_takes_more_than_8_parameters():
     found = []
     for path, node in nodes(ast.ClassDef):
         for method in functions(node.body):
@@ -52,7 +52,7 @@ def test_no_constructor_takes_more_than_8_things():
     assert found == []
 
 
-def test_each_class_name_is_there_once():
+def test_each_class_name_is_unique():
     count = Counter(node.name for _, node in nodes(ast.ClassDef))
     assert [name for name, times in count.items() if times > 1] == []
 
@@ -61,7 +61,7 @@ def test_the_root_of_the_package_has_at_most_9_files():
     assert len(list((ROOT / "grpo_dist").glob("*.py"))) <= 9
 
 
-def test_every_folder_and_file_of_the_root_is_on_a_floor_of_the_import_contract():
+def test_every_folder_and_root_file_is_in_the_import_contract():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (floors,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     listed = {module.strip() for floor in floors for module in floor.split("|")}

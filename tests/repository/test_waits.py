@@ -104,7 +104,7 @@ def test_putting_is_unbounded_only_into_a_queue_with_a_size():
         "async def f():\n    async with self._deadline(1):\n        if late:\n            await queue.join()",
     ],
 )
-def test_calls_that_end_by_themselves_are_accepted(line):
+def test_calls_that_end_by_themselves_are_allowed(line):
     assert not list(check_waits.unbounded(line))
 
 

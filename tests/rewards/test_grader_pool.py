@@ -181,7 +181,7 @@ def test_functions_fail_one_call_at_a_time(pool: GraderPool) -> None:
     assert isinstance(late, Failure) and late.outcome == "timeout" and results[::2] == [1.0, 1.0]
 
 
-def test_failed_calls_tell_the_reason(patient: GraderPool) -> None:
+def test_failed_calls_have_a_reason(patient: GraderPool) -> None:
     pool = patient
     assert call(pool, "fails", completion="k") == Failure("error", "KeyError: 'k'")
     assert call(pool, "leaves") == Failure("error", "SystemExit: 3")

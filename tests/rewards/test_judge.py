@@ -188,7 +188,7 @@ def test_an_absent_server_is_a_connection_error():
         server(stand_in, max_retries=1).reply(QUESTION)
 
 
-def test_no_more_requests_at_once_than_allowed(pool):
+def test_concurrent_requests_are_limited(pool):
     with StandIn(lambda body, number: after(0.05, "No")) as stand_in:
         texts = [f"\\boxed{{{i}}}" for i in range(12)]
         result, _ = scores(pool, stand_in, texts, "99", only_when="always", max_concurrency=3)
@@ -250,7 +250,7 @@ def test_verdicts_outlive_a_run_and_failures_do_not(pool, tmp_path):
     assert asked == [2, 3, 4]  # the malformed reply is asked for again, the verdict is not
 
 
-def test_the_cache_tells_questions_apart(tmp_path):
+def test_the_cache_distinguishes_questions(tmp_path):
     cache = VerdictCache(str(tmp_path / "v"))
     cache.put(["m", "a"], True)
     cache.put(["m", "b"], False)
@@ -272,7 +272,7 @@ def test_processes_share_a_cache(tmp_path):
     cache.close()
 
 
-def test_a_cache_that_fails_costs_no_verdict_and_is_noted_once(pool, tmp_path):
+def test_a_failing_cache_loses_no_verdict_and_is_reported_once(pool, tmp_path):
     path = tmp_path / "verdicts"
     kwargs = {"model": "m", "cache_path": str(path), "only_when": "always"}
     with StandIn(says_yes_to("7")) as stand_in:
