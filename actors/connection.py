@@ -11,9 +11,9 @@ from typing import Any
 import ray
 import torch
 
+from actors import private_ray
 from actors.placement.demands import Resources
 from actors.placement.fitting import Node
-from actors.private_ray import close_session, prepare_token
 from grpo_dist.config import ClusterConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import available_cpus, device_type
@@ -67,14 +67,17 @@ def connect(cluster: ClusterConfig) -> bool:
     if local and device_type() == "cpu":
         local["num_gpus"] = 0  # Ray counts GPUs even with the CPU build of torch
     if local:
-        prepare_token()
+        private_ray.prepare_token()
     try:
-        ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR, **local)
+        if local:
+            private_ray.start(namespace=None, logging_level=logging.ERROR, **local)
+        else:
+            ray.init(address=address, namespace=None, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError) as error:  # Ray raises ValueError for an address of another kind
         raise UserError(
             f"cluster.address = {address}: no Ray cluster answers there ({error}); start one with `ray start "
             "--head`, or leave cluster.address and RAY_ADDRESS unset for a private local one"
         ) from error
     if local:
-        close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
+        private_ray.close_session(Path(ray._private.worker._global_node.get_session_dir_path()))
     return True

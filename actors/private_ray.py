@@ -1,4 +1,4 @@
-"""Keep a run's private Ray cluster closed to other users of the machine.
+"""Start a run's private Ray cluster, and keep it closed to other users of the machine.
 
 Ray writes its token with the permissions that new files of the user have, mostly readable by all, and makes
 its directories writable by all.
@@ -12,8 +12,33 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
 
 logger = logging.getLogger("grpo_dist")
+
+_TRIES = 5
+_TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
+
+
+def start(**options: Any) -> None:
+    """Start a private Ray for this process, with ``options`` of `ray.init`.
+
+    Ray gives its own processes 30 s, which they may exceed on a busy machine. Then they are started again.
+    """
+    before = set(psutil.Process().children())
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            ray.init(address="local", log_to_driver=False, **options)
+            return
+        except Exception as error:
+            if _TOO_SLOW not in str(error) or not tries_left:
+                raise
+        logger.warning("Ray's processes did not start within its limit; they are started again")
+        for process in set(psutil.Process().children()) - before:
+            process.kill()
 
 
 def prepare_token() -> None:

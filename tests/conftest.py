@@ -27,8 +27,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The second half of `make test` reads only files that have some of its tests."""
+    of_second_half = config.option.markexpr.startswith("machine and")
+    if of_second_half and collection_path.match("test_*.py"):
+        return "mark.machine" not in collection_path.read_text() or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest test begins first: other files are shared out beside it."""
+    """Long files begin first: the others are shared out beside them."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
@@ -92,7 +100,9 @@ def ray_cluster():
     """One private Ray for all tests with actors."""
     import ray
 
-    ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    from actors import private_ray
+
+    private_ray.start(include_dashboard=False)
     yield
     ray.shutdown()
 

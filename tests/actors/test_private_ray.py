@@ -1,10 +1,13 @@
-"""A cluster that a run starts is for its user alone."""
+"""A cluster that a run starts is for its user alone, and a busy machine delays its start."""
 
 import os
 import stat
+import subprocess
+import sys
 
 import pytest
 
+from actors import private_ray
 from actors.private_ray import close_session, prepare_token
 
 
@@ -55,3 +58,44 @@ def test_other_users_can_neither_enter_nor_rename_a_session(tmp_path):
         path.chmod(0o777)  # as Ray does
     close_session(shared / "session_1")
     assert mode(shared / "session_1") == 0o700 and mode(shared) == 0o1777
+
+
+def failing(monkeypatch, message, times):
+    """Let `ray.init` fail so often, each time with a process that it started; return the processes."""
+    begun = []
+
+    def init(**options):
+        assert options == {"address": "local", "log_to_driver": False, "include_dashboard": False}
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        if len(begun) <= times:
+            raise Exception(message)
+
+    monkeypatch.setattr(private_ray.ray, "init", init)
+    return begun
+
+
+def test_a_cluster_that_is_too_slow_for_ray_is_started_again(monkeypatch, caplog):
+    own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    begun = failing(monkeypatch, "The current node timed out during startup. This could happen", 2)
+    try:
+        private_ray.start(include_dashboard=False)
+        assert [process.wait() for process in begun[:2]] == [-9, -9]
+        assert len(begun) == 3 and begun[2].poll() is own.poll() is None
+        assert len(caplog.records) == 2
+    finally:
+        for process in (own, *begun):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("message", "times", "tries"), [("timed out during startup", 9, 5), ("no space left on device", 1, 1)]
+)
+def test_other_errors_and_the_last_are_raised(monkeypatch, message, times, tries):
+    begun = failing(monkeypatch, message, times)
+    with pytest.raises(Exception, match=message):
+        private_ray.start(include_dashboard=False)
+    assert len(begun) == tries
+    for process in begun:
+        process.kill()
+        process.wait()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_dist.loop.ledger import audit
 from tests.support.real_runs import metrics, run, without_clock
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.long]
 
 
 STALE = (

@@ -91,7 +91,9 @@ class NoSync:
 def private_ray() -> Iterator[None]:
     import ray  # light, as above
 
-    ray.init(address="local", log_to_driver=False, include_dashboard=False)
+    from actors import private_ray as private
+
+    private.start(include_dashboard=False)
     try:
         yield
     finally:

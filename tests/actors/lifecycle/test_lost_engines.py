@@ -20,7 +20,7 @@ from grpo_dist.types import Sampling
 from tests.support.patience import HANG_S
 from tests.support.real_engine import ACTORS, PROMPTS, OnALoop, difference, one_rank, same
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.long]
 
 SEEDS = [1, 2, 3, 4]
 SAMPLING = Sampling(max_new_tokens=100)

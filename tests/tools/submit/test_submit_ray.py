@@ -19,7 +19,7 @@ from grpo_dist.tools.submit.job import Job
 from tests.support.patience import HANG_S
 from tests.support.submitted import command, config_in, health, ray_head, until
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.long]
 
 # Replaces the driver: prints its location and arguments, waits for a stop, and ends cleanly.
 DRIVER = """

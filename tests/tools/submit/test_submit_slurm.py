@@ -19,7 +19,7 @@ from tests.support.fake_slurm import PROGRAMS, PYTHON, RAY, Running
 from tests.support.patience import HANG_S
 from tests.support.submitted import BIN, command, config_in, until
 
-pytestmark = pytest.mark.machine
+pytestmark = [pytest.mark.machine, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[3]
 JUDGE = "rewards.functions=[{function: judge, kwargs: {extra_body: {api_key: k-1}}}]"
