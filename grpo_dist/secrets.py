@@ -1,7 +1,7 @@
-"""What must not be written where many can read it: keys, tokens and passwords in a configuration.
+"""Hide keys, tokens and passwords of a configuration in everything that others may read.
 
-A resolved configuration is written to run directories, checkpoints, `stage.json` and trackers. It loads
-again, but with *** for what was secret: such values belong into the environment (`api_key_env` of a judge).
+Run directories, checkpoints, `stage.json` and trackers contain the resolved configuration. It loads
+again, with *** for secrets: such values belong in the environment (`api_key_env` of a judge).
 
 Names are compared word by word (`openAIKey` is `open`, `ai`, `key`), and the last word decides: `my_token`
 holds a token, `token_values_every` and `tokenizer` do not.
@@ -33,7 +33,7 @@ _SECRET_ENDS = tuple(
     _set("password passwd apikey accesskey secretkey privatekey apitoken authtoken accesstoken hftoken")
 )
 _KEY_OWNERS = _set("api access secret private")  # a number under such a key is a secret, too
-# Words before `key`, `token`, `tokens` and `pass` where these are the name of a column, a tokenizer's special
+# Words before `key`, `token`, `tokens` and `pass` with which they name a column, a tokenizer's special
 # token, a count, or a walk over data.
 _NOT_BEFORE = {
     "key": _set(
@@ -59,11 +59,11 @@ _NOT_BEFORE = {
     "pass": _set("backward each first forward last multi one per second single two"),
 }
 _PLURAL = {"keys": "key", "passes": "pass"}
-# What may follow the word that decides: `auth_header`, `api_key_2`.
+# Words that may follow the deciding word: `auth_header`, `api_key_2`.
 _TAILS = _set("value header headers base hex")
-# Of https://user:password@host/; a path that was made of it has one slash.
+# In https://user:password@host/; a path made from such a URL has one slash.
 _USER = re.compile(r"(?:(?<=://)|(?<=https:/)|(?<=http:/))(?!/)[^/?#\s]+(?=@)")
-_PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # of https://host/?api_key=k&n=1
+_PARAMETER = re.compile(r"(?<=[?&])([^?&=#\s]+)=([^?&#\s]+)")  # in https://host/?api_key=k&n=1
 _SECRET_PARAMETER = frozenset({"key", "sig", "signature", "auth"})
 _BEARER = re.compile(r"\b(bearer\s+)(?=[^\s'\"]*\d)[\w.~+/=-]{8,}", re.IGNORECASE)
 _ASSIGNED = re.compile(r"""([\w.-]*\w)(['"`]?\s*[:=]\s*[\[({]*)""")
@@ -72,12 +72,12 @@ _VALUE = re.compile(  # all items of a list or mapping
     rf"""(?<=[\[({{]){_ITEM}(?:\s*,\s*{_ITEM})*|(?:(?:bearer|basic)\s+)?(?:'[^']*'?|"[^"]*"?|[^\s,;}}\]'"]+)""",
     re.IGNORECASE,
 )
-_OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # its value a word of its own
-_SHORTEST = 4  # characters of a secret that is looked for in other text
+_OPTION = re.compile(r"(?<!\S)(--[A-Za-z][\w-]*)(\s+)(?!-)([^\s,;}\])'\"]+)")  # and its value, the next word
+_SHORTEST = 4  # characters of a secret that is searched for in other text
 
 
 def is_secret(name: str) -> bool:
-    """Whether texts under ``name`` are secret: ``api_key``, ``HF_TOKEN``, ``db.pass``, ``auth-header``."""
+    """Return whether a text under ``name`` is secret: ``api_key``, ``HF_TOKEN``, ``auth-header``."""
     words = _words(name)
     if not words:
         return False
@@ -91,7 +91,7 @@ def is_secret(name: str) -> bool:
 
 
 def _words(name: str) -> list[str]:
-    """Of the last part of a dotted name, without what may follow the word that decides."""
+    """Return the words of the last part of a dotted name, without those after the deciding word."""
     parts = [part for part in name.split(".") if part and not part.isdigit()]
     words = [word.lower() for word in _WORDS.findall(parts[-1] if parts else "")]
     while len(words) > 1 and (words[-1] in _TAILS or _numbers(words)):
@@ -100,12 +100,12 @@ def _words(name: str) -> list[str]:
 
 
 def _numbers(words: list[str]) -> bool:
-    """Whether the last word is the number of what stands before it; `pass@8` is not."""
+    """Return whether the last word numbers the one before it; in `pass@8` it does not."""
     return words[-1].isdigit() and words[-2] not in ("at", "pass")
 
 
 def masked(value: Any) -> Any:
-    """A copy of plain mappings and lists with *** for each secret.
+    """Return a copy of plain mappings and lists with *** for each secret.
 
     {"api_key": "k", "max_tokens": 8, "base_url": "http://me:pw@host/v1?token=t"}
         -> {"api_key": "***", "max_tokens": 8, "base_url": "http://***@host/v1?token=***"}
@@ -124,7 +124,7 @@ def masked(value: Any) -> Any:
 
 
 def masked_setting(argument: str) -> str:
-    """A word of a command line without the secret in it.
+    """Return a word of a command line with *** for a secret in it.
 
     judge.api_key=k -> judge.api_key=***, judge={api_key: k} -> judge={api_key: '***'},
     --env=HF_TOKEN=k -> --env=HF_TOKEN=***, --api-key=k -> --api-key=***
@@ -134,11 +134,11 @@ def masked_setting(argument: str) -> str:
         return masked_text(argument)
     if is_secret(key):
         return f"{key}={masked({key: value})[key]}"
-    if key.startswith("-"):  # of a value that is a setting itself, or several: --export=ALL,HF_TOKEN=k
+    if key.startswith("-"):  # a value that is itself one or several settings: --export=ALL,HF_TOKEN=k
         return f"{key}=" + ",".join(masked_setting(part) for part in value.split(","))
     try:
         read = yaml.safe_load(value)
-    except (yaml.YAMLError, ValueError, RecursionError):  # refused as a setting, too
+    except (yaml.YAMLError, ValueError, RecursionError):  # also refused as a setting
         read = None
         value = masked_text(value)
     if isinstance(read, dict | list) and masked(read) != read:
@@ -147,7 +147,7 @@ def masked_setting(argument: str) -> str:
 
 
 def masked_command(arguments: Iterable[str]) -> list[str]:
-    """The words of a command line without secrets, also where the value is a word of its own:
+    """Return the words of a command line without secrets, also if the value is a separate word:
     ``--api-key k``, ``--env HF_TOKEN=k``.
     """
     shown: list[str] = []
@@ -160,12 +160,12 @@ def masked_command(arguments: Iterable[str]) -> list[str]:
 
 
 def _takes_secret(option: str) -> bool:
-    """Whether the value of a command's option is one. That of our `--secret` is a Secret's name."""
+    """Return whether an option's value is a secret. That of our `--secret` is the name of a Secret."""
     return is_secret(option) and option != "--secret"
 
 
 def masked_text(text: str, *trees: Any) -> str:
-    """``text`` of a message without secrets: what is assigned to a secret name in it, and every secret value
+    """Return a message without secrets: values assigned to secret names in it, and every secret value
     of ``trees`` (plain mappings and lists).
     """
     values = sorted({value for tree in trees for value in secret_values(tree)}, key=len, reverse=True)
@@ -175,14 +175,14 @@ def masked_text(text: str, *trees: Any) -> str:
 
 
 def shown_value(location: Iterable[Any], value: Any) -> str:
-    """A refused value at a place of a tree, such as ``("kwargs", "api_key")``, as a message shows it."""
+    """Return how a message shows a refused value at ``location``, such as ``("kwargs", "api_key")``."""
     if any(is_secret(str(part)) for part in location):
         return HIDDEN
     return repr(masked_text(value) if isinstance(value, str) else masked(value))
 
 
 def secret_values(tree: Any) -> Iterator[str]:
-    """Texts of ``tree`` that `masked` hides, longer than a few characters."""
+    """Yield texts of ``tree`` that `masked` hides and that are longer than a few characters."""
     yield from _changed(tree, masked(tree))
 
 
@@ -195,12 +195,12 @@ def _changed(value: Any, shown: Any) -> Iterator[str]:
             yield from _changed(one, other)
     elif value != shown and len(str(value)) >= _SHORTEST:
         yield str(value)
-        if shown != HIDDEN:  # a part of it: of a URL, of a header
+        if shown != HIDDEN:  # only a part of a URL or header is secret
             yield from (part for part in _parts(str(value)) if len(part) >= _SHORTEST)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """The secrets inside of a longer text, and each of a user's name and password."""
+    """Yield the secrets inside a longer text; of user:password also the password."""
     for user in _USER.findall(text):
         yield user
         yield user.partition(":")[2]
@@ -212,8 +212,8 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _hidden(key: str, value: Any) -> Any:
-    """``value`` of a secret ``key`` with *** for all that it holds, but for null, "", true and false. A
-    number is one where passwords and API keys are asked for; that of an `end_token` says which token it is.
+    """Return ``value`` of a secret ``key`` with *** for everything in it except null, "", true and false. A
+    number is secret as a password or API key; under `end_token` it is a token's id.
     """
     if isinstance(value, dict):
         return {inner: _hidden(key, held) for inner, held in value.items()}
@@ -245,7 +245,7 @@ def _masked_parameter(found: re.Match[str]) -> str:
 
 
 def _without_assigned(text: str) -> str:
-    """``api_key: k, auth: [a, b], steps: 3`` -> ``api_key: ***, auth: [***], steps: 3``"""
+    """Mask assigned values: ``api_key: k, auth: [a, b], n: 3`` -> ``api_key: ***, auth: [***], n: 3``"""
     parts, end = [], 0
     for found in _ASSIGNED.finditer(text):
         value = _VALUE.match(text, found.end())

@@ -117,7 +117,7 @@ def too_large(wanted: Sequence[Bundle], nodes: Sequence[Node]) -> str | None:
 
 
 def no_room(config: Config, wanted: Sequence[Bundle], nodes: Sequence[Node], waited_s: float) -> UserError:
-    """What was asked for, what each node has, and the nearest that would fit."""
+    """Return an error with the request, what each node has, and the nearest request that would fit."""
     asked = {bundle.role: 0 for bundle in wanted}
     for bundle in wanted:
         asked[bundle.role] += 1

@@ -13,7 +13,7 @@ def is_scored(rewards: Real[Tensor, " B"]) -> Bool[Tensor, " B"]:
 
 
 def typed_like(values: Float[Tensor, "*shape"], rewards: Real[Tensor, ...]) -> Float[Tensor, "*shape"]:
-    """``values`` in the type of ``rewards``, or in float32 for integer rewards, which would truncate them."""
+    """Convert ``values`` to the dtype of ``rewards``, or to float32 if that is an integer dtype."""
     return values.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
 
 

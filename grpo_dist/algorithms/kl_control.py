@@ -6,12 +6,12 @@ _LARGEST_ERROR = 0.2  # of a single step, whatever the KL
 
 
 def next_kl_coef(coef: float, kl: float, *, target: float, gain: float) -> float:
-    """``coef`` times 1 + gain * clip(kl / target - 1, -0.2, 0.2); Ziegler et al. 2019 (arXiv:1909.08593),
+    """Return ``coef`` * (1 + gain * clip(kl / target - 1, -0.2, 0.2)), Ziegler et al. 2019, arXiv:1909.08593,
     section 2.2.
 
     Args:
-        kl: what was measured, nats a token. NaN changes nothing.
-        target: what is wanted, nats a token, above 0.
+        kl: measured, nats per token. NaN changes nothing.
+        target: wanted, nats per token, above 0.
     """
     if kl != kl:
         return coef

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def named(registry: Mapping[str, T], name: str, what: str) -> T:
-    """``registry[name]``. Raises ValueError that lists the known names for an unknown one."""
+    """Return ``registry[name]``. Raises ValueError with the known names for an unknown one."""
     if name in registry:
         return registry[name]
     near = difflib.get_close_matches(name, registry, n=1)

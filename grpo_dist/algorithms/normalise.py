@@ -22,7 +22,7 @@ def normalise_rewards(
     eps: float | int = 1e-6,
     moments: Moments | None = None,
 ) -> Real[Tensor, " B"]:
-    """(r - mean) / (sample deviation + eps) over the ``group``, the whole ``batch``, or all steps so far.
+    """Return (r - mean) / (sample deviation + eps) over the group, the batch, or all steps so far.
 
     ``shift`` False leaves the mean in, ``scale`` False the deviation; ``over`` none returns ``rewards``
     themselves. A reward that is not finite becomes NaN and leaves the statistics. Fewer than two scored
@@ -61,10 +61,10 @@ def normalise_rewards(
 def whiten(
     values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, eps: float | int = 1e-8
 ) -> Float[Tensor, "B T"]:
-    """(value - mean) / sqrt(sample variance + eps) over all unmasked tokens of the batch; 0 where masked.
+    """Return (value - mean) / sqrt(sample variance + eps) over all unmasked tokens; 0 where masked.
 
-    Every token counts once, so long completions weigh more. Equal values give exact zeros. A value that is
-    not finite leaves the statistics and becomes 0.
+    Every token counts once, so long completions weigh more. Equal values give exact zeros. A non-finite value
+    is left out of the statistics and becomes 0.
     """
     counted = mask & torch.isfinite(values)
     kept = values[counted].double()

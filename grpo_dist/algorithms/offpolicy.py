@@ -110,7 +110,7 @@ def _check(kind: str, level: str, low: float | int, high: float | int) -> None:
 
 
 def _over(level: str, log_token: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Log-ratios of what ``level`` takes them over. ``log_token`` is 0 where masked."""
+    """Return the log-ratios of token, sequence or geometric ``level``. ``log_token`` is 0 where masked."""
     if level == "token":
         return log_token
     total = log_token.sum(dim=1, keepdim=True)

@@ -52,13 +52,13 @@ def _advantages(values: list[float], k: int, eps: float) -> list[float]:
 
 
 def _best_of(ordered: list[float], k: int, power: int = 1) -> float:
-    """Mean over all k-subsets of the ``power`` of their best member; ``ordered`` is ascending."""
+    """Return the mean over all k-subsets of the ``power`` of their best member; ``ordered`` is ascending."""
     tries = comb(len(ordered), k)
     return sum(value**power * comb(i, k - 1) for i, value in enumerate(ordered)) / tries
 
 
 def _best_with(value: float, ordered: list[float], k: int) -> float:
-    """Mean of the best over all k-subsets that hold ``value``, one of ``ordered``."""
+    """Return the mean of the best over all k-subsets that contain ``value``, one of ``ordered``."""
     if k == 1:
         return value
     others = list(ordered)

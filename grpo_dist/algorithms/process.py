@@ -46,5 +46,5 @@ def process(
 
 
 def sum_to_go(values: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Of each token: the sum of its own value and of all behind it. [1, 2, 4] -> [7, 6, 4]"""
+    """Sum each token's value and all later ones: [1, 2, 4] -> [7, 6, 4]."""
     return values.flip(1).cumsum(1).flip(1)

@@ -20,7 +20,7 @@ def masked_inputs(
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Log-ratios logprobs - old_logprobs, nats, and advantages; both 0 where masked, whatever stood there. No
+    """Return log-ratios logprobs - old_logprobs, in nats, and advantages; both are 0 where masked. No
     gradient flows into ``old_logprobs``.
 
     Both are at least float32: bfloat16 has 8 bits, and near a log-prob of -5 they are 0.03 nats apart, beyond
@@ -47,7 +47,7 @@ def bounded_exp(log_ratio: Float[Tensor, "B T"], unbounded: Bool[Tensor, "B T"])
 
 
 def sequence_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B 1"]:
-    """Mean over the unmasked tokens of each row; 0 for a row without any. ``values`` are 0 where masked."""
+    """Return the mean over each row's unmasked tokens, 0 without any. ``values`` are 0 where masked."""
     return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 

@@ -33,5 +33,5 @@ def learning_rate(
 
 
 def is_due(step: int, every: int) -> bool:
-    """Of steps 1, 2, ...: each that is a multiple of ``every``; none where that is 0."""
+    """Return whether ``step`` (from 1) is a multiple of ``every``; never if that is 0."""
     return every > 0 and step % every == 0

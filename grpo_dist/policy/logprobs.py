@@ -28,7 +28,7 @@ def token_logprobs(
     with_entropy: bool = False,
     mask: Bool[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
-    """Log-softmax of ``(hidden @ lm_head_weight.T + bias) / temperature`` at the next token.
+    """Return the log-softmax of ``(hidden @ lm_head_weight.T + bias) / temperature`` at the next token.
 
     Args:
         hidden: last hidden states, of any floating type. Logits, sums and the gradient of the weight are
@@ -69,7 +69,7 @@ def selected_logprobs(
     bias: Float[Tensor, " V"] | None = None,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"] | None]:
-    """As `token_logprobs`, of hidden states and the tokens they predict."""
+    """Do as `token_logprobs`, for hidden states and the tokens they predict."""
     if temperature <= 0 or chunk_tokens < 1:
         raise ValueError(
             f"temperature = {temperature}, chunk_tokens = {chunk_tokens}: expected a temperature above 0 and "
@@ -188,7 +188,7 @@ class _Head:
         return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """``out`` += a b, without a second tensor of its size where the library can."""
+        """Add a b to ``out``, without a second tensor of its size if the library can."""
         if self._tensor_cores:
             out += self.product(a, b)
         else:

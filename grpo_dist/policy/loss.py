@@ -235,7 +235,7 @@ def _aggregate(token_losses: Float[Tensor, "B T"], batch: TrainBatch, mode: str)
 
 @torch.no_grad()
 def _mismatch(old: Float[Tensor, "B T"], batch: TrainBatch) -> Stats:
-    """How far the trainer's log-probs of the sampled tokens lie from those the engine sampled with."""
+    """Sum differences between the trainer's and the engine's log-probs of the sampled tokens."""
     difference = old.double() - batch.rollout_logprobs.double()
     known = batch.loss_mask & ~batch.rollout_logprobs.isnan()
     difference = torch.where(known, difference, 0.0)
@@ -254,10 +254,10 @@ def _without_overflow(
     weights: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> Float[Tensor, "B T"]:
-    """``advantages``, 0 where the weight is 0 and the policy loss could overflow: 0 * inf would be NaN.
+    """Return ``advantages``, 0 where the weight is 0 and the loss could overflow: 0 * inf would be NaN.
 
-    A ratio is that large for tokens with A < 0 alone, which no bound of the loss holds; that of a sequence
-    where the whole sequence is dropped.
+    Only ratios of tokens with A < 0 are that large, because no bound of the loss applies to them; the one of
+    a sequence only if the whole sequence is dropped.
     """
     dropped = mask & (weights == 0)
     far = mask & (log_ratio > LOG_LIMIT)

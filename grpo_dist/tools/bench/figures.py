@@ -74,7 +74,7 @@ def figures(
 
 
 def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Of the loop's time: where every moment went, counted once in this order, which adds up to 1; and how
+    """Return shares of the loop's time, each moment counted once in this order, which add up to 1; and how
     long rollout and trainer were idle.
 
         generation   an engine has a request
@@ -113,7 +113,7 @@ def shares(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def covered_s(spans: Iterable[Span], begin: float, end: float) -> float:
-    """Seconds between ``begin`` and ``end`` in which at least one of ``spans`` lasts.
+    """Return the seconds between ``begin`` and ``end`` in which at least one of ``spans`` lasts.
 
     [0, 2], [1, 3], [5, 9] between 0 and 6 -> 4
     """

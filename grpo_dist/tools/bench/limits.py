@@ -119,7 +119,7 @@ def fastest(seconds: list[list[list[float]]]) -> float:
 
 
 def run_jobs(module: str, jobs: Sequence[dict[str, Any]], *, threads: int, gpus: int) -> list[Any]:
-    """``module.measure(barrier, **job)`` of every job, each in its own process, all at once. Returns the
+    """Run ``module.measure(barrier, **job)`` of every job in its own process, all concurrently. Returns the
     results in order. Raises RuntimeError with the last output of a process that fails.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-dist-bench-") as name, ExitStack() as stack:

@@ -147,6 +147,6 @@ def _summary(result: BenchResult) -> list[str]:
 
 
 def show(found: dict[str, float], key: str) -> str:
-    """The figure ``key`` as text; a dash where it was not measured."""
+    """Return the figure ``key`` as text; a dash if it was not measured."""
     value = found.get(key)
     return "–" if value is None or math.isnan(value) else written(value, FIGURES[key].unit)

@@ -97,7 +97,7 @@ class ClusterShape:
 
 
 def parse_cluster(text: str, *, price: float | None = None) -> ClusterShape:
-    """``text`` as in `8x8xH100`; ``price``: dollars an hour of a card, instead of the table's. Raises
+    """Parse ``text`` such as `8x8xH100`. ``price``: dollars per card and hour, instead of the table's. Raises
     UserError.
     """
     found = re.fullmatch(r"(\d+)x(\d+)x([A-Za-z0-9][\w.-]*)", text.strip())

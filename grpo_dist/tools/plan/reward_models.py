@@ -62,9 +62,9 @@ def reward_model_workers(config: Config) -> dict[str, int]:
 
 
 def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -> Footprint:
-    """At its fullest: with a full batch of the longest rows.
+    """Return the largest memory of a worker: with a full batch of the longest rows.
 
-    Nothing is kept from layer to layer. The mask of padded rows is [rows, 1, T, T], once of a byte and once
+    No layer keeps activations. The mask of padded rows is [rows, 1, T, T], once of a byte and once
     of the weights' type; with a mask the heads of keys and values are repeated to those of the queries.
     """
     s, b = model.shape.shape, itemsize_of(model.settings.dtype, gpu=sizes.gpu)
