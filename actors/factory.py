@@ -131,7 +131,13 @@ class Factory:
             "num_gpus": 0 if demand.shared else demand.gpus,
             "runtime_env": {"env_vars": thread_environment(demand.threads)},
         }
-        return ActorSpec(options, self.reservation.options(role), cluster.restarts, cluster.timeouts.start_s)
+        return ActorSpec(
+            options,
+            self.reservation.options(role),
+            cluster.restarts,
+            cluster.timeouts.start_s,
+            on_gpu=demand.gpus > 0,
+        )
 
 
 def on_devices(options: dict[str, Any], devices: Devices) -> dict[str, Any]:

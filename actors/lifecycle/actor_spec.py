@@ -21,6 +21,7 @@ class ActorSpec:
         start_s: deadline of one restart, seconds.
         irreplaceable: why a lost actor cannot be replaced alone; None: it can.
         generation: number of times that all actors of this role were created before.
+        on_gpu: they compute on GPUs.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -29,6 +30,14 @@ class ActorSpec:
     start_s: float = 600.0
     irreplaceable: str | None = None
     generation: int = 0
+    on_gpu: bool = False
+
+    @property
+    def hang_s(self) -> float:
+        """Seconds without an answer or progress after which an actor has hung; one that is not watched is
+        given those of a start.
+        """
+        return self.restarts.hangs_after(on_gpu=self.on_gpu) if self.restarts else self.start_s
 
     def makers(self, actor: Any, count: int, *arguments: Any, **keywords: Any) -> list[Callable[[str], Any]]:
         """Return one function for each of ``count`` actors, which creates it under the name that it is given.

@@ -57,7 +57,7 @@ class Team:
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._role, self._makers, self._start, self._health = role, makers, start, health
-        self._restarts, self._start_s = spec.restarts, spec.start_s
+        self._restarts, self._start_s, self._hang_s = spec.restarts, spec.start_s, spec.hang_s
         self._irreplaceable = spec.irreplaceable
         self.workers = [make(f"{role}-{i}") for i, make in enumerate(makers)]
         self.load_balancer = LoadBalancer(len(self.workers), capacity, on_wait=on_wait)
@@ -180,9 +180,8 @@ class Team:
     async def _probe(self, index: int | None, worker: Any) -> bool:
         if index is None or not self.is_current(index, worker):
             return False
-        limit_s = self._restarts.hang_s if self._restarts else self._start_s
         try:
-            async with deadline(limit_s, f"{self._name(index)} answers its health check"):
+            async with deadline(self._hang_s, f"{self._name(index)} answers its health check"):
                 await self._health(worker)
         except RayError as error:
             self.lost(index, worker, error)
@@ -254,7 +253,7 @@ class Team:
         name = self._name(index)
         while True:
             await asyncio.sleep(self._restarts.health_s)
-            async with deadline_of({name: worker}, self._restarts.hang_s, f"{name} answers its health check"):
+            async with deadline_of({name: worker}, self._hang_s, f"{name} answers its health check"):
                 await self._health(worker)
 
     def _take(self, index: int, error: BaseException) -> float:
@@ -285,7 +284,7 @@ class Team:
 
     async def _watch(self, index: int) -> None:
         assert self._restarts is not None
-        every_s, limit_s = self._restarts.health_s, self._restarts.hang_s - self._restarts.health_s
+        every_s, limit_s = self._restarts.health_s, self._hang_s - self._restarts.health_s
         seen: tuple[Any, float] | None = None
         since = 0.0
         while self._failure is None:

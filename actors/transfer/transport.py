@@ -26,6 +26,7 @@ from actors.transfer.connections import Connections, Seat
 from actors.transfer.group_store import agree_on_store
 from grpo_dist.config import TransferBackend
 from grpo_dist.errors import TransferLost
+from grpo_dist.runtime.hardware import inductor_settings_kept
 from grpo_dist.runtime.rendezvous import check_members, meeting_point, own_address
 
 _POLL_S = 0.0005  # while a broadcast runs on the GPU
@@ -126,8 +127,9 @@ class NcclTransport(Broadcasts):
 
 def _nccl_group(seat: Seat, connections: Connections, device: torch.device) -> Any:
     """Make vLLM's communicator. Its id is only sent over the authenticated ``connections``."""
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
-    from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+    with inductor_settings_kept():
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCL_UNIQUE_ID_BYTES, NCCLLibrary
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
     if seat.rank == 0:
         made = NCCLLibrary().ncclGetUniqueId()

@@ -12,6 +12,7 @@ from grpo_dist.config import Config, ModelConfig, RolloutConfig, WeightSyncConfi
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import DeviceType, device_type, resolve_dtype
+from grpo_dist.types import Sampling
 
 # Sequences decoded at once by default. Fewer make an evaluation slow; beyond the upper bound a step of the
 # engine only gets longer.
@@ -22,6 +23,11 @@ _CPU_PREFILL_TOKENS = 8192  # prefilled at once by an engine without a GPU
 _CPU_BLOCK = 32
 _SHARE_OF_FREE_MEMORY = 0.25  # that the caches of all engines of a machine without a GPU may take
 GPU_MEMORY = {False: 0.85, True: 0.6}  # share of a GPU by whether policy ranks take turns on it
+# vLLM captures CUDA graphs for so many sequences at most unless told otherwise, and beyond 256 for multiples
+# of 16; larger batches run without a graph.
+_GRAPHS, _GRAPH_STEP = 512, 16
+# vLLM's name for linear layers and experts in fp8 with a scale for each output channel and each token.
+_QUANTIZATION = {"fp8": "fp8_per_channel"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class EngineSpec:
     """The specification of an engine.
 
     ``max_length``: prompt and completion together, tokens. ``in_flight``: training samples on one engine at
-    once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train.
+    once. ``colocated``: it shares the GPUs of policy ranks, and sleeps while they train. ``sampling``: each
+    way in which the run samples, with which the engine is warmed up.
     """
 
     rollout: RolloutConfig
@@ -40,6 +47,7 @@ class EngineSpec:
     seed: int
     in_flight: int = 0
     colocated: bool = False
+    sampling: tuple[Sampling, ...] = (Sampling(),)
 
     @classmethod
     def of(cls, config: Config, model_dir: Path, *, colocated: bool = False) -> EngineSpec:
@@ -55,6 +63,7 @@ class EngineSpec:
             config.seed,
             in_flight=config.samples_in_flight // config.rollout.num_workers,
             colocated=colocated,
+            sampling=_ways_to_sample(config),
         )
 
     @property
@@ -64,10 +73,21 @@ class EngineSpec:
         return self.rollout.max_num_seqs or min(max(self.in_flight, low), high)
 
 
+def _ways_to_sample(config: Config) -> tuple[Sampling, ...]:
+    """Return the different ways in which training, evaluation and rejection sampling sample."""
+    ways = [Sampling(config.sampling.temperature)]
+    for own in (config.evaluation, config.rejection):
+        ways.append(Sampling(own.temperature, own.top_p, own.top_k))
+    return tuple(dict.fromkeys(ways))
+
+
 def set_environment() -> None:
     """Set the variables that vLLM reads at import, and its processes when they start."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # This sampler knows neither seeds nor the log-probs of the distribution sampled from. vLLM would load it,
+    # compile it for some GPUs, and never sample with it.
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     # Leave binding threads to cores to the scheduler: engine and trainer alternate on the same cores, and
     # OMP_NUM_THREADS already limits the threads of this engine.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -120,7 +140,27 @@ def engine_arguments(spec: EngineSpec, model: Any, *, device: DeviceType, free_m
     else:
         arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization or GPU_MEMORY[spec.colocated]
         arguments["enable_sleep_mode"] = spec.colocated
+        arguments |= _graph_sizes(spec)
+    if settings.tensor_parallel_size > 1:
+        # In a Ray actor with a placement group, vLLM would make its worker processes Ray actors of their own,
+        # each in a bundle of one GPU. All GPUs of an engine are in its actor's own bundle.
+        arguments["distributed_executor_backend"] = "mp"
+    if settings.quantization != "none":
+        arguments["quantization"] = _QUANTIZATION[settings.quantization]
     return arguments | settings.engine
+
+
+def _graph_sizes(spec: EngineSpec) -> dict[str, Any]:
+    """Return the argument that makes vLLM capture CUDA graphs up to the largest batch, unless the user sets
+    sizes.
+    """
+    own = spec.rollout.engine
+    chosen = own.get("compilation_config")
+    of_user = {*own, *(chosen if isinstance(chosen, dict) else {})}
+    sizes = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+    if spec.rollout.enforce_eager or spec.max_num_seqs <= _GRAPHS or of_user & sizes:
+        return {}
+    return {"max_cudagraph_capture_size": -(-spec.max_num_seqs // _GRAPH_STEP) * _GRAPH_STEP}
 
 
 def _cache_bytes(spec: EngineSpec, bytes_per_token: int, free_memory: int) -> int:

@@ -15,9 +15,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from queue import Empty, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
 
 from grpo_dist.runtime.hardware import device_type
 
@@ -30,6 +34,10 @@ T = TypeVar("T")
 # A batch arrives as many calls. An idle engine starts only after a gap of this length, instead of decoding
 # the first few requests alone.
 _BURST_S = 0.002
+
+# Seconds of a step on a GPU in which CPU time counts as progress. A thread that waits for the GPU may keep
+# its core as busy as one that compiles a kernel, for ever if the GPU hangs.
+_COMPILE_S = 120.0
 
 
 class EngineThread:
@@ -44,7 +52,7 @@ class EngineThread:
         self._numbers = itertools.count()
         self._futures: dict[str, asyncio.Future[RequestOutput]] = {}
         self._failed: BaseException | None = None
-        self._steps = 0
+        self._steps, self._step_began = 0, 0.0
         self._stepping = self._in_command = False
         self._engine: Any = None
         self._thread = Thread(target=self._run, args=(dict(arguments),), name="engine", daemon=True)
@@ -129,18 +137,18 @@ class EngineThread:
     def work(self) -> float | None:
         """Return a number that changes while the engine makes progress; None: it has no work.
 
-        Without a GPU a large prefill may take minutes; CPU time tells it from a step that hangs. Raises
-        RuntimeError when a step has failed.
+        A large prefill without a GPU may take minutes, and so may compiling a kernel; CPU time tells them
+        from a step that hangs. Raises RuntimeError when a step has failed.
         """
         self._check()
         if self._thread.ident is None or not self._thread.is_alive():
             return None
         if not self._stepping and not self._has_pending_work():
             return None
-        busy_s = 0.0
-        if device_type() == "cpu":
-            busy_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-        return self._steps + busy_s
+        if device_type() == "cuda" and time.monotonic() - self._step_began > _COMPILE_S:
+            return float(self._steps)
+        thread_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+        return self._steps + thread_s + sum(map(_cpu_seconds, active_children()))
 
     async def shutdown(self) -> None:
         """End the engine and its worker processes after the current step; pending requests fail."""
@@ -221,6 +229,7 @@ class EngineThread:
 
     def _step(self) -> None:
         self._steps += 1
+        self._step_began = time.monotonic()
         self._stepping = True
         try:
             outputs = self._engine.step()
@@ -296,6 +305,15 @@ def _make(arguments: dict[str, Any]) -> Any:
     # The usage context selects vLLM's defaults for batch use: larger prefills.
     config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
     return LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+
+
+def _cpu_seconds(worker: BaseProcess) -> float:
+    """Return the CPU time of a worker process; 0 when it has ended."""
+    try:
+        used = psutil.Process(worker.pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return 0.0
+    return float(used.user + used.system)
 
 
 def _finish(future: asyncio.Future[T], result: T) -> None:

@@ -23,10 +23,15 @@ from grpo_dist.batch.rows import pad_rows
 from grpo_dist.batch.sharding import micro_batches, packed_micro_batches
 from grpo_dist.config import ModelConfig, ReferenceConfig, TransferBackend
 from grpo_dist.policy.attention import choose_kernel
-from grpo_dist.policy.model import TokenLogprobs, load_causal_lm
+from grpo_dist.policy.model import TokenLogprobs, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import Layout, packed, padded
 from grpo_dist.policy.weight_buckets import ParameterSpec
-from grpo_dist.runtime.hardware import device_type, logprob_chunk_mib, micro_batch_tokens, resolve_dtype
+from grpo_dist.runtime.hardware import (
+    device_type,
+    logprob_chunk_mib,
+    micro_batch_tokens,
+    resolve_dtype,
+)
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.types import Prompt, Rollout, Rows
 
@@ -54,7 +59,6 @@ class ReferenceWorker(Metered, Probeable):
         self._device = torch.device(device)
         dtype = resolve_dtype(model.dtype, device)
         self._budget = micro_batch_tokens(settings.micro_batch_tokens, device)
-        self._kernel = choose_kernel(model.attention, self._device, dtype) if model.packing else None
         causal_lm = load_causal_lm(
             model_dir,
             dtype=dtype,
@@ -62,9 +66,10 @@ class ReferenceWorker(Metered, Probeable):
             trust_remote_code=model.trust_remote_code,
             packing=model.packing,
         )
-        module = TokenLogprobs(
-            causal_lm, temperature=temperature, chunk_mib=logprob_chunk_mib(chunk_mib, device)
-        )
+        packs = reads_packed_rows(causal_lm)
+        self._kernel = choose_kernel(model.attention, self._device, dtype) if packs else None
+        chunk_mib = logprob_chunk_mib(chunk_mib, device)
+        module = TokenLogprobs(causal_lm, temperature=temperature, chunk_mib=chunk_mib)
         self._module = module.to(self._device).eval().requires_grad_(False)
         self._transport: Transport | None = None
         self._average: dict[str, torch.Tensor] = {}  # float32, of a moving average of half-precision weights

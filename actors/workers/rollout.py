@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from actors.workers.engine_settings import EngineSpec, fitting_arguments, set_en
 from actors.workers.engine_thread import EngineThread
 from grpo_dist.config import TransferBackend
 from grpo_dist.policy.weight_buckets import ParameterSpec
+from grpo_dist.runtime.hardware import device_type
 from grpo_dist.runtime.load_balancer import Load
 from grpo_dist.runtime.metering import Metered, metered
 from grpo_dist.runtime.stacks import pending_calls
@@ -38,7 +39,7 @@ class RolloutWorker(Metered, Probeable):
         self._received = False  # all weights of that update have arrived
 
     async def start(self) -> None:
-        """Start the engine and run one request, which triggers lazy compilation."""
+        """Start the engine and warm it up."""
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(
@@ -48,8 +49,20 @@ class RolloutWorker(Metered, Probeable):
         self._engine = EngineThread(fitting_arguments(self._spec))
         await self._engine.start()
         await self._engine.set_weight_version(0)
+        await self._warm_up()
+
+    async def _warm_up(self) -> None:
+        """Sample two tokens in each of the run's ways, on a GPU for as many sequences as it decodes at once.
+
+        It triggers lazy compilation, which would look like a hang once the engine is watched.
+        """
+        count = self._spec.max_num_seqs if device_type() == "cuda" else 1
         length = min(2, self._spec.max_length - 1)
-        await self._generate([0], seed=0, sampling=Sampling(max_new_tokens=length), length=None)
+        for way in self._spec.sampling:
+            sampling = replace(way, max_new_tokens=length)
+            await asyncio.gather(
+                *(self._generate([0], seed, sampling, length=length) for seed in range(count))
+            )
 
     @metered("sample")
     async def sample(

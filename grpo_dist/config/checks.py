@@ -24,6 +24,12 @@ def learns_from_equal_rewards(config: Sections) -> bool:
     return config.algorithm.advantage in _LEARN_FROM_EQUAL_REWARDS or config.rewards.shuffle
 
 
+def corrects(config: Sections) -> bool:
+    """Return whether the loss corrects the mismatch between engine and trainer."""
+    algorithm = config.algorithm
+    return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"
+
+
 def contradictions(config: Sections) -> Iterator[str]:
     """Yield a message for settings that contradict each other, and for settings that a run would ignore."""
     yield from _batch_divides(config)
@@ -36,6 +42,7 @@ def contradictions(config: Sections) -> Iterator[str]:
     yield from _of_the_offload(config)
     yield from _without_effect(config)
     yield from _of_the_placement(config)
+    yield from _of_the_engines(config)
     if late := [step for step in config.profile.steps if step > config.steps]:
         yield (
             f"`profile.steps` has {late[0]}, but the run ends after `steps` = {config.steps}; name earlier "
@@ -98,6 +105,21 @@ def _of_the_placement(config: Sections) -> Iterator[str]:
         yield (
             "`weight_sync.backend` = nccl cannot connect two processes on one GPU, but "
             "`cluster.placement` = colocated puts engines and policy ranks on the same GPUs; set it to auto"
+        )
+
+
+def _of_the_engines(config: Sections) -> Iterator[str]:
+    quantization = config.rollout.quantization
+    if quantization != "none" and not corrects(config):
+        yield (
+            f"`rollout.quantization` = {quantization} makes the engine's log-probs differ from the "
+            "trainer's, uncorrected; set algorithm.correction.kind (tis is the default), or remove "
+            "rollout.quantization"
+        )
+    if quantization != "none" and config.model.dtype == "float32":
+        yield (
+            f"`rollout.quantization` = {quantization} multiplies in bfloat16 around it, but `model.dtype` = "
+            "float32; set model.dtype to auto or bfloat16, or remove `rollout.quantization`"
         )
 
 

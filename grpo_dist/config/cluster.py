@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from grpo_dist.config.base import Count, Section
 
+_HANG_S = {False: 13.0, True: 60.0}  # by whether the actor computes on a GPU
+
 
 class TimeoutsConfig(Section):
     """Deadlines in seconds. When one passes, the message names what the run waited for."""
@@ -36,15 +38,22 @@ class RestartsConfig(Section):
         1.0, description="wait before the first restart; doubles with each further restart, up to 60"
     )
     health_s: PositiveFloat = Field(3.0, description="interval between health checks of an actor")
-    hang_s: PositiveFloat = Field(
-        13.0, description="an actor that neither answers nor makes progress for this long is replaced"
+    hang_s: PositiveFloat | None = Field(
+        None,
+        description="an actor that neither answers nor makes progress for this long is replaced; null: 60 on "
+        "GPUs, where a step may compile a kernel, 13 elsewhere",
     )
+
+    def hangs_after(self, *, on_gpu: bool) -> float:
+        """Return the seconds without an answer or progress after which an actor is replaced."""
+        return self.hang_s or _HANG_S[on_gpu]
 
     @model_validator(mode="after")
     def _hang_exceeds_interval(self) -> RestartsConfig:
-        if self.hang_s <= self.health_s:
+        least = self.hangs_after(on_gpu=False)
+        if least <= self.health_s:
             raise ValueError(
-                f"hang_s = {self.hang_s:g} must be above health_s = {self.health_s:g}, the interval of "
+                f"hang_s = {least:g} must be above health_s = {self.health_s:g}, the interval of "
                 "health checks; raise hang_s or lower health_s"
             )
         return self

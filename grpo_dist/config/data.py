@@ -26,8 +26,8 @@ class ModelConfig(Section):
     )
     packing: bool = Field(
         True,
-        description="trainer and reference compute packed rows without padding, with a group's prompt once; "
-        "false: padded rows",
+        description="trainer and reference compute packed rows without padding, with a group's prompt once, "
+        "unless the architecture needs padded rows (linear attention, Mamba); false: padded rows",
     )
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     trust_remote_code: bool = Field(False, description="run Python code that ships with the model")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+from grpo_dist.config.checks import corrects
 from grpo_dist.config.root import Config
 
 _SET_BY = {
@@ -30,6 +31,8 @@ _SET_BY = {
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib, or rollout.gpu_memory_utilization on GPUs",
     "enforce_eager": "rollout.enforce_eager",
+    "distributed_executor_backend": "rollout.tensor_parallel_size",
+    "quantization": "rollout.quantization",
     "enable_sleep_mode": "cluster.placement",
     "weight_transfer_config": "weight_sync.backend",
     "generation_config": "sampling",
@@ -39,7 +42,6 @@ _SET_BY = {
 _OTHER_MODEL = "the engine would not use the trainer's weights unchanged"
 _OTHER_DISTRIBUTION = "the engine's log-probs would not be those of the sampled distribution"
 _CHANGES = {
-    "quantization": _OTHER_MODEL,
     "quantization_config": _OTHER_MODEL,
     "load_format": _OTHER_MODEL,
     "hf_overrides": _OTHER_MODEL,
@@ -73,14 +75,8 @@ def engine_problems(config: Config, device: Literal["cpu", "cuda"] | None) -> It
             yield f"{setting}: {_CHANGES[name]}; remove it"
         elif name == "enable_chunked_prefill" and value and device == "cpu":
             yield f"{setting}: {_WHOLE_PROMPTS}; remove it"
-        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not _corrects(config):
+        elif name in ("kv_cache_dtype", "mamba_cache_dtype") and value != "auto" and not corrects(config):
             yield (
                 f"{setting} makes the engine's log-probs differ from the trainer's, uncorrected; "
                 "set algorithm.correction.kind (tis is the default), or remove it"
             )
-
-
-def _corrects(config: Config) -> bool:
-    """Return whether the loss corrects the mismatch between engine and trainer."""
-    algorithm = config.algorithm
-    return algorithm.correction.kind != "none" or algorithm.old_logprobs == "rollout"

@@ -229,6 +229,7 @@ PEER_TABLE = (
         trl="vllm_gpu_memory_utilization",
         openrlhf="vllm.gpu_memory_utilization vllm_gpu_memory_utilization",
         roll="actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    row("rollout.quantization", "fp8", verl="@rollout.quantization"),
     row("rollout.enforce_eager", verl="@rollout.enforce_eager", openrlhf="vllm.enforce_eager"),
     row("rollout.max_num_seqs", verl="@rollout.max_num_seqs", roll="max_running_requests"),
     row("rollout.engine", "further vLLM arguments, by vLLM's names",

@@ -27,6 +27,11 @@ class RolloutConfig(Section):
         description="sequences an engine decodes at once; null: the most in flight, 256 to 1024",
     )
     threads: Count = Field(0, description="CPU threads of an engine; 0: its share of the available threads")
+    quantization: Literal["none", "fp8"] = Field(
+        "none",
+        description="fp8: linear layers and experts in 8 bits, quantised again at every weight sync; needs "
+        "GPUs, a correction (`algorithm.correction`) and bfloat16; none: the trainer's weights unchanged",
+    )
     enforce_eager: bool = Field(
         False, description="skip compilation and CUDA graphs: faster start, slower decoding"
     )
@@ -120,7 +125,8 @@ class PolicyConfig(Section):
     offload: OffloadConfig = OffloadConfig()
     logprob_chunk_mib: PositiveInt | None = Field(
         None,
-        description="size of a chunk of logits, MiB; two exist at once; null: 256 on a GPU, 32 elsewhere",
+        description="size of a chunk of logits, MiB; two exist at once; null: 1024 on a GPU with 80 GB or "
+        "more, 256 on a smaller one, 32 elsewhere",
     )
     deepspeed: dict[str, Any] = Field(
         {}, description="merged into the DeepSpeed configuration, e.g. bucket sizes and offload details"

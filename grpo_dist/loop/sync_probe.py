@@ -86,6 +86,7 @@ class SyncProbe:
         self, config: Config, workers: Workers, prompts: Sequence[Prompt], recorder: Recorder, *, start: int
     ) -> None:
         self._settings, self._sampling, self._seed = config.weight_sync, config.sampling, config.seed
+        self._quantization = config.rollout.quantization
         self._sample_s = config.cluster.timeouts.sample_s
         self._prompts, self._recorder, self._start = prompts, recorder, start
         self._probes, self._where_stuck = workers.probe, workers.where_stuck
@@ -235,8 +236,9 @@ class SyncProbe:
         found: Mapping[str, LogprobDifference | None],
         metrics: dict[str, float],
     ) -> None:
-        bound = self._settings.probe_above or BOUNDS.get(dtype, min(BOUNDS.values()))
-        limit = f"bound {bound:g} in {dtype}"
+        precision = dtype if self._quantization == "none" else self._quantization
+        bound = self._settings.probe_above or BOUNDS.get(precision, min(BOUNDS.values()))
+        limit = f"bound {bound:g} in {precision}"
         self._bound = (bound, limit) if dtype else self._bound
         wrong = []
         for name, difference in found.items():

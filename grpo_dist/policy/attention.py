@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 NAME = "grpo_dist_packed"  # in transformers' registry of attention functions
+_ATTENTION = {"full_attention", "sliding_attention"}  # of transformers' types of layers
 _SPREAD = 0.8  # shortest row of a block as a share of its longest, at least
 
 
@@ -185,17 +186,23 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(_attention))
 
 
+def attention_layers(config: Any) -> int:
+    """Return the layers that compare every token with those before it. ``config``: of a text model."""
+    kinds = getattr(config, "layer_types", None)
+    return sum(kind in _ATTENTION for kind in kinds) if kinds else int(config.num_hidden_layers)
+
+
 def packing_problem(model: Any) -> str | None:
     """Return why ``model`` (transformers) cannot read a packed stream; None: it can.
 
     Its attention must go through transformers' registry, and nothing else in it may mix tokens.
     """
     config = model.config.get_text_config()
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention does not go through transformers' registry"
-    mixing = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    mixing = set(getattr(config, "layer_types", None) or ()) - _ATTENTION
     if mixing:
         return f"it has layers of type {', '.join(sorted(mixing))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention does not go through transformers' registry"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "it caps attention logits (attn_logit_softcapping)"
     return None

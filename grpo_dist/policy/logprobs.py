@@ -188,11 +188,12 @@ class _Head:
         return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
-        """Add a b to ``out``, without a second tensor of its size if the library can."""
+        """Add a b to ``out``, without a second tensor of its size."""
+        a, b = a.to(self._operand), b.to(self._operand)
         if self._tensor_cores:
-            out += self.product(a, b)
+            torch.addmm(out, a, b, out_dtype=self.dtype, out=out)
         else:
-            out.addmm_(a.to(self._operand), b.to(self._operand))
+            out.addmm_(a, b)
 
 
 def _parts(count: int, chunk: int) -> list[slice]:

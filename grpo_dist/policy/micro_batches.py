@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -55,6 +57,23 @@ class MicroBatches:
         if self.kernel is None:
             return padded(part.tokens, part.loss_mask)
         return packed(part.rows, self.kernel, multiple=self.multiple)
+
+
+def values_by_row(
+    batch: TrainBatch, plan: Sequence[Sequence[int]], values: Sequence[Tensor]
+) -> dict[int, np.ndarray]:
+    """Return, by row id, float32 [C], the values of each row's trained tokens, in one transfer to the host.
+
+    ``values``: of each micro-batch of ``plan``, [B, T], on the device; none of them: {}.
+    """
+    if not values:
+        return {}
+    flat = torch.cat([own.flatten().float() for own in values]).cpu()
+    found: dict[int, np.ndarray] = {}
+    for rows, own, part in zip(plan, values, flat.split([own.numel() for own in values]), strict=True):
+        for row, value in zip(rows, part.view(own.shape), strict=False):  # without rows: one that is no sample
+            found[int(batch.row_ids[row])] = value[batch.loss_mask[row, : len(value)]].numpy()
+    return found
 
 
 def _blank(batch: Batch) -> Batch:

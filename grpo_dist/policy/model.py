@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from grpo_dist.policy.attention import NAME, packing_problem, register
+from grpo_dist.policy.attention import NAME, attention_layers, packing_problem, register
 from grpo_dist.policy.checkpoint_format import keep_used_conversions
 from grpo_dist.policy.logprobs import selected_logprobs
 from grpo_dist.policy.packing import Layout
 from grpo_dist.policy.sequence_parallel import SequenceGroup
 from grpo_dist.runtime.hardware import quiet_libraries
+
+logger = logging.getLogger("grpo_dist")
 
 
 def load_causal_lm(
@@ -25,21 +28,24 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     packing: bool = False,
 ) -> Any:
-    """Load the transformers model in ``model_dir``. Raises ValueError for heads whose logits are not hidden @
-    weight, and with ``packing`` for models that cannot read packed rows.
+    """Load the transformers model in ``model_dir``; with ``packing`` one that reads packed rows, unless its
+    architecture cannot: see `reads_packed_rows`. Raises ValueError for heads whose logits are not hidden @
+    weight.
     """
     quiet_libraries()
     from transformers import AutoModelForCausalLM
 
     implementation = None if attention == "auto" else attention
-    if packing:
-        register()
-        implementation = NAME
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=dtype, attn_implementation=implementation, trust_remote_code=trust_remote_code
     )
     keep_used_conversions(model)
-    check_supported(model, model_dir, packing=packing)
+    check_supported(model, model_dir)
+    if packing and (problem := packing_problem(model)):
+        logger.warning("model %s: its rows are padded instead of packed: %s", model_dir, problem)
+    elif packing:
+        register()
+        model.set_attn_implementation(NAME)
     model.config.use_cache = False
     switch_off_noise(model)
     if gradient_checkpointing:
@@ -47,9 +53,14 @@ def load_causal_lm(
     return model
 
 
-def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
+def reads_packed_rows(model: Any) -> bool:
+    """Return whether `load_causal_lm` has prepared ``model`` for packed rows."""
+    return bool(model.config._attn_implementation == NAME)
+
+
+def check_supported(model: Any, model_dir: str) -> None:
     """Raise ValueError for a ``model`` (transformers, with or without weights) whose log-probs
-    `TokenLogprobs` would not compute, or with ``packing`` one that cannot read packed rows.
+    `TokenLogprobs` would not compute.
     """
     text_config = model.config.get_text_config()
     for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
@@ -59,8 +70,6 @@ def check_supported(model: Any, model_dir: str, *, packing: bool) -> None:
                 "head, which the trainer's log-probs do not follow; use a model without it (Qwen, Llama, "
                 "Mistral, OLMo and their like)"
             )
-    if packing and (problem := packing_problem(model)):
-        raise ValueError(f"model {model_dir} cannot read packed rows: {problem}; set model.packing=false")
 
 
 def switch_off_noise(model: nn.Module) -> None:
@@ -92,7 +101,7 @@ def attention_cost(model: Any) -> float:
     """
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = config.num_hidden_layers * config.num_attention_heads * size
+    pairs = attention_layers(config) * config.num_attention_heads * size
     per_token = getattr(config, "num_experts_per_tok", None)
     parameters = 0.0
     for name, p in model.named_parameters():

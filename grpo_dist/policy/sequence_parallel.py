@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.nn.functional import all_to_all_single
 
-from grpo_dist.policy.attention import Spans
+from grpo_dist.policy.attention import Spans, packing_problem
 from grpo_dist.policy.packing import Layout
 
 
@@ -67,7 +67,14 @@ class SequenceGroup:
 
 
 def check_heads(model: Any, size: int) -> None:
-    """Raises ValueError when ``size`` ranks cannot share the attention heads of ``model`` (transformers)."""
+    """Raises ValueError when ``size`` ranks cannot share the rows or the attention heads of ``model``
+    (transformers).
+    """
+    if size > 1 and (problem := packing_problem(model)):
+        raise ValueError(
+            f"policy.sequence_parallel = {size} splits packed rows over ranks, and this model's rows are "
+            f"padded ({problem}); use 1"
+        )
     heads = model.config.get_text_config().num_attention_heads
     if heads % size:
         raise ValueError(

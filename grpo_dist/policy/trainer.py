@@ -27,8 +27,14 @@ from grpo_dist.policy.deepspeed_engine import NormGate, initialize, zero3_loadin
 from grpo_dist.policy.full_weights import FullWeights
 from grpo_dist.policy.lora import add_adapters, empty_model
 from grpo_dist.policy.loss import LossSettings, add_stats, batch_loss, finish_stats
-from grpo_dist.policy.micro_batches import MicroBatches
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, compile_layers, load_causal_lm
+from grpo_dist.policy.micro_batches import MicroBatches, values_by_row
+from grpo_dist.policy.model import (
+    TokenLogprobs,
+    attention_cost,
+    compile_layers,
+    load_causal_lm,
+    reads_packed_rows,
+)
 from grpo_dist.policy.offload import check_offload, size_buffers
 from grpo_dist.policy.ranks import Rank, join, least_of_top, over_ranks
 from grpo_dist.policy.saved_state import SavedState
@@ -80,9 +86,6 @@ class Trainer:
         dtype = resolve_dtype(model.dtype, device)
         self.dtype_name = str(dtype).removeprefix("torch.")
         check_offload(policy)
-        budget = micro_batch_tokens(settings.token_budget, device)
-        kernel = choose_kernel(model.attention, self.device, dtype) if model.packing else None
-        self._micro = MicroBatches(budget, kernel, policy.sequence_parallel, self.device)
         engine_settings = deepspeed_config(policy, dtype=dtype)
         if policy.offload.parameters == "nvme":
             empty = empty_model(model_dir, trust_remote_code=model.trust_remote_code)
@@ -91,6 +94,9 @@ class Trainer:
         join(rank)
         self._zero3 = zero3_loading(engine_settings) if policy.zero_stage == 3 else None
         causal_lm = _trainable_model(model_dir, dtype, model, policy, settings.seed)
+        budget, packs = micro_batch_tokens(settings.token_budget, device), reads_packed_rows(causal_lm)
+        kernel = choose_kernel(model.attention, self.device, dtype) if packs else None
+        self._micro = MicroBatches(budget, kernel, policy.sequence_parallel, self.device)
         self._sharing = SequenceGroup.join(policy.sequence_parallel) if policy.sequence_parallel > 1 else None
         chunk_mib = logprob_chunk_mib(policy.logprob_chunk_mib, device)
         module = TokenLogprobs(
@@ -194,12 +200,13 @@ class Trainer:
         """
         plan = self._micro.plan(batch)
         stats: dict[str, Tensor] = {}
+        values: list[Tensor] = []
         for i, rows in enumerate(plan):
             part = self._micro.part(batch, rows)
             self.engine.set_gradient_accumulation_boundary(i == len(plan) - 1)
             logprobs, entropy = self.engine(self._micro.layout(part), with_entropy=True)
-            if rows and keep_logprobs:
-                self._record_logprobs(part, logprobs.detach())
+            if keep_logprobs:
+                values.append(logprobs.detach())
             loss, part_stats = batch_loss(logprobs, part, self._loss, entropy=entropy, kl_coef=kl_coef)
             # DeepSpeed averages gradients over ranks; the loss is already a share of the whole batch's, so
             # undo that. A loss that is not finite gets a gradient that is not either: the one test of the
@@ -209,12 +216,8 @@ class Trainer:
             if not self._reports:
                 part_stats = {name: torch.zeros_like(value) for name, value in part_stats.items()}
             stats = add_stats(stats, part_stats) if stats else part_stats
+        self.token_logprobs = values_by_row(batch, plan, values) | self.token_logprobs
         return finish_stats(over_ranks(stats))
-
-    def _record_logprobs(self, part: TrainBatch, logprobs: Tensor) -> None:
-        values, mask = logprobs.float().cpu().numpy(), part.loss_mask.cpu().numpy()
-        for row, own, trained in zip(part.row_ids.tolist(), values, mask, strict=True):
-            self.token_logprobs.setdefault(row, own[trained])
 
     def gradients(self) -> dict[str, Tensor]:
         """Return full float32 gradients of the trained parameters by name, between `accumulate` and `step`.

@@ -39,6 +39,11 @@ def setting_problems(config: Config, device: DeviceType) -> Iterator[str]:
     for check in checks:
         yield from _refusal(check)
     yield from engine_problems(config, device)
+    if config.rollout.quantization != "none" and device == "cpu":
+        yield (
+            f"`rollout.quantization` = {config.rollout.quantization} needs GPUs that multiply in 8 bits "
+            "(Ada, Hopper or newer), and the cluster has none; remove it"
+        )
     is_flash = config.model.attention == "flash_attention_2" and device == device_type() == "cuda"
     if is_flash and importlib.util.find_spec("flash_attn") is None:
         yield (
@@ -60,7 +65,7 @@ def model_problems(config: Config, device: DeviceType, model_dir: Path) -> Itera
     if not trusted:  # the model's own code may need weights to run
         with readable_model(model_dir, "architecture"):
             model = empty_model(model_dir, trust_remote_code=False)
-        yield from _refusal(lambda: check_supported(model, str(model_dir), packing=config.model.packing))
+        yield from _refusal(lambda: check_supported(model, str(model_dir)))
         yield from _refusal(lambda: check_heads(model, config.policy.sequence_parallel))
         yield from _tensor_parallel(config.rollout, model)
     yield from vllm_problems(config, device, model_dir)

@@ -16,6 +16,8 @@ from grpo_dist.errors import UserError
 
 DeviceType = Literal["cuda", "cpu"]
 GIB = 2**30  # bytes
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+_LARGE_GPU = 70 * 10**9  # bytes; those sold as 80 GB have a little less
 
 
 def device_type() -> DeviceType:
@@ -45,9 +47,21 @@ def micro_batch_tokens(chosen: int | None, device: DeviceType) -> int:
     return chosen or (16384 if device == "cuda" else 4096)
 
 
-def logprob_chunk_mib(chosen: int | None, device: DeviceType) -> int:
-    """Return the size of a block of logits, MiB."""
-    return chosen or (256 if device == "cuda" else 32)
+def device_memory() -> int:
+    """Return the memory of this machine's GPU, bytes; 0 where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory if device_type() == "cuda" else 0
+
+
+def logprob_chunk_mib(chosen: int | None, device: DeviceType, memory: int | None = None) -> int:
+    """Return the size of a block of logits, MiB. ``memory``: of the device, bytes; None: of this machine's.
+
+    The backward pass reads and writes the gradient of the head's weight, float32 [V, D], once for each block.
+    A GPU with room for large blocks spends less of its time on that.
+    """
+    if device == "cpu":
+        return chosen or 32
+    memory = device_memory() if memory is None else memory
+    return chosen or (1024 if memory >= _LARGE_GPU else 256)
 
 
 def collective_backend(device: DeviceType | None = None) -> Literal["gloo", "nccl"]:
@@ -112,6 +126,23 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         change(before)
+
+
+@contextmanager
+def inductor_settings_kept() -> Iterator[None]:
+    """Keep the number of threads that `torch.compile` compiles with. Importing vLLM sets it to 1 for the
+    whole process and those it starts.
+    """
+    import torch._inductor.config  # noqa: F401  # slow to import; reads the variable once
+
+    before = os.environ.get(_COMPILE_THREADS)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_COMPILE_THREADS, None)
+        else:
+            os.environ[_COMPILE_THREADS] = before
 
 
 def quiet_libraries() -> None:

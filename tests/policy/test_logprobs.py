@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from grpo_dist.policy import logprobs
 from grpo_dist.policy.logprobs import token_logprobs
 
 B, T, D, V = 3, 7, 5, 41
@@ -178,6 +179,59 @@ def test_the_weight_is_trained_through_both_uses_when_it_is_tied():
     separate = [weight.detach().clone().requires_grad_() for _ in range(2)]
     parts = torch.autograd.grad(loss(*separate), separate)
     assert relative(tied, parts[0] + parts[1]) < 1e-14
+
+
+class OutTypes(TorchDispatchMode):
+    """Computes products of bfloat16 with a float32 result, for which only GPUs have kernels."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []  # elements of what products and sums returned in memory of their own
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func == torch.ops.aten.mm.dtype:
+            a, b, dtype = args
+            out = a.to(dtype) @ b.to(dtype)
+        elif func == torch.ops.aten.addmm.dtype_out:
+            total, a, b, dtype = args
+            return kwargs["out"].copy_(total + a.to(dtype) @ b.to(dtype))
+        else:
+            out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and all(out is not a for a in args):
+            self.made.append((str(func), tuple(out.shape)))
+        return out
+
+
+def test_on_tensor_cores_the_weights_gradient_is_added_up_in_place(monkeypatch):
+    """In float32 [V, D] it is the largest tensor there: a second one for each block would be read and written
+    besides.
+    """
+    rows, vocabulary = 64, 500
+    weight = torch.randn(vocabulary, 16).bfloat16()
+    hidden, targets = torch.randn(rows, 16).bfloat16(), torch.randint(0, vocabulary, (rows,))
+    upstream = torch.randn(rows)
+
+    def gradient(use_tensor_cores):
+        leaf = weight.clone().requires_grad_()
+        made = logprobs._Head.__init__
+
+        def on_a_gpu(head, *arguments):
+            made(head, *arguments)
+            head._tensor_cores, head._operand, head.weight = True, torch.bfloat16, arguments[1].detach()
+
+        if use_tensor_cores:
+            monkeypatch.setattr(logprobs._Head, "__init__", on_a_gpu)
+        with OutTypes() as seen:
+            values, _ = logprobs.selected_logprobs(hidden, leaf, targets, temperature=0.7, chunk_tokens=8)
+            values.backward(upstream)
+        whole = [name for name, shape in seen.made if shape == (vocabulary, 16)]
+        return leaf.grad, whole
+
+    ours, whole = gradient(use_tensor_cores=True)
+    reference, _ = gradient(use_tensor_cores=False)
+    assert relative(ours, reference) < 3e-3
+    assert not [name for name in whole if "mm" in name], whole
 
 
 @pytest.mark.parametrize("change", [{"temperature": 0.0}, {"chunk_tokens": 0}])

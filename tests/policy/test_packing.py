@@ -16,12 +16,12 @@ from grpo_dist.policy.attention import (
     VarlenSpans,
     choose_kernel,
     flash_varlen,
-    register,
     torch_varlen,
 )
-from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
 from grpo_dist.policy.packing import packed, padded
 from grpo_dist.runtime.hardware import logprob_chunk_mib, micro_batch_tokens
+from grpo_dist.tools.plan.accelerators import parse_cluster
 from grpo_dist.types import Rows
 from tests.support import made_groups
 
@@ -218,16 +218,9 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(name, tmp_path):
         assert float((together - apart).norm() / apart.norm()) < 1e-6
 
 
-def test_models_without_support_for_packed_rows_are_refused(tmp_path):
-    from transformers import Gemma2Config, LlamaConfig
-
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "vocab_size": 20, "head_dim": 16, "pad_token_id": 0}  # fmt: skip
-    capped = saved(Gemma2Config(**shape, final_logit_softcapping=None), tmp_path / "capped")
-    with pytest.raises(ValueError, match=r"cannot read packed rows: it caps attention.*model\.packing=false"):
-        loaded(capped, packing=True)
-    register()
-    model = loaded(saved(LlamaConfig(**shape), tmp_path / "llama"), packing=True)
+def test_a_model_prepared_for_packed_rows_refuses_others(tmp_path):
+    model = loaded(saved(architectures()["llama"], tmp_path), packing=True)
+    assert reads_packed_rows(model.model)
     with pytest.raises(ValueError, match=r"does not receive where packed rows are.*model\.packing=false"):
         model(padded(torch.ones(1, 3, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool)))
 
@@ -324,4 +317,12 @@ def test_groups_stay_together_if_loads_allow():
 
 def test_default_sizes_follow_from_the_device():
     assert (micro_batch_tokens(None, "cpu"), micro_batch_tokens(None, "cuda")) == (4096, 16384)
-    assert (logprob_chunk_mib(None, "cpu"), logprob_chunk_mib(7, "cuda")) == (32, 7)
+    assert (logprob_chunk_mib(None, "cpu", 0), logprob_chunk_mib(7, "cuda", 0)) == (32, 7)
+
+
+def test_a_gpu_of_80_gb_takes_larger_blocks_of_logits():
+    """For each block the backward pass of the head reads and writes the gradient of its weight."""
+    cards = [
+        parse_cluster(f"1x8x{name}").card.memory for name in ("L40S", "A100-40GB", "A100", "H100", "H200")
+    ]
+    assert [logprob_chunk_mib(None, "cuda", memory) for memory in cards] == [256, 256, 1024, 1024, 1024]

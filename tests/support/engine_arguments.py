@@ -10,15 +10,11 @@ QWEN = Qwen2Config(hidden_size=384, num_hidden_layers=6, num_attention_heads=6, 
 GIB = 2**30
 
 
-def arguments(device="cpu", free=100 * GIB, in_flight=0, colocated=False, max_length=256, **rollout):
-    spec = EngineSpec(
-        RolloutConfig(**rollout),
-        WeightSyncConfig(),
-        ModelConfig(path="m", dtype="float32"),
-        "m",
-        max_length,
-        0,
-        in_flight,
-        colocated,
-    )
-    return engine_arguments(spec, QWEN, device=device, free_memory=free)
+def spec(in_flight=0, colocated=False, max_length=256, dtype="float32", sampling=(), **rollout):
+    model = ModelConfig(path="m", dtype=dtype)
+    own = RolloutConfig(**rollout), WeightSyncConfig(), model, "m", max_length, 0, in_flight, colocated
+    return EngineSpec(*own, sampling=sampling)
+
+
+def arguments(device="cpu", free=100 * GIB, **settings):
+    return engine_arguments(spec(**settings), QWEN, device=device, free_memory=free)

@@ -37,12 +37,13 @@ def check_memory(context: Context) -> str:
     config, model = context.config, context.shape()
     cluster = parse_cluster(context.cluster) if context.cluster else this_machine()
     card = cluster.card
+    memory = card.memory if card else 0
     found = footprints(
         config,
         model,
-        Sizes.of(config, gpu=card is not None),
+        Sizes.of(config, gpu=card is not None, memory=memory),
         workload_of(config, prompt_tokens=None),
-        memory=card.memory if card else 0,
+        memory=memory,
         colocated=_is_colocated(config, cluster.gpus),
         reward_models=reward_models_of(config)[0],
     )

@@ -75,15 +75,15 @@ class Sizes:
     chunk: int
 
     @classmethod
-    def of(cls, config: Config, *, gpu: bool) -> Sizes:
-        """Choose them as `hardware` does on a machine with or without GPUs."""
+    def of(cls, config: Config, *, gpu: bool, memory: int = 0) -> Sizes:
+        """Choose them as `hardware` does on a machine with or without GPUs, of ``memory`` bytes each."""
         device: Any = "cuda" if gpu else "cpu"
         return cls(
             gpu,
             itemsize_of(config.model.dtype, gpu=gpu),
             micro_batch_tokens(config.batch.micro_batch_tokens, device),
             micro_batch_tokens(config.reference.micro_batch_tokens, device),
-            logprob_chunk_mib(config.policy.logprob_chunk_mib, device) * 2**20,
+            logprob_chunk_mib(config.policy.logprob_chunk_mib, device, memory) * 2**20,
         )
 
 
@@ -134,7 +134,7 @@ def policy_rank(
         checkpointing=config.model.gradient_checkpointing,
     )
     blocks = 3 if config.algorithm.entropy_coef else 2
-    head = 0 if policy.lora else model.embedding * (8 + b if sizes.gpu and b == 2 else 4)
+    head = 0 if policy.lora else model.embedding * (4 + b if sizes.gpu and b == 2 else 4)
     parts["logits"] = blocks * sizes.chunk + head
     parts["buckets"] = _buckets(config, held, sizes)
     parts["runtime"] = round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["policy"])

@@ -79,7 +79,7 @@ def option_of(config: Config, setting: Setting) -> Option:
     """Plan ``config`` without simulating it. Raises UserError where the cluster has too few devices."""
     cluster, model, calibration = setting.cluster, setting.model, setting.calibration
     roles = roles_of(config, model, cluster, cpus=calibration.cpus if calibration else None)
-    sizes = Sizes.of(config, gpu=cluster.card is not None)
+    sizes = Sizes.of(config, gpu=cluster.card is not None, memory=_card_memory(cluster))
     memory = footprints(
         config,
         model,

@@ -1,11 +1,18 @@
 """What an engine is asked for by default: settings that fit model and machine."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 from transformers import Qwen2Config
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
-from actors.workers.engine_settings import kv_bytes_per_token
-from tests.support.engine_arguments import GIB, QWEN, arguments
+from actors.workers import rollout
+from actors.workers.engine_settings import EngineSpec, kv_bytes_per_token
+from actors.workers.rollout import RolloutWorker
+from grpo_dist.types import Sampling
+from tests.support import fakes
+from tests.support.engine_arguments import GIB, QWEN, arguments, spec
 
 TOKEN = 6144
 
@@ -50,6 +57,41 @@ def test_an_engine_on_shared_gpus_can_sleep(colocated, share):
     assert got["weight_transfer_config"] == {"backend": WEIGHT_TRANSFER}
     assert "block_size" not in got and "kv_cache_memory_bytes" not in got
     assert arguments(device="cuda", gpu_memory_utilization=0.3)["gpu_memory_utilization"] == 0.3
+
+
+def test_an_engine_is_warmed_up_with_each_way_in_which_the_run_samples(tmp_path):
+    greedy = {"temperature": 0.0, "top_k": 20}
+    config = fakes.config(sampling={"temperature": 0.7}, evaluation=greedy, rejection={"temperature": 0.7})
+    assert EngineSpec.of(config, tmp_path).sampling == (
+        Sampling(temperature=0.7),
+        Sampling(temperature=0.0, top_k=20),
+    )
+
+
+class Engine:
+    """Counts the requests that are in flight at once."""
+
+    def __init__(self):
+        self.seen, self.now, self.most = [], 0, 0
+
+    async def generate(self, token_ids, params):
+        self.seen.append((params.temperature, params.top_k, params.max_tokens, params.ignore_eos))
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0)
+        self.now -= 1
+        return SimpleNamespace(outputs=[SimpleNamespace(finish_reason="length")])
+
+
+@pytest.mark.parametrize(("device", "sequences"), [("cuda", 300), ("cpu", 1)])
+def test_the_warm_up_decodes_the_largest_batch_on_a_gpu(monkeypatch, device, sequences):
+    monkeypatch.setattr(rollout, "device_type", lambda: device)
+    ways = (Sampling(temperature=0.7), Sampling(temperature=0.5, top_k=20))
+    worker = object.__new__(RolloutWorker)
+    worker._spec, worker._engine = spec(in_flight=300, sampling=ways), Engine()
+    asyncio.run(worker._warm_up())
+    assert worker._engine.most == sequences
+    assert worker._engine.seen == [(0.7, 0, 2, True)] * sequences + [(0.5, 20, 2, True)] * sequences
 
 
 def test_further_engine_arguments_come_last():

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import inspect
+import multiprocessing
 import queue
 import threading
 import time
@@ -333,3 +334,72 @@ def test_this_vllm_has_the_nccl_functions_in_use():
     group = PyNcclCommunicator
     assert list(inspect.signature(group.broadcast).parameters) == ["self", "tensor", "src", "stream"]
     assert list(inspect.signature(group.destroy).parameters) == ["self"]
+
+
+class Compiling(Engine):
+    """Its first step keeps a core busy until it is told to end, as one that compiles or waits for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.done = threading.Event()
+
+    def step(self):
+        while not self.done.is_set():
+            sum(range(1000))
+        return super().step()
+
+
+async def seen_work(thread, engine, use):
+    waiting = asyncio.create_task(thread.generate([1], None))
+    while thread.work() is None:
+        await asyncio.sleep(0.001)
+    try:
+        await use()
+    finally:
+        engine.done.set()
+        await waiting
+
+
+def test_a_step_on_a_gpu_that_compiles_makes_progress(monkeypatch):
+    monkeypatch.setattr(engine_thread, "device_type", lambda: "cuda")
+
+    async def use(thread, engine):
+        async def changes():
+            seen, end = thread.work(), time.monotonic() + HANG_S
+            while thread.work() == seen and time.monotonic() < end:
+                await asyncio.sleep(0.01)
+            assert thread.work() > seen
+
+        await seen_work(thread, engine, changes)
+
+    with_engine(monkeypatch, use, Compiling)
+
+
+def test_a_step_on_a_gpu_that_only_spins_has_hung_in_the_end(monkeypatch):
+    monkeypatch.setattr(engine_thread, "device_type", lambda: "cuda")
+    monkeypatch.setattr(engine_thread, "_COMPILE_S", 0.0)
+
+    async def use(thread, engine):
+        await seen_work(thread, engine, lambda: stands_still(thread))
+
+    with_engine(monkeypatch, use, Compiling)
+
+
+def test_worker_processes_that_compile_make_progress(monkeypatch):
+    """Those of a tensor-parallel engine, while its own thread waits for them without using a processor."""
+    spinning = multiprocessing.get_context("spawn").Process(target=_spin, daemon=True)
+    spinning.start()
+    try:
+        first, end = engine_thread._cpu_seconds(spinning), time.monotonic() + HANG_S
+        while engine_thread._cpu_seconds(spinning) == first and time.monotonic() < end:
+            time.sleep(0.02)
+        assert engine_thread._cpu_seconds(spinning) > first and spinning in multiprocessing.active_children()
+    finally:
+        spinning.kill()
+        spinning.join()
+    assert engine_thread._cpu_seconds(spinning) == 0.0
+
+
+def _spin():
+    while True:
+        pass

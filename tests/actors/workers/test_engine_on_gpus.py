@@ -1,0 +1,135 @@
+"""What vLLM makes of an engine's arguments on GPUs, by vLLM's own code on a machine without one."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import ray
+import vllm.config.parallel as parallel
+import vllm.platforms as platforms
+from vllm.config import CompilationConfig, CUDAGraphMode, ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import PlatformEnum
+from vllm.v1.executor import Executor, ray_utils
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.sample.ops import topk_topp_sampler
+
+from actors.workers.engine_settings import set_environment
+from tests.support.engine_arguments import arguments
+from tests.support.patience import HANG_S
+
+
+class Gpus(type(current_platform)):
+    _enum, ray_device_key = PlatformEnum.CUDA, "GPU"
+
+    @classmethod
+    def device_count(cls):
+        return 2
+
+
+@pytest.fixture
+def in_a_bundle_of_two_gpus(monkeypatch):
+    """As an engine's actor runs: in the run's placement group, one bundle with all of the engine's GPUs."""
+    monkeypatch.setattr(parallel, "current_platform", Gpus())
+    monkeypatch.setattr(platforms, "current_platform", Gpus())
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    group = SimpleNamespace(bundle_specs=[{"GPU": 2}])
+    monkeypatch.setattr(ray.util, "get_current_placement_group", lambda: group)
+
+
+def executor(**own):
+    return ParallelConfig(tensor_parallel_size=2, **own)
+
+
+def test_left_to_itself_vllm_takes_an_executor_that_refuses_our_placement(in_a_bundle_of_two_gpus):
+    config = executor()
+    assert config.distributed_executor_backend == "ray"
+    with pytest.raises(ValueError, match="cannot have more than 1 GPU"):
+        ray_utils.initialize_ray_cluster(config)
+
+
+def test_a_tensor_parallel_engine_runs_its_workers_as_its_own_processes(in_a_bundle_of_two_gpus):
+    ours = EngineArgs(**arguments("cuda", tensor_parallel_size=2))
+    config = executor(distributed_executor_backend=ours.distributed_executor_backend)
+    assert Executor.get_class(SimpleNamespace(parallel_config=config)) is MultiprocExecutor
+    one = EngineArgs(**arguments("cuda"))
+    assert one.distributed_executor_backend is None  # in its own process
+
+
+def captured(sequences, **rollout):
+    """Sizes of batches, in sequences, that vLLM captures a CUDA graph for."""
+    ours = EngineArgs(**arguments("cuda", in_flight=sequences, **rollout))
+    largest = ours.max_cudagraph_capture_size
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=ours.enforce_eager),
+        compilation_config=CompilationConfig(
+            max_cudagraph_capture_size=largest, cudagraph_mode=CUDAGraphMode.PIECEWISE
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=ours.max_num_seqs, max_num_batched_tokens=8192),
+        uniform_decode_query_len=1,
+        performance_mode="balanced",
+        speculative_config=None,
+    )
+    VllmConfig._set_cudagraph_sizes(config)
+    return ours.max_num_seqs, config.compilation_config.cudagraph_capture_sizes
+
+
+@pytest.mark.parametrize("sequences", [256, 500, 513, 1000, 9000])
+def test_the_largest_batch_has_a_cuda_graph(sequences):
+    most, sizes = captured(sequences)
+    assert most <= sizes[-1] < most + 256 or sequences == 256
+
+
+def test_sizes_of_cuda_graphs_are_the_users_where_set():
+    assert captured(1000, enforce_eager=True)[1] == []
+    name = "max_cudagraph_capture_size"
+    assert arguments("cuda", in_flight=1000)[name] == 1008
+    assert arguments("cuda", in_flight=1000, engine={name: 64})[name] == 64
+    for own in (
+        {"cudagraph_capture_sizes": [1, 2]},
+        {"compilation_config": {"cudagraph_capture_sizes": [1]}},
+    ):
+        assert name not in arguments("cuda", in_flight=1000, engine=own)
+
+
+@pytest.fixture
+def own_environment(monkeypatch):
+    monkeypatch.delenv("VLLM_USE_FLASHINFER_SAMPLER", raising=False)
+    before = dict(os.environ)
+    set_environment()
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+
+
+def test_the_flashinfer_sampler_is_not_loaded(own_environment, monkeypatch):
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", Gpus())
+    assert not topk_topp_sampler.flashinfer_sampler_supported()
+
+
+def test_samples_do_not_depend_on_the_flashinfer_sampler(monkeypatch):
+    """It is never called: it takes no seeds, and returns no log-probs of what it sampled from."""
+    monkeypatch.setattr(topk_topp_sampler, "current_platform", Gpus())
+    monkeypatch.setattr(topk_topp_sampler, "flashinfer_sampler_supported", lambda: True)
+    sampler = topk_topp_sampler.TopKTopPSampler(arguments("cuda")["logprobs_mode"])
+    assert sampler.forward == sampler.forward_native
+
+
+COMPILE_THREADS = """
+import os
+from grpo_dist.runtime.hardware import inductor_settings_kept
+with inductor_settings_kept():
+    import vllm
+import torch._inductor.config as inductor
+print(inductor.compile_threads, os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"))
+"""
+
+
+def test_importing_vllm_leaves_the_threads_that_the_policy_compiles_with():
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "7"}
+    command = [sys.executable, "-c", COMPILE_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANG_S)
+    assert done.stdout.strip().splitlines()[-1] == "7 7", done.stderr

@@ -1,0 +1,89 @@
+"""Architectures whose rows cannot be packed exactly are padded: a row reads what it would read alone."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    FalconH1Config,
+    Gemma2Config,
+    JambaConfig,
+    Lfm2Config,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
+
+from grpo_dist.policy.model import TokenLogprobs, attention_cost, load_causal_lm, reads_packed_rows
+from grpo_dist.policy.packing import padded
+from grpo_dist.policy.sequence_parallel import check_heads
+from tests.support import made_groups
+
+
+def hybrids():
+    """Architectures that mix tokens outside of attention, or do to attention's logits what kernels cannot."""
+    shape = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 120, "max_position_embeddings": 128, "pad_token_id": 0,
+    }  # fmt: skip
+    delta = {
+        "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
+    }  # fmt: skip
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    mamba = {"mamba_d_state": 16, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_chunk_size": 8}
+    return {
+        "qwen3_next": Qwen3NextConfig(**shape, **delta, **experts, shared_expert_intermediate_size=32),
+        "qwen3_5": Qwen3_5TextConfig(**shape, **delta),
+        "bamba": BambaConfig(**shape, **mamba, attn_layer_indices=[1]),
+        "falcon_h1": FalconH1Config(**shape, **mamba, mamba_d_ssm=128, lm_head_multiplier=1.0),
+        "jamba": JambaConfig(
+            **shape, num_experts=1, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
+        ),
+        "lfm2": Lfm2Config(**shape, layer_types=["conv", "full_attention"], block_multiple_of=32),
+        "gemma2": Gemma2Config(**shape, head_dim=16, final_logit_softcapping=None),
+    }
+
+
+@pytest.mark.parametrize("name", list(hybrids()))
+def test_models_that_cannot_read_packed_rows_compute_padded_ones_as_if_alone(name, tmp_path, caplog):
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(hybrids()[name]).save_pretrained(tmp_path)
+    how = {"dtype": torch.float64, "attention": "auto", "trust_remote_code": False, "packing": True}
+    module = TokenLogprobs(load_causal_lm(str(tmp_path), **how), temperature=0.8, chunk_mib=1)
+    module.model.set_experts_implementation("eager")  # the default has no float64
+    assert not reads_packed_rows(module.model) and "rows are padded instead of packed: it " in caplog.text
+    with pytest.raises(
+        ValueError, match=r"sequence_parallel = 2 splits packed rows.*padded \(it (has|caps).*use 1"
+    ):
+        check_heads(module.model, 2)
+    batch = made_groups.batch(groups=2, samples=3)
+    masks = batch.loss_mask
+    together = module(padded(batch.tokens, masks))[0]
+    alone = [
+        module(padded(batch.tokens[row : row + 1, :length], masks[row : row + 1, :length]))[0][0]
+        for row, length in enumerate(batch.lengths.tolist())
+    ]
+    apart = torch.nn.utils.rnn.pad_sequence(alone, batch_first=True)
+    assert far(together, apart) < 1e-6
+    weights = [p for p in module.parameters() if p.requires_grad]
+    ours, theirs = (
+        torch.cat(
+            [
+                g.flatten()
+                for g in torch.autograd.grad(values.sum(), weights, allow_unused=True)
+                if g is not None
+            ]
+        )
+        for values in (together, apart)
+    )
+    assert far(ours, theirs) < 1e-6
+
+
+def far(ours, theirs):
+    return float((ours - theirs).detach().norm() / theirs.detach().norm())
+
+
+def test_attention_cost_counts_the_layers_that_attend():
+    model = AutoModelForCausalLM.from_config(hybrids()["qwen3_5"])  # one of two
+    count = sum(p.numel() for p in model.parameters())
+    assert attention_cost(model) == pytest.approx(1 * 4 * 16 / count)

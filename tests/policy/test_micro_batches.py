@@ -1,0 +1,58 @@
+"""What a rank keeps of its micro-batches: log-probs of each row, brought to the host once an update."""
+
+from types import SimpleNamespace
+
+import torch
+
+from grpo_dist.policy import trainer
+from grpo_dist.policy.loss import LossSettings
+from grpo_dist.policy.micro_batches import MicroBatches
+from grpo_dist.policy.trainer import Trainer
+from grpo_dist.types import PreparedBatch
+from tests.support import made_groups
+
+
+def test_log_probs_of_all_micro_batches_come_to_the_host_in_one_transfer(monkeypatch):
+    batch = PreparedBatch.of(made_groups.batch(groups=2, samples=3, reference=False))
+    plan = [[4, 1], [0], [], [5, 2, 3]]
+    made = torch.randn(len(batch.lengths), batch.tokens.shape[1])
+    rank = rank_of(plan, batch, made)
+    transfers, to_host = [], torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(t) or to_host(t))
+    monkeypatch.setattr(trainer, "over_ranks", lambda stats: stats)
+    Trainer.accumulate(rank, batch, keep_logprobs=True)
+    assert len(transfers) == 1
+    kept = rank.token_logprobs
+    assert sorted(kept) == sorted(batch.row_ids.tolist())
+    for row, row_id in enumerate(batch.row_ids.tolist()):
+        expected = made[row][batch.loss_mask[row]]
+        assert kept[row_id].dtype == "float32" and torch.equal(torch.from_numpy(kept[row_id]), expected)
+    made.copy_(made + 1)
+    before = {row: values.copy() for row, values in kept.items()}
+    Trainer.accumulate(rank, batch, keep_logprobs=True)  # a later epoch: the first log-probs stay
+    assert all((rank.token_logprobs[row] == before[row]).all() for row in before)
+    Trainer.accumulate(rank_of(plan, batch, made), batch)
+    assert len(transfers) == 2  # what nobody asked for is not brought
+
+
+def rank_of(plan, batch, made):
+    """A rank without a model, whose rows have the log-probs ``made`` [B, T]."""
+    micro = MicroBatches(1000, None, 1, torch.device("cpu"))
+    index = {row_id: row for row, row_id in enumerate(batch.row_ids.tolist())}
+
+    def engine(part, with_entropy):
+        values = torch.zeros(part.tokens.shape)
+        for i, row_id in enumerate(part.row_ids.tolist()):
+            if row_id in index:
+                values[i] = made[index[row_id], : values.shape[1]]
+        return values, torch.zeros_like(values)
+
+    engine.set_gradient_accumulation_boundary = engine.backward = lambda _: None
+    return SimpleNamespace(
+        _micro=SimpleNamespace(plan=lambda _: plan, part=micro.part, layout=lambda part: part),
+        engine=engine,
+        rank=SimpleNamespace(world_size=1),
+        _loss=LossSettings(),
+        _reports=True,
+        token_logprobs={},
+    )
