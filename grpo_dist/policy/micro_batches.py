@@ -71,7 +71,9 @@ def values_by_row(
     flat = torch.cat([own.flatten().float() for own in values]).cpu()
     found: dict[int, np.ndarray] = {}
     for rows, own, part in zip(plan, values, flat.split([own.numel() for own in values]), strict=True):
-        for row, value in zip(rows, part.view(own.shape), strict=False):  # without rows: one that is no sample
+        for row, value in zip(
+            rows, part.view(own.shape), strict=False
+        ):  # without rows: one that is no sample
             found[int(batch.row_ids[row])] = value[batch.loss_mask[row, : len(value)]].numpy()
     return found
 
