@@ -26,6 +26,7 @@ _TINY: dict[str, Any] = _SHARED | {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "dtype": "float32",
 }  # fmt: skip
+MEMORY = "device/memory_bytes"  # the figure of `DEVICE`
 _MICRO_BATCHES = 2  # of an update
 _FILLED = 0.85  # of a GPU's memory, that an update may take
 
@@ -103,14 +104,14 @@ def update_size(task: CheckTask, *, dtype: str, **policy: Any) -> UpdateSize:
     """Return the largest update that `plan` expects to fit this GPU."""
     if task.rehearsal:
         return _TINY_UPDATE
-    most = _FILLED * task.known["device/memory_bytes"]
+    most = _FILLED * task.known[MEMORY]
     for size in _REAL_UPDATES:
-        if planned(update_config(task, size, dtype=dtype, **policy), size).total <= most:
+        if planned(task, update_config(task, size, dtype=dtype, **policy), size).total <= most:
             return size
     return _REAL_UPDATES[-1]
 
 
-def planned(config: Config, size: UpdateSize) -> Footprint:
-    """Return the memory that `plan` expects of a policy rank on a GPU."""
-    workload = workload_of(config, prompt_tokens=size.prompt)
-    return policy_rank(config, model_of(config), Sizes.of(config, gpu=True), workload)
+def planned(task: CheckTask, config: Config, size: UpdateSize) -> Footprint:
+    """Return the memory that `plan` expects of a policy rank on this GPU."""
+    workload, memory = workload_of(config, prompt_tokens=size.prompt), int(task.known.get(MEMORY, 0))
+    return policy_rank(config, model_of(config), Sizes.of(config, gpu=True, memory=memory), workload)

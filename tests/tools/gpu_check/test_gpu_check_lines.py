@@ -148,7 +148,7 @@ def test_an_update_is_held_to_plan_to_padded_rows_and_to_its_own_states(
     def run(own, config, size, *, timed=False):
         assert config.model.dtype == "bfloat16" and config.policy.zero_stage == stage
         assert config.model.packing == timed
-        parts = planned(config, size)
+        parts = planned(task, config, size)
         expected = parts.total - parts.parts["runtime"]
         given = dict(changes)
         return [moved(expected * given.pop("peak", 1.0), **given) if timed else trained()]

@@ -129,7 +129,7 @@ def _speed_and_memory(task: CheckTask, found: Findings) -> None:
     own.rows.grad = own.weight.grad = None
     size = update_size(task, dtype=dtype_of(task), zero_stage=1)
     config = update_config(task, size, dtype=dtype_of(task), zero_stage=1)
-    expected, peak = planned(config, size).parts["logits"], peak_bytes_of(both)
+    expected, peak = planned(task, config, size).parts["logits"], peak_bytes_of(both)
     found.figures |= {"head/peak_bytes": float(peak), "head/planned_bytes": float(expected)}
     found.notes.append(f"peak {written(peak, 'B')}, planned {written(expected, 'B')}")
     found.at_most("peak memory, off from plan", abs(peak / expected - 1), 0.05, "plan counts these buffers")

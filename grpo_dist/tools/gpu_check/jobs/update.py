@@ -42,7 +42,7 @@ def measure(task: CheckTask) -> Iterator[tuple[str, Findings]]:
     }
     if not task.rehearsal:
         found.notes.append(written(size.rows * size.row / packed["update_s"], "tokens/s"))
-        expected = planned(config, size)
+        expected = planned(task, config, size)
         _memory(found, name, packed["peak_bytes"], expected.total - expected.parts["runtime"])
     if stage:
         _states(task, found, name, packed)
