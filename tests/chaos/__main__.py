@@ -31,7 +31,7 @@ from .report import goodput, step_s, table
 
 _DISK_MB = 256
 _PROMPTS_PER_STEP = 4  # as in job.yaml
-_FAILED_JOBS = 3  # further jobs would show nothing new
+_FAILED_JOBS = _IDLE_JOBS = 3  # further jobs would show nothing new
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,10 +84,15 @@ class Chaos:
         undisturbed, own_s = verdict.read_metrics(calm.run_dir), step_s(calm.steps())
         self._say(f"undisturbed: {len(undisturbed)} steps of {own_s:.2f} s")
         plan = self._plan()
-        shares, failed = [], 0
+        shares, failed, idle = [], 0, 0
         while plan and failed < _FAILED_JOBS:
-            job = self._job(f"job{len(self._jobs)}")
+            job, before = self._job(f"job{len(self._jobs)}"), len(self._events) + len(self._skipped)
             if not self._play(job, plan):
+                break
+            idle = 0 if len(self._events) + len(self._skipped) > before else idle + 1
+            if idle == _IDLE_JOBS:
+                kinds = ", ".join(fault.kind for fault in (plan.groups or [plan.starting])[0])
+                self._problems.append(f"{job.disk.name}: struck: no moment for {kinds} in {idle} jobs")
                 break
             shares.append(goodput(job.steps(), own_s))
             failed += not self._held(job, self._judge(job, undisturbed))

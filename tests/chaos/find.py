@@ -24,12 +24,12 @@ _TITLES = {
     "policy": "ray::PolicyWorker",
     "grader": "grpo_dist.rewards.child",
 }
-_DASHBOARD = "/ray/dashboard/"
+_DASHBOARD = "/ray/dashboard/dashboard.py"  # a raylet names the agent beside it in its arguments
 _OF_RAY = (
     "/ray/core/",
     "/ray/_private/",
     "/ray/autoscaler/",
-    _DASHBOARD,
+    "/ray/dashboard/",
     "ray::IDLE",
     "Agent",
     "ray-dashboard",

@@ -93,20 +93,24 @@ def test_the_lost_node_has_a_worker_of_the_role(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "title", ["ray::IDLE", "/ray/autoscaler/_private/monitor.py", "/ray/dashboard/dashboard.py"]
+    ("title", "with_child", "of_the_job"),
+    [
+        ("ray::IDLE", False, 0),
+        ("/ray/autoscaler/_private/monitor.py", False, 0),
+        ("/ray/dashboard/dashboard.py", True, 0),  # a child's command names multiprocessing alone
+        ("/ray/core/src/ray/raylet/raylet --agent=/ray/dashboard/agent.py", True, 1),  # a worker
+    ],
 )
-def test_processes_of_nodes_do_not_belong_to_a_job_on_them(title):
-    """Nor does a child of the dashboard, whose command names only multiprocessing."""
+def test_processes_of_nodes_do_not_belong_to_a_job_on_them(title, with_child, of_the_job):
     mine = uuid.uuid4().hex
     child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    code = f"{child if 'dashboard' in title else 'input()'}  # {title}"
-    command, count = [sys.executable, "-c", code], 2 if "dashboard" in title else 1
+    command = [sys.executable, "-c", f"{child if with_child else 'input()'}  # {title}"]
     family = Family(mine)
     with subprocess.Popen(command, env=os.environ | {MARK: mine}, stdin=subprocess.PIPE) as own:
         try:
-            wait_until(lambda: len(family.living()) == count, "the processes do not start")
-            assert own.pid in [p.pid for p in family.living()]
-            assert Family(mine, spared=is_of_ray).living() == []
+            wait_until(lambda: len(family.living()) == 1 + with_child, "the processes do not start")
+            left = [process.pid for process in Family(mine, spared=is_of_ray).living()]
+            assert len(left) == of_the_job and own.pid not in left
         finally:
             family.kill()
 
@@ -343,7 +347,7 @@ def chaos(tmp_path, monkeypatch):
     """Fake jobs: each takes a group from the plan and breaks the promises in `broken`."""
     options = _options(["--only", "SIGKILL rollout", "--each", "9"])
     whole = Chaos(options, tmp_path, sandbox.Sandbox(tmp_path, "everyone's"))
-    whole.broken, whole.stuck, whole.calm_codes, names = {}, None, [0], []
+    whole.broken, whole.stuck, whole.idle, whole.calm_codes, names = {}, None, False, [0], []
 
     def job(name):
         whole._jobs.append(name)
@@ -357,7 +361,9 @@ def chaos(tmp_path, monkeypatch):
         )
 
     def play(job, plan):
-        del plan.groups[:1]
+        if not whole.idle:
+            del plan.groups[:1]
+            whole._events.append(lost("SIGKILL rollout", at=0.0))
         if job.disk.name == whole.stuck:
             whole._problems.append(f"{job.disk.name}: finished: no step")
         return job.disk.name != whole.stuck
@@ -386,6 +392,12 @@ def test_jobs_stop_after_a_stuck_one(chaos):
     chaos.stuck = "job2"
     assert chaos.run() == ["job2: finished: no step"]
     assert chaos.played == ["job1"]
+
+
+def test_jobs_stop_if_nothing_strikes(chaos):
+    """Otherwise a victim that is never found would be waited for in ever more jobs."""
+    chaos.idle = True
+    assert chaos.run() == ["job3: struck: no moment for SIGKILL rollout in 3 jobs"]
 
 
 def test_an_undisturbed_run_that_was_restarted_is_rejected(chaos):
