@@ -119,7 +119,7 @@ class Chaos:
     def _plan(self) -> Plan:
         options = self._options
         if options.short:
-            return Plan(short_groups(self._box.refusal), in_starts())
+            return Plan(short_groups(self._box.refusal, self._rng), [self._rng.choice(in_starts())])
         wanted = self.kinds
         starting = [f for f in in_starts() for _ in range(options.each) if f.kind in wanted]
         groups = [g for g in long_groups(self._box.refusal, wanted) for _ in range(options.each)]
@@ -277,13 +277,14 @@ def long_groups(refusal: str | None, wanted: Collection[str]) -> list[Group]:
     return [*filter(None, at_once), *([fault] for fault in kinds.values())]
 
 
-def short_groups(refusal: str | None) -> list[Group]:
-    """Return groups without rare moments and without signals to the driver during steps.
+def short_groups(refusal: str | None, rng: Random) -> list[Group]:
+    """Return groups without rare moments, without signals to the driver during steps, and with one of the two
+    signals to a policy rank.
 
-    Each of those signals would cost a complete restart, so two starts get them instead. Without a disk to
+    Each of those signals would cost a complete restart; a start gets the driver's instead. Without a disk to
     fill, the driver of the torn file is killed during its steps.
     """
-    left_out = ("SIGKILL driver", "SIGTERM driver", " at ")
+    left_out = ("SIGKILL driver", "SIGTERM driver", " at ", rng.choice(["SIGKILL policy", "SIGSTOP policy"]))
     wanted = [kind for kind in _kinds() if not any(part in kind for part in left_out)]
     return long_groups(refusal, wanted)
 
