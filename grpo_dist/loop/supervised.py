@@ -62,7 +62,8 @@ async def run(
             timer = Stopwatch(recorder.phase)
             with timer("stage"):
                 staged = await ahead  # bounded: it computes
-            ahead = batches.begin(step + 1)
+            if step + 1 < config.steps:
+                ahead = batches.begin(step + 1)
             trained, metrics = health.judge_batch(step + 1, staged.groups, {})
             with timer("update"):
                 if trained:
