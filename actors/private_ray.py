@@ -10,35 +10,42 @@ import logging
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
 
 logger = logging.getLogger("grpo_dist")
+T = TypeVar("T")
 
 _TRIES = 5
 _TOO_SLOW = "timed out during startup"  # in an error that is a plain Exception
 
 
 def start(**options: Any) -> None:
-    """Start a private Ray for this process, with ``options`` of `ray.init`.
+    """Start a private Ray for this process, with ``options`` of `ray.init`."""
+    started_in_time(lambda: ray.init(address="local", log_to_driver=False, **options))
+
+
+def started_in_time(start_ray: Callable[[], T]) -> T:
+    """Return ``start_ray()``.
 
     Ray gives its own processes 30 s, which they may exceed on a busy machine. Then they are started again.
     """
     before = set(psutil.Process().children())
     for tries_left in reversed(range(_TRIES)):
         try:
-            ray.init(address="local", log_to_driver=False, **options)
-            return
+            return start_ray()
         except Exception as error:
             if _TOO_SLOW not in str(error) or not tries_left:
                 raise
         logger.warning("Ray's processes did not start within its limit; they are started again")
         for process in set(psutil.Process().children()) - before:
             process.kill()
+    raise AssertionError("the last try returns or raises")
 
 
 def prepare_token() -> None:

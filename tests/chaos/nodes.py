@@ -30,12 +30,12 @@ class Nodes:
     """``temporary`` holds Ray's sessions; ``path`` is the PYTHONPATH of workers."""
 
     def __init__(self, temporary: Path, path: str) -> None:
-        from ray.cluster_utils import Cluster
+        from tests.support.patient_cluster import PatientCluster  # Ray, which the short form does without
 
         self.mark = uuid.uuid4().hex
         self._environment = {MARK: self.mark, "PYTHONPATH": path, "RAY_TMPDIR": str(temporary)}
         with self._variables():
-            self._cluster = Cluster(
+            self._cluster = PatientCluster(
                 initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": _STORE_BYTES}
             )
         for _ in range(NODES):

@@ -3,7 +3,6 @@
 import asyncio
 
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from actors.placement.demands import Resources, placement
@@ -12,6 +11,7 @@ from actors.placement.reservation import Reservation, nodes
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from tests.support.patience import HANG_S
+from tests.support.patient_cluster import PatientCluster
 
 
 def config(**timeouts):
@@ -83,7 +83,7 @@ async def session(cluster):
 
 
 if __name__ == "__main__":
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0})
+    cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0})
     for _ in range(2):
         cluster.add_node(num_cpus=4, num_gpus=2)
     ray.init(address=cluster.address, log_to_driver=False)

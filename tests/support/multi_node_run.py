@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import ray
 from ray._private.state import actors
-from ray.cluster_utils import Cluster
+
+from tests.support.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, LIMIT_S = 24, 3600
@@ -66,7 +67,7 @@ def lose(cluster, run_dir, run, role):
 
 
 def main(directory):
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"other": 1}})
+    cluster = PatientCluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {"other": 1}})
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, namespace="tenant", log_to_driver=False)

@@ -6,7 +6,6 @@ import re
 import ray
 import torch
 from ray._private.internal_api import memory_summary
-from ray.cluster_utils import Cluster
 
 from actors.lifecycle.actor_spec import ActorSpec
 from actors.workers.policy import PolicyWorker, loss_settings
@@ -14,6 +13,7 @@ from actors.workers.policy_group import PolicyGroup, PolicySpec
 from grpo_dist.config import AlgorithmConfig, ModelConfig, PolicyConfig, TimeoutsConfig
 from grpo_dist.policy.trainer import TrainerSettings
 from tests.support import made_groups
+from tests.support.patient_cluster import PatientCluster
 
 STORE_MB, BATCHES, BATCH_MB = 80, 6, 40
 
@@ -69,7 +69,7 @@ async def session(home):
 
 
 def main():
-    cluster = Cluster()
+    cluster = PatientCluster()
     try:
         for resources in ({}, {"elsewhere": 1}):
             cluster.add_node(num_cpus=2, object_store_memory=STORE_MB * 10**6, resources=resources)
