@@ -167,5 +167,6 @@ class WeightSyncConfig(Section):
     probe_above: PositiveFloat | None = Field(
         None,
         description="end the run with exit code 3 if the mean difference of a probe is above this, nats per "
-        "token, for every `health.action`; null: 1e-3 in float32, 0.15 in bfloat16",
+        "token, for every `health.action`; null: 1e-3 in float32, 0.15 in bfloat16, 1 with "
+        "engines in fp8",
     )

@@ -352,7 +352,24 @@ def test_samples_of_older_weights_are_not_held_to_the_bound():
 
 def test_every_dtype_of_a_policy_has_a_bound():
     names = Config.model_fields["model"].annotation.model_fields["dtype"].annotation.__args__
-    assert set(names) - {"auto"} == set(BOUNDS)
+    quantised = Config.model_fields["rollout"].annotation.model_fields["quantization"].annotation.__args__
+    assert (set(names) - {"auto"}) | (set(quantised) - {"none"}) == set(BOUNDS)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "share", "held"), [("fp8", 0.9, True), ("fp8", 1.1, False), ("none", 0.9, False)]
+)
+def test_engines_in_fp8_are_held_to_a_bound_of_their_own(quantization, share, held):
+    world = Probed(dtype="bfloat16")
+    world.error["rollout-0"] = share * BOUNDS["fp8"]
+    settings = config(steps=1, rollout={"quantization": quantization})
+    precision = "fp8" if quantization == "fp8" else "bfloat16"
+    if held:
+        train(world, settings)
+        assert f"bound {BOUNDS['fp8']:g} in fp8" in world.notes[0]
+        return
+    with pytest.raises(Unhealthy, match=rf"not the same model.*bound {BOUNDS[precision]:g} in {precision}"):
+        train(world, settings)
 
 
 def test_a_run_that_fails_its_probe_ends_with_exit_code_3_and_one_message(capsys):

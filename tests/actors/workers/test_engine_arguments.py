@@ -7,8 +7,10 @@ import pytest
 
 from actors.workers.engine_check import argument_problems
 from actors.workers.engine_settings import EngineSpec
+from grpo_dist.config.checks import contradictions
 from grpo_dist.config.engine_arguments import engine_problems
 from grpo_dist.errors import UserError
+from grpo_dist.runs.start_checks import setting_problems
 from grpo_dist.runs.vllm_arguments import vllm_problems
 from tests.support import fakes
 from tests.support.engine_arguments import arguments
@@ -61,6 +63,21 @@ def test_a_cache_of_another_type_needs_a_correction():
     uncorrected = {"algorithm": {"correction": {"kind": "none"}}}
     assert "algorithm.correction.kind" in problems(cache, **uncorrected)[0]
     assert not problems(cache, algorithm={"old_logprobs": "rollout"})
+
+
+def test_fp8_needs_a_correction_bfloat16_and_a_gpu():
+    fp8 = {"rollout": {"quantization": "fp8"}}
+    kept = fakes.config(**fp8)
+    assert not list(contradictions(kept)) and not [p for p in setting_problems(kept, "cuda") if "quanti" in p]
+    assert not list(contradictions(fakes.config(**fp8, algorithm={"old_logprobs": "rollout"})))
+    (on_cpus,) = (p for p in setting_problems(kept, "cpu") if "quantization" in p)
+    assert on_cpus.startswith("`rollout.quantization` = fp8 needs GPUs")
+    with pytest.raises(
+        ValueError, match=r"quantization` = fp8 makes.*uncorrected; set algorithm\.correction"
+    ):
+        fakes.config(**fp8, algorithm={"correction": {"kind": "none"}})
+    with pytest.raises(ValueError, match=r"quantization` = fp8 .*`model\.dtype` = float32; set model\.dtype"):
+        fakes.config(**fp8, model={"path": "m", "dtype": "float32"})
 
 
 def test_no_engine_is_made_with_refused_arguments(tmp_path):

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
+from vllm.config.quantization import resolve_quantization_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticChannelSym
 
 from actors.transfer.vllm_plugin import WEIGHT_TRANSFER
 from actors.workers import rollout
@@ -92,6 +95,14 @@ def test_the_warm_up_decodes_the_largest_batch_on_a_gpu(monkeypatch, device, seq
     asyncio.run(worker._warm_up())
     assert worker._engine.most == sequences
     assert worker._engine.seen == [(0.7, 0, 2, True)] * sequences + [(0.5, 20, 2, True)] * sequences
+
+
+def test_fp8_is_one_argument_that_vllm_knows():
+    """Linear layers and experts in fp8: a scale for each output of a weight, and for each token."""
+    asked = EngineArgs(**arguments("cuda", dtype="bfloat16", quantization="fp8")).quantization
+    found = resolve_quantization_config(asked, None)
+    assert found.linear.weight == found.moe.weight == kFp8StaticChannelSym and found.ignore == []
+    assert EngineArgs(**arguments("cuda", dtype="bfloat16")).quantization is None
 
 
 def test_further_engine_arguments_come_last():
