@@ -153,12 +153,30 @@ def _bench(path: str | None, overrides: list[str], compare: list[str] | None) ->
 
 
 def _plan(path: str, overrides: list[str], **options: Any) -> None:
-    from grpo_dist.config.files import load_config
+    from pathlib import Path
 
+    from grpo_dist.config.files import load_config, read_tree
+
+    if "stages" in read_tree(Path(path)):
+        _plan_pipeline(path, overrides, **options)
+        return
     config = load_config(path, overrides)
     from grpo_dist.tools.plan.command import PlanArguments, plan
 
     plan(config, PlanArguments(**options))
+
+
+def _plan_pipeline(path: str, overrides: list[str], **options: Any) -> None:
+    from grpo_dist.tools.plan.pipeline import PipelineArguments, plan_file
+
+    own = {name: options.pop(name) for name in ("cluster", "bench", "price", "prompt_tokens")}
+    usual = {"failure_hours": 0.0, "slow_engines": None, "slow_rank": 1.0, "sweep": False, "timeline": None}
+    if given := [name for name, value in options.items() if value != usual[name]]:
+        flag = given[0].replace("_", "-")
+        raise UserError(
+            f"--{flag}: {path} is a pipeline, of which a plan has memory and hours alone; remove it"
+        )
+    plan_file(path, overrides, PipelineArguments(**own))
 
 
 def _check(path: str, overrides: list[str], *, cluster: str | None, show_config: bool) -> None:

@@ -17,9 +17,8 @@ import pytest
 from grpo_dist.config.files import load_config
 from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.bench.run import bench
-from grpo_dist.tools.plan.checkpoints import rank_bytes
 from grpo_dist.tools.plan.command import make_plan
-from grpo_dist.tools.plan.memory import Sizes, states
+from grpo_dist.tools.plan.memory import Sizes, rank_bytes, states
 from grpo_dist.tools.plan.models import from_config_json
 from tests.support.fakes import config
 from tests.support.patience import HANG_S

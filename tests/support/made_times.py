@@ -39,6 +39,15 @@ class Times:
     def turn_s(self):
         return 0.25
 
+    def reference_turn_s(self):
+        return 0.125
+
+    def reward_model_turn_s(self, model):
+        return 0.0625
+
+    def resend_s(self):
+        return 0.75
+
     def reference_s(self, work):
         return self.reference
 

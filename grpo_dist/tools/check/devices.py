@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from actors.placement.demands import Resources, is_colocated
+from actors.placement.demands import Resources
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB, device_type
@@ -16,10 +16,12 @@ from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fa
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import Footprint, Sizes
-from grpo_dist.tools.plan.options import footprints, memory_problems
-from grpo_dist.tools.plan.reward_models import reward_model_workers, reward_models_of
-from grpo_dist.tools.plan.roles import roles_of
+from grpo_dist.tools.plan.options import footprints, memory_problems, node_host_bytes
+from grpo_dist.tools.plan.reward_models import reward_models_of
+from grpo_dist.tools.plan.roles import Roles, made_roles, roles_of
 from grpo_dist.tools.plan.workload import workload_of
+
+_PLENTY = 10**6  # of CPUs and GPUs
 
 
 def check_placement(context: Context) -> str:
@@ -37,18 +39,18 @@ def check_memory(context: Context) -> str:
     config, model = context.config, context.shape()
     cluster = parse_cluster(context.cluster) if context.cluster else this_machine()
     card = cluster.card
-    memory = card.memory if card else 0
+    memory, roles = card.memory if card else 0, _roles(config, cluster.gpus)
     found = footprints(
         config,
         model,
         Sizes.of(config, gpu=card is not None, memory=memory),
         workload_of(config, prompt_tokens=None),
+        roles,
         memory=memory,
-        colocated=_is_colocated(config, cluster.gpus),
         reward_models=reward_models_of(config)[0],
     )
     lines = [_of_role(role, need) for role, need in found.items()]
-    wrong = memory_problems(config, found, cluster)
+    wrong = memory_problems(config, found, cluster, roles)
     first = None
     if is_trained_first(config):
         first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
@@ -56,7 +58,7 @@ def check_memory(context: Context) -> str:
         wrong += [why] if (why := cold_start_problem(config, first, cluster)) else []
     fail(wrong)
     if context.cluster is None or card is None:
-        lines += _of_this_machine(config, found, first, on_gpus=card is not None)
+        lines += _of_this_machine(found, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
 
 
@@ -70,18 +72,14 @@ def _parts(need: Footprint) -> str:
 
 
 def _of_this_machine(
-    config: Config, found: dict[str, Footprint], first: Footprint | None, *, on_gpus: bool
+    found: dict[str, Footprint], first: Footprint | None, roles: Roles, cluster: ClusterShape
 ) -> list[str]:
     """Compare the host memory of all workers with this machine's. Raises CheckFailed where it lacks some."""
-    counts = {
-        "policy": config.policy.num_workers,
-        "rollout": config.rollout.num_workers,
-        "reference": config.reference.num_workers,
-    } | reward_model_workers(config)
-    if on_gpus:
-        total = sum(sum(need.host.values()) * counts[role] for role, need in found.items())
-        return [_fits("in host memory", total, "take back some of `policy.offload`")] if total else []
-    total = sum(need.total * counts[role] for role, need in found.items())
+    if cluster.card is not None:
+        total = node_host_bytes(found, roles, cluster)
+        remedy = "set checkpoint.background=false, or take back some of `policy.offload`"
+        return [_fits("in host memory", total, remedy)] if total else []
+    total = sum(need.total * roles.workers[role] for role, need in found.items())
     remedy = "lower `policy.num_workers`, `rollout.num_workers`, `rollout.kv_cache_gib` or "
     lines = [_fits("all together", total, f"{remedy}`batch.micro_batch_tokens`")]
     if first is not None:
@@ -97,11 +95,16 @@ def _fits(what: str, needed: int, remedy: str) -> str:
     return text
 
 
-def _is_colocated(config: Config, gpus: int) -> bool:
+def _roles(config: Config, gpus: int) -> Roles:
+    """Return the roles on ``gpus``, or on as many as they need: the placement check reports too few."""
+    cpus = os.cpu_count() or 1
     try:
-        return is_colocated(config, Resources(os.cpu_count() or 1, gpus))
-    except UserError:  # the placement check reports it
-        return False
+        return made_roles(config, Resources(cpus, gpus))
+    except UserError:
+        try:
+            return made_roles(config, Resources(_PLENTY, _PLENTY if gpus else 0))
+        except UserError as error:
+            raise CheckSkipped("the placement is refused") from error
 
 
 def this_machine() -> ClusterShape:

@@ -17,8 +17,10 @@ from grpo_dist.tools.bench.flops import card_peak
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``: bytes a second of its
-    memory, to another card of its node and to another node, each way. ``price``: dollars an hour.
+    """``memory``: bytes that the driver reports. ``hbm``, ``link``, ``network``, ``pcie``: bytes a second of
+    its memory, to another card of its node, to another node and to host memory, each way. ``host``: bytes of
+    host memory for each card of a node (assumed). ``fp8``: operations in fp8 for each in half precision.
+    ``price``: dollars an hour.
     """
 
     name: str
@@ -28,6 +30,9 @@ class Accelerator:
     link: float
     network: float
     price: float
+    pcie: float
+    host: int
+    fp8: float
 
     @property
     def kind(self) -> str:
@@ -35,33 +40,50 @@ class Accelerator:
         return self.name.lower().partition("-")[0]
 
 
+_PCIE = {4: 32, 5: 64}  # GB/s of 16 lanes each way, by generation
+
+
 def _card(
-    name: str, mib: int, hbm_gb: float, link_gb: float, network_gb: float, price: float, sheet: str = ""
+    name: str,
+    mib: int,
+    gb_per_s: tuple[float, float, float],
+    price: float,
+    *,
+    pcie: int,
+    host_gib: int,
+    fp8: float = 2.0,
+    sheet: str = "",
 ) -> Accelerator:
+    """``gb_per_s``: of memory, link and network. ``pcie``: its generation."""
     flops = card_peak(sheet or name)
     assert flops is not None, name
-    return Accelerator(name, mib * 2**20, flops, hbm_gb * 1e9, link_gb * 1e9, network_gb * 1e9, price)
+    hbm, link, network = (1e9 * gb for gb in gb_per_s)
+    return Accelerator(
+        name, mib * 2**20, flops, hbm, link, network, price, 1e9 * _PCIE[pcie], host_gib * 2**30, fp8
+    )
 
 
-# Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; memory bandwidth and
-# NVLink (half of what is advertised for both ways) or PCIe from NVIDIA's data sheets. The network is what
-# such nodes are commonly built with, per card: 400 Gb/s for Hopper and newer, 200 Gb/s for A100, 100 Gb/s for
-# L40S, 25 Gb/s below. Prices are round numbers of what clouds list on demand in 2025; `--price` is the user's
-# own.
+# Memory as `nvidia-smi` reports it; dense half-precision operations from `bench.flops`; memory bandwidth,
+# NVLink (half of what is advertised for both ways) or PCIe, PCIe's generation, and operations in fp8 (twice
+# as many from Ada on, none before) from NVIDIA's data sheets. The network is what such nodes are commonly
+# built with, per card: 400 Gb/s for Hopper and newer, 200 Gb/s for A100, 100 Gb/s for L40S, 25 Gb/s below.
+# Host memory is that of nodes which clouds rent: 2 TiB for eight H100, 1.1 TiB for eight A100. Prices are
+# round numbers of what clouds list on demand in 2025; `--price` is the user's own.
 _KNOWN = (
-    _card("B200", 183_359, 7_700, 900, 50, 5.5),
-    _card("H200", 143_771, 4_800, 450, 50, 3.6),
-    _card("H100", 81_559, 3_350, 450, 50, 3.0),
-    _card("H100-PCIe", 81_559, 2_000, 64, 25, 2.4, sheet="H100 PCIe"),
-    _card("H20", 97_871, 4_000, 450, 50, 1.8),
-    _card("A100-80GB", 81_920, 2_039, 300, 25, 1.8),
-    _card("A100-40GB", 40_960, 1_555, 300, 25, 1.3),
-    _card("L40S", 46_068, 864, 32, 12.5, 1.0),
-    _card("A10G", 23_028, 600, 32, 3.1, 1.0),
-    _card("L4", 23_034, 300, 32, 3.1, 0.7),
-    _card("RTX4090", 24_564, 1_008, 32, 3.1, 0.4, sheet="RTX 4090"),
-    _card("RTX3090", 24_576, 936, 32, 3.1, 0.25, sheet="RTX 3090"),
+    _card("B200", 183_359, (7_700, 900, 50), 5.5, pcie=5, host_gib=256),
+    _card("H200", 143_771, (4_800, 450, 50), 3.6, pcie=5, host_gib=256),
+    _card("H100", 81_559, (3_350, 450, 50), 3.0, pcie=5, host_gib=256),
+    _card("H100-PCIe", 81_559, (2_000, 64, 25), 2.4, pcie=5, host_gib=192, sheet="H100 PCIe"),
+    _card("H20", 97_871, (4_000, 450, 50), 1.8, pcie=5, host_gib=256),
+    _card("A100-80GB", 81_920, (2_039, 300, 25), 1.8, pcie=4, host_gib=144, fp8=1.0),
+    _card("A100-40GB", 40_960, (1_555, 300, 25), 1.3, pcie=4, host_gib=144, fp8=1.0),
+    _card("L40S", 46_068, (864, 32, 12.5), 1.0, pcie=4, host_gib=192),
+    _card("A10G", 23_028, (600, 32, 3.1), 1.0, pcie=4, host_gib=96, fp8=1.0),
+    _card("L4", 23_034, (300, 32, 3.1), 0.7, pcie=4, host_gib=96),
+    _card("RTX4090", 24_564, (1_008, 32, 3.1), 0.4, pcie=4, host_gib=64, sheet="RTX 4090"),
+    _card("RTX3090", 24_576, (936, 32, 3.1), 0.25, pcie=4, host_gib=64, fp8=1.0, sheet="RTX 3090"),
 )
+
 ACCELERATORS = {card.name.lower(): card for card in _KNOWN} | {"a100": _KNOWN[5]}
 _EXAMPLE = "NODESxGPUSxKIND, e.g. 8x8xH100, 1x4xA100-40GB or 1x0xCPU"
 
@@ -91,6 +113,11 @@ class ClusterShape:
     def price(self) -> float:
         """Dollars an hour of all cards."""
         return self.gpus * self.card.price if self.card else 0.0
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory of a node, assumed."""
+        return self.gpus_per_node * self.card.host if self.card else 0
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.gpus_per_node}x{self.card.name if self.card else 'CPU'}"

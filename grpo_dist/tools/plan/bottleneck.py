@@ -11,6 +11,16 @@ from grpo_dist.tools.plan.options import Planned
 from grpo_dist.tools.plan.simulation import simulate
 from grpo_dist.tools.plan.sweep import longest_s, waits_for_longest
 
+STAGES = {
+    "sample": "generation",
+    "reward_model": "scoring by models",
+    "score": "scoring",
+    "logprobs": "reference",
+    "update": "training",
+    "sync": "weight sync",
+    "turn": "changes of turns",
+}
+
 # Stages between sampling and training, and what sets their workers.
 _HELPERS = {
     "logprobs": "reference.num_workers",
@@ -28,10 +38,10 @@ def reason(planned: Planned) -> str:
     run, scenario = planned.simulated, planned.option.scenario
     idle, stages, alone = run.idle, run.stage_s, longest_s(scenario)
     longest = max(stages, key=stages.__getitem__)
-    if longest in ("reward_model", "score", "logprobs") and stages[longest] > 0.9 * run.step_s:
+    if longest in _HELPERS and not scenario.sharing and stages[longest] > 0.9 * run.step_s:
         name = _NAMES[longest]
         return f"{name} bounds the step: busy all the time; raise `{_HELPERS[longest]}`"
-    if held := _held_by_helper(planned):
+    if not scenario.sharing and (held := _held_by_helper(planned)):
         return held
     if idle["policy"] >= _FULL and (slow := _waits_for_slow(planned)):
         return slow
@@ -41,6 +51,10 @@ def reason(planned: Planned) -> str:
             "`rollout.tensor_parallel_size` shortens that, and `weight_sync.mode`=keep with more staleness "
             "does not wait for it"
         )
+    if scenario.sharing:
+        shares = sorted(stages.items(), key=lambda item: item[1], reverse=True)
+        listed = ", ".join(f"{STAGES[stage]} {written(s / run.step_s, '%')}" for stage, s in shares)
+        return f"all take turns on the same GPUs: {listed} of the step"
     if idle["rollout"] < _FULL < idle["policy"]:
         return "generation bounds the step: engines are always busy, the policy waits for them"
     if idle["policy"] < _FULL < idle["rollout"]:

@@ -133,7 +133,7 @@ def _cpu_peaks(result: BenchResult, config: Config, roles: Roles) -> Peaks:
     measured = result.figures.get("training/peak_flops", 0.0) / config.policy.num_workers
     rank = measured or roles.policy_threads * _CPU_FLOPS
     engine = rank * roles.engine_threads / roles.policy_threads
-    return Peaks(rank, engine, _CPU_MEMORY, _CPU_MEMORY, _CPU_MEMORY, node=10**6)
+    return Peaks(rank, engine, _CPU_MEMORY, _CPU_MEMORY, _CPU_MEMORY, 10**6, host=_CPU_MEMORY)
 
 
 def _steps(result: BenchResult) -> list[list[tuple[int, tuple[int, ...]]]]:

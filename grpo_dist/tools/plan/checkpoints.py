@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 
 from grpo_dist.config import Config
-from grpo_dist.tools.plan.memory import Sizes, lora_parameters
-from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.memory import rank_bytes
 from grpo_dist.tools.plan.options import Planned
 from grpo_dist.tools.plan.rates import Rates
 
@@ -47,8 +46,8 @@ def planned_checkpoints(planned: Planned) -> PlannedCheckpoints:
     ranks, reference = rank_bytes(config, rates.model, rates.sizes), reference_bytes(config, rates)
     write_s = sum(ranks) / DISK
     held_s = reference / DISK  # its worker writes them while the loop waits
-    if scenario.colocated:  # the policy returns to its GPUs, and leaves them again
-        held_s += 2 * rates.turn_s()
+    if scenario.sharing:  # the policy returns to its GPUs, sends the engines their weights, and leaves
+        held_s += 2 * rates.turn_s() + rates.sync_s()
     late_s = last_s = 0.0
     if settings.background:
         held_s += max(ranks) / COPY
@@ -64,23 +63,6 @@ def checkpoints(config: Config) -> int:
     """Return how many a run writes: those that are due, and one at its end."""
     every, steps = config.checkpoint.every, config.steps
     return math.ceil(steps / every) if every else 1
-
-
-def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
-    """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their own type
-    and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
-
-    weights of T parameters and b bytes, W ranks    rank 0                other ranks
-    ZeRO 0                                          b T + 8 T
-    ZeRO 1, 2                                       b T + 12 T / W        12 T / W
-    ZeRO 3                                          12 T / W              12 T / W
-    """
-    ranks, stage = config.policy.num_workers, config.policy.zero_stage
-    trained = lora_parameters(config, model)
-    own = [12 * trained // ranks] * ranks if stage else [8 * trained] + [0] * (ranks - 1)
-    if stage < 3:
-        own[0] += sizes.itemsize * trained
-    return own
 
 
 def reference_bytes(config: Config, rates: Rates) -> int:

@@ -14,7 +14,7 @@ from grpo_dist.tools.bench.result import BenchResult
 from grpo_dist.tools.plan import timeline as timeline_file
 from grpo_dist.tools.plan.accelerators import ClusterShape, parse_cluster
 from grpo_dist.tools.plan.calibration import calibrate
-from grpo_dist.tools.plan.models import model_of
+from grpo_dist.tools.plan.models import ModelShape, model_of
 from grpo_dist.tools.plan.options import Planned, Setting, option_of, planned
 from grpo_dist.tools.plan.report import print_plan
 from grpo_dist.tools.plan.result import Plan
@@ -46,7 +46,14 @@ def make_plan(
     try; "own": at the configured batch and staleness, "sweep": at others, too. Raises UserError.
     """
     shape = parse_cluster(cluster, price=price)
-    setting = _setting(config, shape, bench, prompt_tokens, failure_hours, stragglers)
+    setting = made_setting(
+        config,
+        shape,
+        bench=bench,
+        prompt_tokens=prompt_tokens,
+        failure_hours=failure_hours,
+        stragglers=stragglers,
+    )
     option, refused = None, ""
     try:
         option = option_of(config, setting)
@@ -103,14 +110,19 @@ def plan(config: Config, arguments: PlanArguments) -> None:
         print(f"written: {arguments.timeline} (open it in https://ui.perfetto.dev)")
 
 
-def _setting(
+def made_setting(
     config: Config,
     cluster: ClusterShape,
-    bench: Path | None,
-    prompt_tokens: int | None,
-    failure_hours: float,
-    stragglers: Stragglers,
+    *,
+    bench: Path | None = None,
+    prompt_tokens: int | None = None,
+    failure_hours: float = 0.0,
+    stragglers: Stragglers = NO_STRAGGLERS,
+    model: ModelShape | None = None,
 ) -> Setting:
+    """Return what all options of a plan share, see `make_plan`. ``model``: its sizes, where ``config`` names
+    one that is made later. Raises UserError.
+    """
     for option, value in (("--prompt-tokens", prompt_tokens), ("--failure-hours", failure_hours)):
         least = 1 if option == "--prompt-tokens" else 0
         if value is not None and not least <= value < math.inf:  # NaN is in no range
@@ -128,7 +140,7 @@ def _setting(
     known, unplanned = reward_models_of(config)
     return Setting(
         cluster,
-        model_of(config),
+        model or model_of(config),
         workload,
         calibration,
         failure_hours * _HOUR_S,

@@ -1,7 +1,6 @@
 """The GPU and host memory of a worker in bytes, by purpose.
 
     policy rank     weights | gradients | optimiser | activations | logits | buckets | runtime
-    rollout engine  weights | activations | logits | runtime | what is left: key-value cache
     reference       weights | activations | logits | runtime
 
 Arithmetic only, of what the trainer keeps (`deepspeed_config`, `logprobs`, `attention`) and DeepSpeed 0.19
@@ -11,7 +10,6 @@ allocates. N parameters, W ranks, b bytes of a weight (2 for bfloat16, 4 for flo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from grpo_dist.batch.sharding import ATTENDED
@@ -24,11 +22,9 @@ from grpo_dist.tools.plan.workload import Workload
 # A CUDA context with torch's kernels, NCCL's channels, and fragments that the allocator cannot use.
 GPU_RUNTIME = 2 * GIB
 # What a sleeping worker keeps on a shared GPU: its context, NCCL's channels, an engine's CUDA graphs.
-_ASLEEP = 2 * GIB
+ASLEEP = 2 * GIB
 # Resident size of a process with torch, transformers and DeepSpeed, or with vLLM, before a model is loaded.
 CPU_RUNTIME = {"policy": 0.7 * GIB, "reference": 0.6 * GIB, "rollout": 1.3 * GIB}
-_BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
-_SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
 USABLE = 0.95  # of a GPU's memory: what a plan may fill
 
 
@@ -42,24 +38,6 @@ class Footprint:
     @property
     def total(self) -> int:
         return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class EngineFootprint(Footprint):
-    """``cache``: bytes of the key-value cache on each GPU, negative where not even the weights fit;
-    ``token_bytes``: what a token takes of it; ``longest``, ``mean``: sequences that fit of full and of mean
-    length; ``most``: that are decoded at once, whatever they hold.
-    """
-
-    cache: int = 0
-    token_bytes: int = 1
-    longest: int = 0
-    mean: int = 0
-    most: int = 1
-
-    def sequences_of(self, tokens: float) -> int:
-        """Return how many sequences of ``tokens`` each are decoded at once."""
-        return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +90,16 @@ def lora_parameters(config: Config, model: ModelShape) -> int:
     return s.layers * lora.rank * sum(sides[name] for name in names)
 
 
-def policy_rank(
-    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, colocated: bool = False
-) -> Footprint:
-    """Return the peak memory of a policy rank, in the backward pass of a full micro-batch. ``colocated``: an
-    engine sleeps on its GPU, and its own states move to host memory while that engine runs.
+def policy_rank(config: Config, model: ModelShape, sizes: Sizes, workload: Workload) -> Footprint:
+    """Return the peak memory of a policy rank, in the backward pass of a full micro-batch. A checkpoint that
+    is written in the background is a copy in host memory.
     """
     policy, b = config.policy, sizes.itemsize
     trained = lora_parameters(config, model)
     held = model.parameters + (trained if policy.lora else 0)
     parts, host = _states(config, trained=trained, held=held, itemsize=b)
-    if colocated and sizes.gpu:
-        host["states, in the engine's turns"] = sum(parts.values())
-        parts["sleeping engine"] = _ASLEEP
+    if sizes.gpu and config.checkpoint.background:
+        host["checkpoint"] = max(rank_bytes(config, model, sizes))
     tokens = _stream(config, sizes.micro_batch)
     parts["activations"] = activation_bytes(
         model,
@@ -157,47 +132,6 @@ def reference_worker(config: Config, model: ModelShape, sizes: Sizes, workload: 
     )
 
 
-def rollout_engine(
-    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, colocated: bool
-) -> EngineFootprint:
-    """Return the memory of an engine. ``memory``: bytes of each GPU; 0: none, the cache is configured."""
-    from actors.workers.engine_settings import EngineSpec
-
-    rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
-    s = model.shape
-    sequences = EngineSpec.of(config, Path(), colocated=colocated).max_num_seqs
-    heads = max(1, s.kv_heads // tensor_parallel)
-    token_bytes = 2 * s.layers * heads * s.head_dim * b
-    batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
-    parts = {
-        "weights": model.parameters * b // tensor_parallel,
-        "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
-        "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
-        "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
-    }
-    if sizes.gpu:
-        from actors.workers.engine_settings import GPU_MEMORY
-
-        share = rollout.gpu_memory_utilization or GPU_MEMORY[colocated]
-        most = memory - _ASLEEP if colocated else memory
-        cache = min(int(memory * share), most) - sum(parts.values())
-    elif rollout.kv_cache_gib:
-        cache = int(rollout.kv_cache_gib * GIB)
-    else:
-        cache = sequences * config.max_length * token_bytes
-    parts["key-value cache"] = max(0, cache)
-    room = max(0, cache) // token_bytes
-    mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
-    return EngineFootprint(
-        parts,
-        cache=cache,
-        token_bytes=token_bytes,
-        longest=room // config.max_length,
-        mean=min(sequences, int(room // max(1.0, mean))),
-        most=sequences,
-    )
-
-
 def activation_bytes(
     model: ModelShape, sizes: Sizes, *, tokens: float, attended: float, checkpointing: bool
 ) -> int:
@@ -211,7 +145,8 @@ def activation_bytes(
     """
     s, b = model.shape, sizes.itemsize
     query = s.heads * s.head_dim
-    key = s.kv_heads * s.head_dim if sizes.gpu else query  # without GPUs the heads of keys are repeated first
+    # Without GPUs, and there in float32, the heads of keys are repeated first.
+    key = s.kv_heads * s.head_dim if sizes.gpu and b == 2 else query
     norm = (4 + 2 * b) * s.hidden + 4  # the input in float32, which float32 has anyway
     experts = 3 * b * s.experts_per_token * s.hidden
     layer = tokens * (2 * norm + 4 * b * s.intermediate + b * query + experts)
@@ -235,6 +170,23 @@ def states(config: Config, model: ModelShape, sizes: Sizes) -> dict[str, int]:
     trained = lora_parameters(config, model)
     held = model.parameters + (trained if config.policy.lora else 0)
     return _states(config, trained=trained, held=held, itemsize=sizes.itemsize)[0]
+
+
+def rank_bytes(config: Config, model: ModelShape, sizes: Sizes) -> list[int]:
+    """Return the bytes that each policy rank writes with DeepSpeed 0.19: trained weights in their own type
+    and two moments, from ZeRO 1 on with a float32 copy. ZeRO 3 writes no other weights.
+
+    weights of T parameters and b bytes, W ranks    rank 0                other ranks
+    ZeRO 0                                          b T + 8 T
+    ZeRO 1, 2                                       b T + 12 T / W        12 T / W
+    ZeRO 3                                          12 T / W              12 T / W
+    """
+    ranks, stage = config.policy.num_workers, config.policy.zero_stage
+    trained = lora_parameters(config, model)
+    own = [12 * trained // ranks] * ranks if stage else [8 * trained] + [0] * (ranks - 1)
+    if stage < 3:
+        own[0] += sizes.itemsize * trained
+    return own
 
 
 def _stream(config: Config, budget: int) -> float:

@@ -48,6 +48,17 @@ class ModelShape:
         met = 1 - (1 - s.experts_per_token / s.experts) ** max(0.0, sequences - 1) if s.experts else 0.0
         return self.computing + s.layers * s.idle_weights * met
 
+    def weight_bytes(self, itemsize: int, *, fp8: bool) -> int:
+        """Return the bytes of all weights. ``fp8``: linear layers and experts have a byte a weight."""
+        s = self.shape
+        small = s.layers * (s.layer_weights + s.idle_weights - s.hidden * s.experts) if fp8 else 0
+        return small + itemsize * (self.parameters - small)
+
+    def read_bytes(self, sequences: float, itemsize: int, *, fp8: bool) -> float:
+        """Return the bytes of `read_for`."""
+        read = self.read_for(sequences)
+        return read + (itemsize - 1) * self.embedding if fp8 else itemsize * read
+
     @property
     def without_head(self) -> int:
         """Parameters of the decoder without a head, as in a classifier."""

@@ -14,21 +14,15 @@ from grpo_dist.policy.deepspeed_config import deepspeed_config
 from grpo_dist.runtime.hardware import GIB, resolve_dtype
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.calibration import Calibration
+from grpo_dist.tools.plan.engine_memory import EngineFootprint, rollout_engine
 from grpo_dist.tools.plan.failures import FailureRates
-from grpo_dist.tools.plan.memory import (
-    USABLE,
-    EngineFootprint,
-    Footprint,
-    Sizes,
-    policy_rank,
-    reference_worker,
-    rollout_engine,
-)
+from grpo_dist.tools.plan.memory import USABLE, Footprint, Sizes, policy_rank, reference_worker
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.rates import Peaks, Rates, Reached
 from grpo_dist.tools.plan.reward_models import KnownRewardModel, reward_model_worker, role_of
 from grpo_dist.tools.plan.roles import Roles, roles_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.sharing import REFRESH, SYNC, asleep, host_bytes, shared
 from grpo_dist.tools.plan.simulation import Simulated, simulate
 from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
@@ -85,30 +79,30 @@ def option_of(config: Config, setting: Setting) -> Option:
         model,
         sizes,
         setting.workload,
+        roles,
         memory=_card_memory(cluster),
-        colocated=roles.colocated,
         reward_models=setting.reward_models,
     )
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
     peaks = calibration.peaks_of(roles) if calibration else Peaks.of(cluster)
     reached = calibration.reached if calibration else Reached()
-    shares = roles.colocated and bool(cluster.gpus)
     scenario = Scenario(
         config,
         Rates(config, model, sizes, peaks, reached),
         setting.workload,
         capacity=max(1, engine.mean),
-        colocated=shares,
+        sharing=roles.sharing,
+        reference_is_base=config.needs_reference and roles.reference_is_base,
         signal_share=_SIGNAL_SHARE if config.dynamic_sampling.enabled else 1.0,
         # Engines that share GPUs with policy ranks fail with them: `rank_failures` counts those.
         failures=FailureRates(
-            0.0 if shares else setting.failure_every_s / config.rollout.tensor_parallel_size
+            0.0 if roles.sharing else setting.failure_every_s / config.rollout.tensor_parallel_size
         ),
         stragglers=setting.stragglers,
         reward_models=setting.reward_models,
     )
-    problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster)]
+    problems = [*_refusals(config, cluster), *memory_problems(config, memory, cluster, roles)]
     return Option(config, roles, memory, problems, scenario)
 
 
@@ -131,37 +125,42 @@ def footprints(
     model: ModelShape,
     sizes: Sizes,
     workload: Workload,
+    roles: Roles,
     *,
     memory: int,
-    colocated: bool,
     reward_models: Sequence[KnownRewardModel] = (),
 ) -> dict[str, Footprint]:
-    """Return the memory of one worker of each role. ``memory``: bytes of a GPU; 0: no GPUs."""
+    """Return the memory of one worker of each role, and of the moments in which two roles are on a shared
+    GPU. ``memory``: bytes of a GPU; 0: no GPUs.
+    """
+    # Without GPUs turns only order the work: all roles are in the machine's memory.
+    sharing = roles.sharing if sizes.gpu else frozenset()
+    others = asleep("rollout", sharing)
     found: dict[str, Footprint] = {
-        "policy": policy_rank(config, model, sizes, workload, colocated=colocated),
-        "rollout": rollout_engine(config, model, sizes, workload, memory=memory, colocated=colocated),
+        "policy": policy_rank(config, model, sizes, workload),
+        "rollout": rollout_engine(config, model, sizes, workload, memory=memory, asleep=others),
     }
-    if config.needs_reference:
+    if "reference" in roles.workers:
         found["reference"] = reference_worker(config, model, sizes, workload)
     for judge in reward_models:
         found[role_of(judge.settings)] = reward_model_worker(config, judge, sizes)
-    return found
+    return shared(config, model, sizes, found, sharing) if sharing else found
 
 
-def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape) -> list[str]:
-    """Return what does not fit in a GPU of ``cluster``, with remedies. Machines without GPUs are not checked:
-    all workers share their memory.
+def memory_problems(
+    config: Config, memory: Mapping[str, Footprint], cluster: ClusterShape, roles: Roles
+) -> list[str]:
+    """Return what does not fit in a GPU or in a node of ``cluster``, with remedies. Machines without GPUs are
+    not checked: all workers share their memory.
     """
     if cluster.card is None:
         return []
     limit, problems = int(cluster.card.memory * USABLE), []
-    remedies = {"policy": _policy_remedy(config), "reference": "lower `reference.micro_batch_tokens`"}
-    remedies |= {role_of(model): _reward_model_remedy(model) for model in config.rewards.models}
-    for role, remedy in remedies.items():
-        if role in memory and memory[role].total > limit:
+    for role, need in memory.items():
+        if role != "rollout" and need.total > limit:
             problems.append(
-                f"{role}: a worker needs {memory[role].total / GIB:.1f} GiB and a {cluster.card.name} has "
-                f"{limit / GIB:.1f} GiB for it; {remedy}"
+                f"{role}: {_needs(role)} {need.total / GIB:.1f} GiB and a {cluster.card.name} has "
+                f"{limit / GIB:.1f} GiB for it; {_remedy(role, config)}"
             )
     engine = memory["rollout"]
     assert isinstance(engine, EngineFootprint)
@@ -172,7 +171,41 @@ def memory_problems(config: Config, memory: Mapping[str, Footprint], cluster: Cl
             f"{config.max_length * engine.token_bytes / GIB:.1f} GiB; raise "
             "`rollout.tensor_parallel_size` or `rollout.gpu_memory_utilization`"
         )
+    needed, has = node_host_bytes(memory, roles, cluster), cluster.host
+    if needed > has:
+        problems.append(
+            f"host memory: the workers of one node keep {needed / GIB:,.0f} GiB there, and a node of "
+            f"{cluster} is assumed to have {has / GIB:,.0f} GiB; {_host_remedy(config, roles)}"
+        )
     return problems
+
+
+def node_host_bytes(memory: Mapping[str, Footprint], roles: Roles, cluster: ClusterShape) -> int:
+    """Return the bytes that the workers of one node keep in host memory."""
+    return host_bytes(memory, roles.workers, per_node=cluster.gpus_per_node)
+
+
+def _needs(role: str) -> str:
+    return "both together need" if role in (SYNC, REFRESH) else "a worker needs"
+
+
+def _remedy(role: str, config: Config) -> str:
+    if role == "policy":
+        return _policy_remedy(config)
+    if role == "reference":
+        return "its weights are a whole copy on one GPU; lower `reference.micro_batch_tokens`, or use LoRA"
+    if role in (SYNC, REFRESH):
+        return (
+            "raise `policy.zero_stage` or `rollout.tensor_parallel_size`, or set cluster.placement=separate"
+        )
+    model = next(model for model in config.rewards.models if role_of(model) == role)
+    return _reward_model_remedy(model)
+
+
+def _host_remedy(config: Config, roles: Roles) -> str:
+    first = "set cluster.placement=separate" if roles.sharing else "take back some of `policy.offload`"
+    background = ", set checkpoint.background=false" if config.checkpoint.background else ""
+    return f"{first}{background}, or add nodes"
 
 
 def _policy_remedy(config: Config) -> str:

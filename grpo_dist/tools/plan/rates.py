@@ -18,11 +18,11 @@ import numpy as np
 
 from grpo_dist.config import Config
 from grpo_dist.tools.plan.accelerators import ClusterShape
+from grpo_dist.tools.plan.engine_memory import is_quantised
 from grpo_dist.tools.plan.memory import Sizes, lora_parameters, states
 from grpo_dist.tools.plan.models import ModelShape
 from grpo_dist.tools.plan.reward_models import KnownRewardModel
 
-_HOST = 25e9  # bytes a second between a GPU and host memory, each way: PCIe 4 or 5 with pinned memory
 _HOP_S = 12e-6  # an all-reduce of few bytes within a node
 _CPU_ADAM = 4e9  # parameters a second of one node's processors
 
@@ -46,6 +46,8 @@ class Reached:
     sample_s: float = 100e-6  # of the driver's loop for a completion (tests/evidence/driver_scaling.py)
     score_s: float = 0.005  # of a grader process for a completion
     overhead_s: float = 0.05  # of a training step: logging and messages
+    host: float = 0.8  # of PCIe, to and from pinned memory
+    turn_s: float = 0.5  # of a change of turns beside the copies: sleep, wake, free caches
     decode_curve: tuple[tuple[float, float], ...] = ()
     source: str = "data sheet with assumed efficiencies"
 
@@ -59,7 +61,9 @@ class Reached:
 @dataclass(frozen=True, slots=True)
 class Peaks:
     """The peaks of a policy rank's device and of an engine's: a GPU, or the CPU threads of an actor.
-    ``node``: devices that share a node. ``thread_flops``: of one CPU thread; None where there are GPUs.
+    ``node``: devices that share a node. ``host``: bytes a second between a GPU and host memory. ``fp8``:
+    operations in fp8 for each in half precision. ``thread_flops``: of one CPU thread; None where there are
+    GPUs.
     """
 
     flops: float
@@ -68,13 +72,24 @@ class Peaks:
     link: float
     network: float
     node: int
+    host: float = 0.0
+    fp8: float = 1.0
     thread_flops: float | None = None
 
     @classmethod
     def of(cls, cluster: ClusterShape) -> Peaks:
         card = cluster.card
         assert card is not None  # a machine without GPUs needs a benchmark
-        return cls(card.flops, card.flops, card.hbm, card.link, card.network, cluster.gpus_per_node)
+        return cls(
+            card.flops,
+            card.flops,
+            card.hbm,
+            card.link,
+            card.network,
+            cluster.gpus_per_node,
+            host=card.pcie,
+            fp8=card.fp8,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +122,10 @@ class Rates:
             self.config.rollout.tensor_parallel_size,
             self.sizes.itemsize,
         )
-        read = b * (m.read_for(sequences) + m.kv_values() * context) / t
-        operations = 2 * m.computing * sequences + 4 * s.layers * s.heads * s.head_dim * context
+        fp8 = is_quantised(self.config)
+        read = (m.read_bytes(sequences, b, fp8=fp8) + b * m.kv_values() * context) / t
+        others = 2 * m.embedding * sequences + 4 * s.layers * s.heads * s.head_dim * context
+        operations = self._linear_flops(sequences) + others
         reading = read / (self.peaks.memory * self.reached.decode)
         computing = operations / t / (self.peaks.engine_flops * self.reached.prefill)
         # A GPU reads while it computes; measurements show that a CPU does one after the other.
@@ -121,8 +138,14 @@ class Rates:
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds in which an engine computes ``tokens`` of prompts."""
         t = self.config.rollout.tensor_parallel_size
-        operations = 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens
-        return operations / t / (self.peaks.engine_flops * self.reached.prefill)
+        return self._linear_flops(tokens) / t / (self.peaks.engine_flops * self.reached.prefill)
+
+    def _linear_flops(self, tokens: float) -> float:
+        """Return the operations of an engine's linear layers; in fp8 in those of half precision that take as
+        long.
+        """
+        faster = self.peaks.fp8 if is_quantised(self.config) else 1.0
+        return 2 * self.model.shape.layers * self.model.shape.layer_weights * tokens / faster
 
     def forward_flops(self, work: UpdateWork) -> float:
         """Return the operations of a pass over ``work``; packed rows share prompts."""
@@ -185,8 +208,26 @@ class Rates:
         return passes * sent / (self.peaks.network * self.reached.sync) + self.reached.sync_s
 
     def turn_s(self) -> float:
-        """Return the seconds of moving a colocated rank's states to host memory or back."""
-        return sum(states(self.config, self.model, self.sizes).values()) / _HOST
+        """Return the seconds of a change of turns that moves a rank's states to host memory or back."""
+        return self._copy_s(sum(states(self.config, self.model, self.sizes).values()))
+
+    def reference_turn_s(self) -> float:
+        """Return the seconds until a colocated reference has its GPU and its weights on it."""
+        return self._copy_s(self.model.parameters * self.sizes.itemsize)
+
+    def reward_model_turn_s(self, model: KnownRewardModel) -> float:
+        """Return the seconds until a colocated reward model has its GPU and its weights on it."""
+        return self._copy_s(model.weight_bytes(gpu=self.sizes.gpu))
+
+    def resend_s(self) -> float:
+        """Return the seconds until engines, whose weights are dropped, have them again out of turn: the
+        policy's weights come from host memory, are sent, and leave.
+        """
+        weights = states(self.config, self.model, self.sizes)["weights"]
+        return 2 * self._copy_s(weights) + self.sync_s()
+
+    def _copy_s(self, size: int) -> float:
+        return size / (self.peaks.host * self.reached.host) + self.reached.turn_s
 
     def score_s(self, samples: int) -> float:
         """Return the seconds in which the processes of one reward worker score a group."""
@@ -243,4 +284,5 @@ class Rates:
         if optimizer_device(self.config.policy) == "none":
             return 7 * 4 * own / (self.peaks.memory * self.reached.decode)
         inside = min(self.config.policy.num_workers, self.peaks.node)
-        return own * inside / _CPU_ADAM + own * (4 + self.sizes.itemsize) / _HOST
+        sent = own * (4 + self.sizes.itemsize) / (self.peaks.host * self.reached.host)
+        return own * inside / _CPU_ADAM + sent

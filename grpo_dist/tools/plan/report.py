@@ -7,28 +7,20 @@ from rich.table import Table
 
 from grpo_dist.config import Config
 from grpo_dist.runtime.hardware import GIB
-from grpo_dist.runtime.tables import make_table, print_lines
+from grpo_dist.runtime.tables import print_lines
 from grpo_dist.tools.bench.table import written
 from grpo_dist.tools.plan.accelerators import ClusterShape
-from grpo_dist.tools.plan.bottleneck import reason
+from grpo_dist.tools.plan.bottleneck import STAGES, reason
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import USABLE
-from grpo_dist.tools.plan.options import Option, Planned, Setting
+from grpo_dist.tools.plan.options import Option, Planned, Setting, node_host_bytes
 from grpo_dist.tools.plan.rank_failures import RankFailures, rank_failures
+from grpo_dist.tools.plan.report_splits import cost_per_million, splits_lines, splits_table, wide_table
 from grpo_dist.tools.plan.result import Plan
-from grpo_dist.tools.plan.reward_models import reward_model_workers
-from grpo_dist.tools.plan.simulation import Simulated
+from grpo_dist.tools.plan.reward_models import role_of
+from grpo_dist.tools.plan.sharing import REFRESH, SYNC
 from grpo_dist.tools.plan.timeline import LEGEND, as_text
 
-_STAGES = {
-    "sample": "generation",
-    "reward_model": "scoring by models",
-    "score": "scoring",
-    "logprobs": "reference",
-    "update": "training",
-    "sync": "weight sync",
-    "turn": "changes of turns",
-}
 _NO_PROGRESS = 0.9  # share of the time that failures take; above it a run hardly advances
 _LIKELY = 0.01  # the least chance that is worth a warning
 
@@ -43,9 +35,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         print_lines(console, [f"as configured: does not fit: {plan.refused}"])
     if plan.configured:
         console.print(_memory(plan.configured, cluster))
+        print_lines(console, _host(plan.configured, cluster))
     print_lines(console, _cold_start(plan.setting, (plan.configured or plan.found[0].option).config))
     if plan.simulated is None:
         console.print(_memory(shown.option, cluster, "best split"))
+        print_lines(console, _host(shown.option, cluster))
     title = "as configured" if plan.simulated else "best split"
     print_lines(console, [f"{title}: {shown.option.roles.words}"])
     console.print(_times(shown))
@@ -54,14 +48,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_lines(console, plan.whole.lines(price=cluster.price, failures=failures))
     print_lines(console, warnings(shown, plan.setting))
     if plan.found:
-        console.print(_found(plan))
-        print_lines(console, [_why(plan), *_tried(plan)])
+        console.print(splits_table(plan))
+        print_lines(console, splits_lines(plan))
     print_lines(console, [LEGEND, *as_text(shown.simulated)])
-
-
-def cost_per_million(run: Simulated, cluster: ClusterShape) -> float:
-    """Return dollars per million tokens of prompts and completions; all GPUs of the cluster are paid for."""
-    return cluster.price / 3600 / run.tokens_per_s * 1e6
 
 
 def warnings(planned: Planned, setting: Setting) -> list[str]:
@@ -131,13 +120,13 @@ def _slow(planned: Planned) -> list[str]:
 def _memory(option: Option, cluster: ClusterShape, title: str = "as configured") -> Table:
     limit = f", {cluster.card.memory * USABLE / GIB:.0f} GiB usable" if cluster.card else ""
     where = "a GPU" if cluster.card else "the machine"
-    table = _table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
+    table = wide_table(f"memory of {where}, GiB ({title}{limit})", "role", "parts", "total")
     for role, footprint in option.memory.items():
         parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in footprint.parts.items() if size)
         if footprint.host:
             own = sum(footprint.host.values()) / GIB
             parts += f"; in host memory {own:.1f}"
-        table.add_row(f"{role} x {_count(option, role)}", parts, f"{footprint.total / GIB:.1f}")
+        table.add_row(f"{role}{_count(option, role)}", parts, f"{footprint.total / GIB:.1f}")
     engine = option.engine
     table.caption = (
         f"an engine's cache holds {engine.longest:,} sequences of {option.config.max_length:,} tokens; "
@@ -147,18 +136,43 @@ def _memory(option: Option, cluster: ClusterShape, title: str = "as configured")
 
 
 def _count(option: Option, role: str) -> str:
-    config = option.config
-    if role == "rollout":
-        return f"{config.rollout.num_workers} (TP {config.rollout.tensor_parallel_size})"
-    others = {"policy": config.policy.num_workers, "reference": config.reference.num_workers}
-    return str((others | reward_model_workers(config))[role])
+    if role not in option.roles.workers:
+        return ", both on a GPU" if role in (SYNC, REFRESH) else ""
+    parallel = f" (TP {option.config.rollout.tensor_parallel_size})" if role == "rollout" else ""
+    return f" x {option.roles.workers[role]}{parallel}"
+
+
+def _host(option: Option, cluster: ClusterShape) -> list[str]:
+    """Describe the host memory of the fullest node, and the time of a turn on shared GPUs."""
+    needed, rates = node_host_bytes(option.memory, option.roles, cluster), option.scenario.rates
+    if not needed:
+        return []
+    kinds = dict.fromkeys(kind for need in option.memory.values() for kind in need.host)
+    lines = [
+        f"host memory of a node: {needed / GIB:,.0f} of {cluster.host / GIB:,.0f} GiB (assumed) for "
+        f"{', '.join(kinds)}, beside what each process itself takes"
+    ]
+    if option.roles.sharing:
+        peaks, reached = rates.peaks, rates.reached
+        turns = {"policy": rates.turn_s()}
+        if "reference" in option.roles.sharing:
+            turns["reference"] = rates.reference_turn_s()
+        for model in option.scenario.reward_models:
+            turns[role_of(model.settings)] = rates.reward_model_turn_s(model)
+        listed = ", ".join(f"{role} {written(seconds, 's')}" for role, seconds in turns.items())
+        lines.append(
+            f"turns: until its states are on the GPU, or in host memory again: {listed}; "
+            f"{peaks.host * reached.host / 1e9:,.0f} GB/s each way for a GPU, and {reached.turn_s:g} s to "
+            "sleep and wake (assumed)"
+        )
+    return lines
 
 
 def _times(planned: Planned) -> Table:
     run = planned.simulated
-    table = _table("times; stages may overlap", "stage", "in a step", "of the step")
+    table = wide_table("times; stages may overlap", "stage", "in a step", "of the step")
     for stage, seconds in run.stage_s.items():
-        table.add_row(_STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
+        table.add_row(STAGES[stage], written(seconds, "s"), written(seconds / run.step_s, "%"))
     table.add_row("[bold]step", written(run.step_s, "s"), "")
     return table
 
@@ -199,7 +213,7 @@ def rank_failures_of(planned: Planned, setting: Setting) -> RankFailures | None:
     return rank_failures(
         planned.option.config,
         step_s=run.step_s,
-        unseen_s=0.0 if scenario.colocated else run.idle["policy"] * run.step_s,
+        unseen_s=0.0 if scenario.sharing else run.idle["policy"] * run.step_s,
         failure_every_s=setting.failure_every_s,
         restart_s=scenario.failures.restart_s,
     )
@@ -235,50 +249,6 @@ def _cost_with(found: RankFailures, price: float) -> str:
     return "" if found.share > _NO_PROGRESS else f" and ${price * found.expected_s / 3600:,.0f} with them"
 
 
-def _found(plan: Plan) -> Table:
-    cluster = plan.setting.cluster
-    table = _table(
-        f"best splits on {cluster}",
-        "prompts",
-        "staleness",
-        "policy ranks",
-        "engines",
-        "step",
-        "tokens/s",
-        "$/M tokens",
-    )
-    for p in plan.found:
-        c, run = p.option.config, p.simulated
-        engines = f"{c.rollout.num_workers} x TP {c.rollout.tensor_parallel_size}"
-        table.add_row(
-            str(c.batch.prompts_per_step),
-            str(c.max_staleness),
-            f"{c.policy.num_workers} ZeRO-{c.policy.zero_stage}"
-            + (" colocated" if p.option.roles.colocated else ""),
-            engines,
-            written(run.step_s, "s"),
-            f"{run.tokens_per_s:,.0f}",
-            f"{cost_per_million(run, cluster):.3g}",
-        )
-    return table
-
-
-def _why(plan: Plan) -> str:
-    chosen = plan.found[0]
-    c = chosen.option.config
-    keys = (
-        f"rollout.num_workers={c.rollout.num_workers} "
-        f"rollout.tensor_parallel_size={c.rollout.tensor_parallel_size} "
-        f"policy.num_workers={c.policy.num_workers} policy.zero_stage={c.policy.zero_stage} "
-        f"cluster.placement={c.cluster.placement}"
-    )
-    gain = ""
-    if plan.simulated:
-        times = chosen.simulated.tokens_per_s / plan.simulated.simulated.tokens_per_s
-        gain = f", {times:.2f} times the tokens a second of the configuration as it is"
-    return f"best at this batch and staleness: {keys}{gain}; {reason(chosen)}"
-
-
 def _cold_start(setting: Setting, config: Config) -> list[str]:
     """Describe the memory of supervised training, which ends before the workers start."""
     if not is_trained_first(config):
@@ -293,33 +263,3 @@ def _cold_start(setting: Setting, config: Config) -> list[str]:
     problem = cold_start_problem(config, need, setting.cluster)
     more = "; `check` uses the real lengths of the rows"
     return lines + ([f"warning: {problem}{more}"] if problem else [])
-
-
-def _tried(plan: Plan) -> list[str]:
-    """Describe the splits of each placement and ZeRO stage: how many, the fastest, and what bounds it."""
-    lines = ["tried at this batch and staleness, with TP 1, 2, 4 and 8:"]
-    for tried in plan.tried:
-        head = f"  {tried.placement}, ZeRO-{tried.zero_stage}: "
-        if tried.best is None:
-            lines.append(f"{head}none of {tried.splits} splits of GPUs can run: {tried.why}")
-            continue
-        c, run = tried.best.option.config, tried.best.simulated
-        others = tried.splits - tried.fitting
-        lines.append(
-            f"{head}{c.policy.num_workers} rank(s) and {c.rollout.num_workers} x TP "
-            f"{c.rollout.tensor_parallel_size} are the fastest of {tried.fitting}, {run.tokens_per_s:,.0f} "
-            f"tokens/s; {reason(tried.best)}"
-            + (f"; {others} more cannot run, e.g. {tried.why.partition('; ')[0]}" if others else "")
-        )
-    fixed = ["other ZeRO stages", "`policy.offload`", "`policy.sequence_parallel`", "`weight_sync.mode`"]
-    fixed += ["`reference.num_workers`"] if plan.found[0].option.config.needs_reference else []
-    return [*lines, f"not tried: other batches and staleness (--sweep does); {', '.join(fixed)} (set them)"]
-
-
-def _table(title: str, first: str, *others: str) -> Table:
-    """Make a table whose columns are at least as wide as the words of their headings."""
-    table = make_table(title, (first, *others), left=(first, "parts"), bold=True)
-    table.caption_justify = "left"
-    for heading, column in zip(others, table.columns[1:], strict=True):
-        column.min_width = max(map(len, heading.split()))
-    return table

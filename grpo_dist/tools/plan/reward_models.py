@@ -26,6 +26,9 @@ class KnownRewardModel:
     settings: RewardModelConfig
     shape: ModelShape
 
+    def weight_bytes(self, *, gpu: bool) -> int:
+        return self.shape.without_head * itemsize_of(self.settings.dtype, gpu=gpu)
+
     def flops(self, prompt: int, lengths: Sequence[int]) -> float:
         """Return the operations of one prompt with completions of ``lengths`` tokens, batched as `Classifier`
         does. Padding counts; the head, one or two rows, does not.
@@ -56,11 +59,6 @@ def role_of(settings: RewardModelConfig) -> str:
     return f"reward model {settings.name}"
 
 
-def reward_model_workers(config: Config) -> dict[str, int]:
-    """Return the number of workers of each reward model, by `role_of`."""
-    return {role_of(settings): settings.num_workers for settings in config.rewards.models}
-
-
 def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -> Footprint:
     """Return the largest memory of a worker: with a full batch of the longest rows.
 
@@ -72,7 +70,7 @@ def reward_model_worker(config: Config, model: KnownRewardModel, sizes: Sizes) -
     widest = max(3 * s.intermediate, 4 * s.heads * s.head_dim) + 3 * s.hidden
     return Footprint(
         {
-            "weights": model.shape.without_head * b,
+            "weights": model.weight_bytes(gpu=sizes.gpu),
             "activations": tokens * widest * b,
             "attention mask": tokens * config.max_length * (1 + b),
             "runtime": GPU_RUNTIME if sizes.gpu else _CPU_RUNTIME,

@@ -2,44 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from grpo_dist.config import Config
 from grpo_dist.errors import UserError
 from grpo_dist.tools.plan.accelerators import ClusterShape
 from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.reward_models import role_of
+
+if TYPE_CHECKING:
+    from actors.placement.demands import Resources
 
 _CPUS_PER_GPU = 12  # assumed for nodes with GPUs
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``gpus``: in use. The threads of an engine and of a policy rank matter where there are no GPUs."""
+    """``gpus``: in use. The threads of an engine and of a policy rank matter where there are no GPUs.
+    ``sharing``: the roles that take turns on the policy's GPUs, itself included; empty where each has its
+    own. ``workers``: of each role, and of each reward model.
+    """
 
     colocated: bool
     gpus: int
     engine_threads: int
     policy_threads: int
     words: str
+    sharing: frozenset[str]
+    workers: Mapping[str, int]
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True where no worker has the reference: the policy ranks compute it with their adapters off."""
+        return "reference" not in self.workers
+
+
+def made_roles(config: Config, has: Resources) -> Roles:
+    """Return the roles of ``config`` on devices of which ``has`` are there. Raises UserError for too few."""
+    from actors.placement.demands import describe, is_colocated, placement
+
+    demands = placement(config, has, training=True)
+    rollout, policy = demands.get("rollout"), demands["policy"]  # supervised training has no engine
+    shared = {role for role, demand in demands.items() if demand.shared}
+    workers = {role: demand.workers for role, demand in demands.items() if role != "reward_models"}
+    for model in config.rewards.models:
+        turns = "reward_models" in shared
+        workers[role_of(model)] = policy.workers if turns else model.num_workers
+    sharing = shared - {"reward_models"} | {"policy"} if shared else set()
+    if "reward_models" in shared:
+        sharing |= {role_of(model) for model in config.rewards.models}
+    return Roles(
+        rollout is not None and is_colocated(config, has),
+        sum(d.workers * d.gpus for d in demands.values() if not d.shared),
+        rollout.threads if rollout else 1,
+        policy.threads,
+        describe(demands, has),
+        frozenset(sharing),
+        workers,
+    )
 
 
 def roles_of(config: Config, model: ModelShape, cluster: ClusterShape, *, cpus: int | None = None) -> Roles:
     """Place the roles of ``config``. ``cpus``: of a machine without GPUs. Raises UserError for a misfit."""
-    from actors.placement.demands import Resources, describe, is_colocated, placement
+    from actors.placement.demands import Resources, placement
     from actors.placement.fitting import Node, bundles, too_large
 
     has = Resources(cpus or max(1, cluster.gpus * _CPUS_PER_GPU), cluster.gpus)
-    demands = placement(config, has, training=True)
+    roles = made_roles(config, has)
     if cluster.gpus:
         _check_shapes(config, model, cluster)
         gpus, cores = cluster.gpus_per_node, _CPUS_PER_GPU * cluster.gpus_per_node
         nodes = [Node(f"node {i + 1}", cores, gpus, cores, gpus) for i in range(cluster.nodes)]
-        if problem := too_large(bundles(demands), nodes):
+        if problem := too_large(bundles(placement(config, has, training=True)), nodes):
             raise UserError(f"{cluster}: {problem.partition(':')[0]}")
-    used = sum(d.workers * d.gpus for d in demands.values() if not d.shared)
-    rollout, policy = demands["rollout"], demands["policy"]
-    colocated = is_colocated(config, has)
-    return Roles(colocated, used, rollout.threads, policy.threads, describe(demands, has))
+    return roles
 
 
 def _check_shapes(config: Config, model: ModelShape, cluster: ClusterShape) -> None:

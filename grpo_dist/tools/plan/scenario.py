@@ -9,7 +9,7 @@ from grpo_dist.algorithms.advantages import ADVANTAGE_INPUTS
 from grpo_dist.config import Config, HealthConfig
 from grpo_dist.tools.plan.failures import NO_FAILURES, FailureRates
 from grpo_dist.tools.plan.rates import Rates
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
+from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
 from grpo_dist.tools.plan.stragglers import NO_STRAGGLERS, Stragglers
 from grpo_dist.tools.plan.workload import Workload
 
@@ -23,22 +23,33 @@ _FOREVER_S = 1e9  # deadlines of a simulated run; the report compares its times 
 class Scenario:
     """One simulated run.
 
-    ``capacity``: sequences an engine decodes at once. ``colocated``: engines and policy share their GPUs.
-    ``signal_share``: share of the groups whose rewards differ. ``failures``: of engines, and of policy ranks,
-    which all return to the last checkpoint then. ``reward_models``: those whose sizes are known.
+    ``capacity``: sequences an engine decodes at once. ``sharing``: the roles that take turns on the policy's
+    GPUs, see `Roles`. ``reference_is_base``: the policy ranks compute the reference. ``signal_share``: share
+    of the groups whose rewards differ. ``failures``: of engines, and of policy ranks, which all return to the
+    last checkpoint then. ``reward_models``: those whose sizes are known.
     """
 
     config: Config
     rates: Rates
     workload: Workload
     capacity: int
-    colocated: bool
+    sharing: frozenset[str] = frozenset()
+    reference_is_base: bool = False
     signal_share: float = 1.0
     failures: FailureRates = NO_FAILURES
     stragglers: Stragglers = NO_STRAGGLERS
     reward_models: tuple[KnownRewardModel, ...] = ()
     warmup_steps: int = 1
     steps: int = 4
+
+    @property
+    def reference_workers(self) -> int:
+        ranks = self.reference_is_base or "reference" in self.sharing
+        return (self.config.policy if ranks else self.config.reference).num_workers
+
+    def reward_model_workers(self, model: KnownRewardModel) -> int:
+        shares = role_of(model.settings) in self.sharing
+        return self.config.policy.num_workers if shares else model.settings.num_workers
 
 
 def as_planned(scenario: Scenario) -> Config:

@@ -10,7 +10,9 @@ from typing import Any
 from grpo_dist.config import Config
 from grpo_dist.tools.plan.engines import Engine
 from grpo_dist.tools.plan.failures import SimulatedFailures
+from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulated_gpus import ENGINES, POLICY, SimulatedGpus
 from grpo_dist.tools.plan.simulated_workers import (
     TimedPolicy,
     TimedReference,
@@ -30,7 +32,8 @@ class SimulatedCluster:
         rates, count = scenario.rates, config.rollout.num_workers
         trace = self.trace = SimulationTrace([*(f"rollout-{i}" for i in range(count)), "policy"])
         engines = [_engine(scenario, trace, i) for i in range(count)]
-        self.rollouts = TimedRollouts(engines, rates, scenario.workload, scenario.capacity, trace)
+        gpus = simulated_gpus(scenario, trace)
+        self.rollouts = TimedRollouts(engines, rates, scenario.workload, scenario.capacity, trace, gpus)
         self.failures = SimulatedFailures(
             scenario.failures, engines, self.rollouts.load_balancer, trace, config.seed
         )
@@ -38,14 +41,15 @@ class SimulatedCluster:
             rates,
             self.rollouts,
             trace,
+            gpus,
             graders=config.rewards.num_workers,
-            models=scenario.reward_models,
+            models=[(model, scenario.reward_model_workers(model)) for model in scenario.reward_models],
             signal_share=scenario.signal_share,
         )
-        reference = TimedReference(rates, trace, config.reference.num_workers)
-        slowdown = scenario.stragglers.rank_factor
-        policy = TimedPolicy(rates, self.failures, trace, colocated=scenario.colocated, slowdown=slowdown)
-        sync = TimedWeightSync(rates, self.rollouts, policy)
+        turn = POLICY if scenario.reference_is_base else "reference"
+        reference = TimedReference(rates, trace, gpus, turn=turn, workers=scenario.reference_workers)
+        policy = TimedPolicy(rates, self.failures, trace, gpus, slowdown=scenario.stragglers.rank_factor)
+        sync = TimedWeightSync(rates, self.rollouts, policy, gpus)
         # Simulated workers have only the methods that a planned run calls.
         roles: tuple[Any, ...] = (
             self.rollouts, rewards, reference if config.needs_reference else None, policy, sync,
@@ -66,6 +70,19 @@ class SimulatedCluster:
 
     async def where_stuck(self) -> str:
         return ""
+
+
+def simulated_gpus(scenario: Scenario, trace: SimulationTrace) -> SimulatedGpus:
+    """Return the GPUs that the roles of ``scenario`` share, with the times of their turns."""
+    if not scenario.sharing:
+        return SimulatedGpus(trace, {})
+    rates = scenario.rates
+    turn_s = {ENGINES: rates.turn_s(), POLICY: rates.turn_s()}
+    if "reference" in scenario.sharing:
+        turn_s["reference"] = rates.reference_turn_s()
+    for model in scenario.reward_models:
+        turn_s[role_of(model.settings)] = rates.reward_model_turn_s(model)
+    return SimulatedGpus(trace, turn_s, resend_s=rates.resend_s())
 
 
 def _engine(scenario: Scenario, trace: SimulationTrace, index: int) -> Engine:

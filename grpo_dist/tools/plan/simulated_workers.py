@@ -15,7 +15,8 @@ from grpo_dist.tools.plan import fake_records
 from grpo_dist.tools.plan.engines import Engine, EngineLost
 from grpo_dist.tools.plan.failures import SimulatedFailures
 from grpo_dist.tools.plan.rates import Rates, UpdateWork
-from grpo_dist.tools.plan.reward_models import KnownRewardModel
+from grpo_dist.tools.plan.reward_models import KnownRewardModel, role_of
+from grpo_dist.tools.plan.simulated_gpus import ENGINES, POLICY, SimulatedGpus
 from grpo_dist.tools.plan.trace import SimulationTrace
 from grpo_dist.tools.plan.workload import Workload
 from grpo_dist.types import Group, Prompt, Sampling, TrainBatch
@@ -32,7 +33,9 @@ class TimedRollouts:
         workload: Workload,
         capacity: int,
         trace: SimulationTrace,
+        gpus: SimulatedGpus,
     ) -> None:
+        self._gpus = gpus
         self.engines, self._rates, self._workload, self._trace = engines, rates, workload, trace
         self._loop = asyncio.get_running_loop()
         self.load_balancer = LoadBalancer(len(engines), QUEUE_DEPTH * capacity, on_wait=self._note_queue)
@@ -53,20 +56,23 @@ class TimedRollouts:
             lengths = [self._workload.length(seed) for seed in seeds]
         begin, prompt_tokens = self._loop.time(), int(prompt.token_ids[0])
         tokens = prompt_tokens + sampling.max_new_tokens
-        while True:
-            index = await self._admitted(len(seeds), len(seeds) * tokens)
-            try:
-                await self.engines[index].generate(
-                    prompt_tokens, lengths, on_sample=self._releasing(index, tokens)
-                )
-                break
-            except EngineLost:
-                continue
-        async with self._driver:  # one thread receives all groups
-            await asyncio.sleep(len(seeds) * self._rates.reached.sample_s)
+        async with self._gpus.turn(ENGINES):
+            await self._generate(prompt_tokens, lengths, tokens)
+            async with self._driver:  # one thread receives all groups
+                await asyncio.sleep(len(seeds) * self._rates.reached.sample_s)
         self.batch_s.append(self._loop.time() - begin)
         with self._trace.excluded():
             return fake_records.rollouts(prompt.uid, lengths, self.version)
+
+    async def _generate(self, prompt_tokens: int, lengths: Sequence[int], tokens: int) -> None:
+        """Sample a group on any engine, and again where that one fails. ``tokens``: the most of a sample."""
+        while True:
+            index = await self._admitted(len(lengths), len(lengths) * tokens)
+            try:
+                on_sample = self._releasing(index, tokens)
+                return await self.engines[index].generate(prompt_tokens, lengths, on_sample=on_sample)
+            except EngineLost:
+                continue
 
     async def _admitted(self, sequences: int, tokens: int) -> int:
         self._waiting += 1
@@ -93,16 +99,19 @@ class TimedRewards:
         rates: Rates,
         rollouts: TimedRollouts,
         trace: SimulationTrace,
+        gpus: SimulatedGpus,
         *,
         graders: int,
-        models: Sequence[KnownRewardModel],
+        models: Sequence[tuple[KnownRewardModel, int]],
         signal_share: float,
     ) -> None:
-        self._rates, self._rollouts, self._trace = rates, rollouts, trace
+        """``models``: with the workers of each."""
+        self._rates, self._rollouts, self._trace, self._gpus = rates, rollouts, trace, gpus
         self._signal_share = signal_share
         self._graders = WorkerQueue(trace, "reward", graders)
         self._models = [
-            (m, WorkerQueue(trace, f"reward-model-{m.settings.name}", m.settings.num_workers)) for m in models
+            (model, WorkerQueue(trace, f"reward-model-{model.settings.name}", workers))
+            for model, workers in models
         ]
 
     async def score(self, prompt: Prompt, rollouts: RolloutsRef) -> Group:
@@ -118,41 +127,49 @@ class TimedRewards:
         with self._trace.excluded():
             lengths = fake_records.tokens_of(rollouts)
             calls = [
-                (workers, self._rates.reward_model_s(model, prompt_tokens, lengths))
+                (role_of(model.settings), workers, self._rates.reward_model_s(model, prompt_tokens, lengths))
                 for model, workers in self._models
             ]
-        await gather(workers.serve("reward_model", seconds) for workers, seconds in calls)
+
+        async def score(role: str, workers: WorkerQueue, seconds: float) -> None:
+            async with self._gpus.turn(role):
+                await workers.serve("reward_model", seconds)
+
+        await gather(score(*call) for call in calls)
 
 
 class TimedReference:
-    def __init__(self, rates: Rates, trace: SimulationTrace, workers: int) -> None:
-        self._rates, self._trace = rates, trace
+    """``turn``: the role in whose turn it computes, on shared GPUs."""
+
+    def __init__(
+        self, rates: Rates, trace: SimulationTrace, gpus: SimulatedGpus, *, turn: str, workers: int
+    ) -> None:
+        self._rates, self._trace, self._gpus, self._turn = rates, trace, gpus, turn
         self._workers = WorkerQueue(trace, "reference", workers)
 
     async def logprobs(self, prompt: Prompt, rollouts: RolloutsRef) -> list[np.ndarray]:
         with self._trace.excluded():
             work = UpdateWork(((int(prompt.token_ids[0]), fake_records.tokens_of(rollouts)),))
             seconds = self._rates.reference_s(work)
-        await self._workers.serve("logprobs", seconds)
+        async with self._gpus.turn(self._turn):
+            await self._workers.serve("logprobs", seconds)
         return [np.zeros(1, np.float32) for _ in rollouts]
 
 
 class TimedPolicy:
-    """All policy ranks. ``colocated``: they share their GPUs with the engines. ``slowdown``: how many times
-    as long the slowest rank takes; the others wait for it.
-    """
+    """All policy ranks. ``slowdown``: how many times as long the slowest takes; the others wait for it."""
 
     def __init__(
         self,
         rates: Rates,
         failures: SimulatedFailures,
         trace: SimulationTrace,
+        gpus: SimulatedGpus,
         *,
-        colocated: bool,
         slowdown: float,
     ) -> None:
         self._rates, self._failures, self._trace = rates, failures, trace
-        self._colocated, self._slowdown = colocated, slowdown
+        self._gpus, self._slowdown = gpus, slowdown
 
     def stage(self, batches: Sequence[TrainBatch], *, keep_logprobs: bool) -> list[UpdateWork]:
         with self._trace.excluded():
@@ -163,31 +180,27 @@ class TimedPolicy:
     ) -> dict[str, float]:
         with self._trace.excluded():
             seconds = self._rates.update_s(staged)
-        await self.switch()
         await self.run("update", seconds * self._slowdown)
         return {"loss/policy": 0.0}
 
     async def run(self, stage: str, seconds: float) -> None:
         """Occupy all ranks with ``stage``. Raises StateLost where one of them fails."""
-        await self._failures.run_ranks(stage, seconds)
-
-    async def switch(self) -> None:
-        """Wait while shared GPUs change between the engines and the policy."""
-        if self._colocated:
-            async with self._trace.span("policy", "turn"):
-                await asyncio.sleep(self._rates.turn_s())
+        async with self._gpus.turn(POLICY):
+            await self._failures.run_ranks(stage, seconds)
 
 
 class TimedWeightSync:
-    def __init__(self, rates: Rates, rollouts: TimedRollouts, policy: TimedPolicy) -> None:
-        self._rates, self._rollouts, self._policy = rates, rollouts, policy
+    def __init__(
+        self, rates: Rates, rollouts: TimedRollouts, policy: TimedPolicy, gpus: SimulatedGpus
+    ) -> None:
+        self._rates, self._rollouts, self._policy, self._gpus = rates, rollouts, policy, gpus
 
     async def push(self, version: int) -> dict[str, float]:
         """Pause all engines until they hold the new weights. In mode ``drain`` they have no requests."""
         for engine in self._rollouts.engines:
             engine.pause()
         await self._policy.run("sync", self._rates.sync_s())
-        await self._policy.switch()
+        await self._gpus.return_to_engines()
         for engine in self._rollouts.engines:
             engine.resume()
         self._rollouts.version = version

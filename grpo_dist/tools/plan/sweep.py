@@ -17,7 +17,9 @@ import numpy as np
 from grpo_dist.config import Config
 from grpo_dist.tools.plan.options import Option, Planned, Setting, option_or_reason, planned
 from grpo_dist.tools.plan.rates import UpdateWork
+from grpo_dist.tools.plan.reward_models import role_of
 from grpo_dist.tools.plan.scenario import Scenario
+from grpo_dist.tools.plan.simulated_gpus import POLICY
 
 _SPLITS = 16  # most numbers of policy ranks to try
 _TENSOR_PARALLEL = (1, 2, 4, 8)
@@ -96,6 +98,16 @@ def search(config: Config, setting: Setting, cell: Cell) -> SearchResult:
     return SearchResult(found and planned(found.option), list(_tried(made, fastest)))
 
 
+def likeliest(config: Config, setting: Setting, cell: Cell) -> Option | str:
+    """Return the option of ``cell`` with the highest bound, without a simulation, or why none can run."""
+    made = [option_or_reason(config, c, setting) for c in changes_of(config, setting, cell)]
+    fitting = [option for option in made if isinstance(option, Option)]
+    if fitting:
+        return max(fitting, key=bound)
+    causes = Counter(reason for reason in made if isinstance(reason, str))
+    return causes.most_common(1)[0][0] if causes else "each role needs a GPU of its own"
+
+
 def _is_faster(one: Planned, other: Planned) -> bool:
     return one.simulated.tokens_per_s > other.simulated.tokens_per_s
 
@@ -124,10 +136,8 @@ def changes_of(config: Config, setting: Setting, cell: Cell) -> Iterator[Changes
 
 
 def stages(config: Config) -> list[int]:
-    """Return the ZeRO stages to try: the configuration's, and 2, in which ranks can share GPUs with engines.
-    All stages compute the same gradient.
-    """
-    return list(dict.fromkeys((config.policy.zero_stage, 2)))
+    """Return the ZeRO stages to try: the configuration's, 2, and 3. All stages compute the same gradient."""
+    return list(dict.fromkeys((config.policy.zero_stage, 2, 3)))
 
 
 def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
@@ -144,20 +154,21 @@ def _splits(config: Config, setting: Setting) -> Iterator[Changes]:
                     "policy.num_workers": ranks,
                     "cluster.placement": "separate",
                 }
-        for engines in _shared(free // size):
-            yield {
-                "rollout.tensor_parallel_size": size,
-                "rollout.num_workers": engines,
-                "policy.num_workers": engines * size,
-                "cluster.placement": "colocated",
-            }
+        for ranks in _shared(cluster.gpus):
+            if engines := ranks // size:
+                yield {
+                    "rollout.tensor_parallel_size": size,
+                    "rollout.num_workers": engines,
+                    "policy.num_workers": ranks,
+                    "cluster.placement": "colocated",
+                }
 
 
 def _shared(most: int) -> list[int]:
-    """Return numbers of colocated engines: the most that fit, and the largest power of two up to that, which
-    divides more batches.
+    """Return numbers of ranks that share their GPUs with all other roles: all, and the largest power of two
+    up to that, which divides more batches.
     """
-    return sorted({most, 1 << most.bit_length() - 1}) if most else []
+    return sorted({most, 1 << most.bit_length() - 1})
 
 
 def _ranks(free: int, node: int) -> list[int]:
@@ -204,17 +215,33 @@ def bound(option: Option) -> float:
     each = (round(mean),) * batch.samples_per_prompt
     size = batch.prompts_per_step // batch.updates_per_step
     work = [UpdateWork(((prompt, each),) * size)] * batch.updates_per_step
-    training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.colocated else 0.0)
+    training = rates.update_s(work) + rates.sync_s() + (2 * rates.turn_s() if scenario.sharing else 0.0)
     # Mean lengths give a bound: longer rows only add to attention.
-    stages = [sampling, training]
     if waits_for_longest(config):
         sampling = max(sampling, longest_s(scenario))
+    between = _between_s(scenario, prompt, each)
+    training += sum(seconds for role, seconds in between.items() if role in scenario.sharing)
+    stages = [sampling, training, *between.values()]
+    if waits_for_longest(config):
         stages.append(sampling + rates.sync_s())
-    if config.needs_reference:
-        group = UpdateWork(((prompt, each),))
-        stages.append(rates.reference_s(group) * batch.prompts_per_step / config.reference.num_workers)
-    for model in scenario.reward_models:
-        group_s = rates.reward_model_s(model, prompt, each)
-        stages.append(group_s * batch.prompts_per_step / model.settings.num_workers)
     seconds = max(stages) if config.max_staleness else max(sampling + training, *stages)
     return samples * (prompt + mean) / seconds
+
+
+def _between_s(scenario: Scenario, prompt: int, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Return the seconds of a step in the reference and in each reward model, by role. On shared GPUs their
+    turns count, too.
+    """
+    config, rates, found = scenario.config, scenario.rates, {}
+    groups = config.batch.prompts_per_step
+    if config.needs_reference:
+        group_s = rates.reference_s(UpdateWork(((prompt, lengths),)))
+        role = POLICY if scenario.reference_is_base and scenario.sharing else "reference"
+        turn_s = rates.reference_turn_s() if role in scenario.sharing - {POLICY} else 0.0
+        found[role] = group_s * groups / scenario.reference_workers + turn_s
+    for model in scenario.reward_models:
+        role = role_of(model.settings)
+        turn_s = rates.reward_model_turn_s(model) if role in scenario.sharing else 0.0
+        group_s = rates.reward_model_s(model, prompt, lengths)
+        found[role] = group_s * groups / scenario.reward_model_workers(model) + turn_s
+    return found

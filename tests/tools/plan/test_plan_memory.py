@@ -9,6 +9,7 @@ import torch
 from grpo_dist.policy.attention import NAME, BlockKernel, register
 from grpo_dist.policy.packing import packed
 from grpo_dist.tools.plan.accelerators import parse_cluster
+from grpo_dist.tools.plan.engine_memory import rollout_engine
 from grpo_dist.tools.plan.memory import (
     GIB,
     Sizes,
@@ -17,7 +18,6 @@ from grpo_dist.tools.plan.memory import (
     lora_parameters,
     policy_rank,
     reference_worker,
-    rollout_engine,
     states,
 )
 from grpo_dist.tools.plan.models import from_config_json, model_of, published
@@ -111,7 +111,9 @@ def test_states_of_a_rank_by_zero_stage(policy, dtype, bytes_each):
 def test_offloaded_states_are_in_host_memory():
     planned = gpu(policy={"num_workers": 4, "zero_stage": 2, "offload": {"optimizer": "cpu"}})
     rank = policy_rank(planned, model_of(planned), Sizes.of(planned, gpu=True), LENGTHS)
-    assert sum(rank.host.values()) == pytest.approx(4 * 7_615_616_512)  # (12 + 4) / 4 ranks
+    states = 4 * 7_615_616_512  # (12 + 4) / 4 ranks
+    written = (2 + 12 / 4) * 7_615_616_512  # by the first rank, from a copy in host memory
+    assert sum(rank.host.values()) == pytest.approx(states + written)
 
 
 def test_low_rank_training_keeps_gradients_and_moments_of_the_adapters_alone():
@@ -241,7 +243,7 @@ def test_rows_of_a_packed_stream_have_their_own_prompts():
 def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     c = gpu(rollout={"tensor_parallel_size": 2, "max_num_seqs": 256, "gpu_memory_utilization": 0.9})
     model, sizes, card = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card
-    engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory, colocated=False)
+    engine = rollout_engine(c, model, sizes, LENGTHS, memory=card.memory)
     token = 2 * 28 * 2 * 128 * 2  # keys and values, layers, half of 4 heads of size 128, bfloat16
     others = 7_615_616_512 + 8192 * (3 * 18944 // 2 + 4 * 3584) * 2 + 3 * 256 * 152064 * 4 + 2 * GIB
     assert engine.token_bytes == token and engine.cache == int(81_559 * 2**20 * 0.9) - others
@@ -249,22 +251,9 @@ def test_the_cache_of_an_engine_gets_the_memory_left_by_weights_and_overhead():
     assert engine.mean == 256  # the most that are decoded at once
     assert engine.total == int(81_559 * 2**20 * 0.9)
     small = rollout_engine(
-        c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, colocated=True
+        c, model, sizes, LENGTHS, memory=parse_cluster("1x1xL4").card.memory, asleep=2 * GIB
     )
     assert small.cache < engine.cache / 4
-
-
-def test_a_sleeping_worker_keeps_some_memory_on_its_gpu():
-    c = gpu(rollout={"gpu_memory_utilization": 1.0})
-    model, sizes, memory = model_of(c), Sizes.of(c, gpu=True), parse_cluster("1x8xH100").card.memory
-    apart, beside = (policy_rank(c, model, sizes, LENGTHS, colocated=both) for both in (False, True))
-    assert beside.total - apart.total == beside.parts["sleeping engine"] == 2 * GIB
-    states = sum(apart.parts[name] for name in ("weights", "gradients", "optimiser"))
-    assert sum(beside.host.values()) - sum(apart.host.values()) == states
-    alone, sharing = (
-        rollout_engine(c, model, sizes, LENGTHS, memory=memory, colocated=both) for both in (False, True)
-    )
-    assert alone.cache - sharing.cache == 2 * GIB
 
 
 def test_a_reference_keeps_nothing_for_a_backward_pass():

@@ -26,12 +26,12 @@ from tests.support.fakes import config
 from tests.support.made_times import Times, judges
 
 
-def run(times, *, length=10, capacity=100, colocated=False, measured=(), steps=4, goes_wrong=None, **changes):
+def run(times, *, length=10, capacity=100, sharing=(), measured=(), steps=4, goes_wrong=None, **changes):
     changes = {"rewards": {"num_workers": 64}, "sampling": {"max_new_tokens": 1000}} | changes
     workload = Workload(20, config().bench.lengths, 1000, measured=tuple(measured) or (length,))
     goes_wrong = goes_wrong or {}
     return simulate(
-        Scenario(config(**changes), times, workload, capacity, colocated, steps=steps, **goes_wrong)
+        Scenario(config(**changes), times, workload, capacity, frozenset(sharing), steps=steps, **goes_wrong)
     )
 
 
@@ -210,7 +210,7 @@ def test_a_reward_model_that_is_too_slow_bounds_the_step():
 
 
 def test_colocated_roles_change_turns_twice_a_step():
-    assert run(Times(), colocated=True).step_s == pytest.approx(3.8 + 2 * 0.25)
+    assert run(Times(), sharing=("policy", "rollout")).step_s == pytest.approx(3.8 + 2 * 0.25)
 
 
 def test_groups_go_to_the_least_loaded_engine():
@@ -245,7 +245,6 @@ def test_failed_engines_are_replaced_and_no_sample_is_lost():
         Times(),
         Workload(20, config().bench.lengths, 1000, measured=(30, 300)),
         capacity=8,
-        colocated=False,
         failures=FailureRates(40.0, restart_s=25.0),
         steps=8,
     )
@@ -420,8 +419,7 @@ def test_dynamic_sampling_draws_further_groups():
     workload = Workload(20, config().bench.lengths, 1000, measured=(10,))
     settings = config(sampling={"max_new_tokens": 1000}, rewards={"num_workers": 64}, **changes)
     all_signal, half = (
-        simulate(Scenario(settings, Times(), workload, 100, False, signal_share=share))
-        for share in (1.0, 0.5)
+        simulate(Scenario(settings, Times(), workload, 100, signal_share=share)) for share in (1.0, 0.5)
     )
     assert all_signal.step_s == pytest.approx(3.8) and half.step_s > 3.8 + 1.0
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from grpo_dist.config import LengthsConfig
 from grpo_dist.tools.bench.flops import Shape
 from grpo_dist.tools.plan.accelerators import parse_cluster
-from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints, rank_bytes
+from grpo_dist.tools.plan.checkpoints import checkpoints, planned_checkpoints
 from grpo_dist.tools.plan.command import make_plan
 from grpo_dist.tools.plan.evaluation import evaluation_s, evaluations, planned_evaluation
-from grpo_dist.tools.plan.memory import Sizes
+from grpo_dist.tools.plan.memory import Sizes, rank_bytes
 from grpo_dist.tools.plan.models import ModelShape, published
 from grpo_dist.tools.plan.options import Setting, option_of, planned
 from grpo_dist.tools.plan.report import print_plan
@@ -73,7 +73,7 @@ def timed(sizes, *, capacity=100, cap=1000, goes_with=None, **changes):
     settings = config(rewards={"num_workers": 64}, sampling={"max_new_tokens": 1000}, **changes)
     times = Times(models={"judge": 1.5})
     workload = Workload(20, settings.bench.lengths, cap, measured=(10,))
-    return evaluation_s(Scenario(settings, times, workload, capacity, False, **(goes_with or {})), sizes)
+    return evaluation_s(Scenario(settings, times, workload, capacity, **(goes_with or {})), sizes)
 
 
 def test_an_evaluation_is_sampling_and_scoring_alone():
@@ -184,8 +184,8 @@ def test_colocated_roles_change_turns_to_save():
     shared = {"rollout": {"num_workers": 2}, "policy": {"num_workers": 2, "zero_stage": 1}}
     c = wide(cluster={"placement": "colocated"}, steps=100, checkpoint={"every": 50}, **shared)
     one = option(c, "1x2xH100")
-    assert one.scenario.colocated
-    turns_s = 2 * one.scenario.rates.turn_s()
+    assert one.scenario.sharing == {"policy", "rollout"}
+    turns_s = 2 * one.scenario.rates.turn_s() + one.scenario.rates.sync_s()
     assert planned_checkpoints(planned(one)).held_s == pytest.approx(turns_s + 8 * WEIGHTS / 5e9)
 
 

@@ -1,0 +1,85 @@
+"""The memory of a rollout engine in bytes.
+
+    weights | activations | logits | runtime | what is left: key-value cache
+
+With `rollout.quantization` = fp8 the linear layers and the experts have a byte a weight; embedding, LM head,
+norms and the cache keep the model's type. The scales, one float32 for each output of a layer, are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_dist.config import Config
+from grpo_dist.runtime.hardware import GIB
+from grpo_dist.tools.plan.memory import CPU_RUNTIME, GPU_RUNTIME, Footprint, Sizes
+from grpo_dist.tools.plan.models import ModelShape
+from grpo_dist.tools.plan.workload import Workload
+
+_BATCHED_TOKENS = 8192  # prefilled at once by an engine: vLLM's default for a server on a GPU
+_SAMPLER_BLOCKS = 3  # float32 [sequences, vocabulary]: logits, log-probs, and one temporary
+
+
+@dataclass(frozen=True)
+class EngineFootprint(Footprint):
+    """``cache``: bytes of the key-value cache on each GPU, negative where not even the weights fit;
+    ``token_bytes``: what a token takes of it; ``longest``, ``mean``: sequences that fit of full and of mean
+    length; ``most``: that are decoded at once, whatever they hold.
+    """
+
+    cache: int = 0
+    token_bytes: int = 1
+    longest: int = 0
+    mean: int = 0
+    most: int = 1
+
+    def sequences_of(self, tokens: float) -> int:
+        """Return how many sequences of ``tokens`` each are decoded at once."""
+        return min(self.most, int(max(0, self.cache) // self.token_bytes // max(1.0, tokens)))
+
+
+def is_quantised(config: Config) -> bool:
+    return config.rollout.quantization == "fp8"
+
+
+def rollout_engine(
+    config: Config, model: ModelShape, sizes: Sizes, workload: Workload, *, memory: int, asleep: int = 0
+) -> EngineFootprint:
+    """Return the memory of an engine on each of its GPUs. ``memory``: bytes of a GPU; 0: none, the cache is
+    configured. ``asleep``: bytes that others keep on the same GPU while it samples.
+    """
+    from actors.workers.engine_settings import EngineSpec
+
+    rollout, tensor_parallel, b = config.rollout, config.rollout.tensor_parallel_size, sizes.itemsize
+    s = model.shape
+    sequences = EngineSpec.of(config, Path(), colocated=asleep > 0).max_num_seqs
+    heads = max(1, s.kv_heads // tensor_parallel)
+    token_bytes = 2 * s.layers * heads * s.head_dim * b
+    batched = max(_BATCHED_TOKENS, config.max_length if not sizes.gpu else 0)
+    parts = {
+        "weights": model.weight_bytes(b, fp8=is_quantised(config)) // tensor_parallel,
+        "activations": batched * (3 * s.intermediate // tensor_parallel + 4 * s.hidden) * b,
+        "logits": _SAMPLER_BLOCKS * sequences * s.vocabulary * 4,
+        "runtime": round(GPU_RUNTIME if sizes.gpu else CPU_RUNTIME["rollout"]),
+    }
+    if sizes.gpu:
+        from actors.workers.engine_settings import GPU_MEMORY
+
+        share = rollout.gpu_memory_utilization or GPU_MEMORY[asleep > 0]
+        cache = min(int(memory * share), memory - asleep) - sum(parts.values())
+    elif rollout.kv_cache_gib:
+        cache = int(rollout.kv_cache_gib * GIB)
+    else:
+        cache = sequences * config.max_length * token_bytes
+    parts["key-value cache"] = max(0, cache)
+    room = max(0, cache) // token_bytes
+    mean = workload.prompt_tokens / config.batch.samples_per_prompt + workload.mean
+    return EngineFootprint(
+        parts,
+        cache=cache,
+        token_bytes=token_bytes,
+        longest=room // config.max_length,
+        mean=min(sequences, int(room // max(1.0, mean))),
+        most=sequences,
+    )

@@ -1,0 +1,85 @@
+"""The memory of roles that take turns on the policy's GPUs.
+
+    engines' turn        engine                                     + what each sleeper keeps
+    a reward model's     its whole copy and a forward pass          + what each sleeper keeps
+    the reference's      its whole copy and a forward pass          + what each sleeper keeps
+    the policy's         as on GPUs of its own                      + what each sleeper keeps
+    weight sync          the policy's weights, the engine's weights, two buckets
+    refresh              the policy's weights, the reference's
+
+Between their turns, the policy's states and a copy of the reference and of each reward model for each GPU are
+in host memory. Engines keep nothing there: they drop their weights, and the policy sends them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from grpo_dist.config import Config
+from grpo_dist.runtime.hardware import GIB
+from grpo_dist.tools.plan.memory import ASLEEP, GPU_RUNTIME, Footprint, Sizes, states
+from grpo_dist.tools.plan.models import ModelShape
+
+SYNC, REFRESH = "weight sync", "reference refresh"
+# What a process that only computes forward passes keeps on its GPU: its context and its kernels.
+_FORWARD_ASLEEP = GIB * 3 // 4
+_BUCKET = 256_000_000  # `weight_sync.bucket_mb` on GPUs
+
+
+def asleep(role: str, sharing: Collection[str]) -> int:
+    """Return the bytes that the other roles of ``sharing`` keep on a GPU in the turn of ``role``."""
+    if role not in sharing:
+        return 0
+    return sum(
+        ASLEEP if other in ("policy", "rollout") else _FORWARD_ASLEEP for other in sharing if other != role
+    )
+
+
+def shared(
+    config: Config,
+    model: ModelShape,
+    sizes: Sizes,
+    found: Mapping[str, Footprint],
+    sharing: Collection[str],
+) -> dict[str, Footprint]:
+    """Return ``found`` with what sleepers keep on the GPU, what each role keeps in host memory between its
+    turns, and the moments in which two roles have weights there.
+    """
+    made = {role: _in_turns(role, own, sharing) for role, own in found.items()}
+    weights = states(config, model, sizes)["weights"]
+    contexts = {"runtime": GPU_RUNTIME, "asleep": asleep("policy", sharing)}
+    bucket = (config.weight_sync.bucket_mb or 0) * 1_000_000 or _BUCKET
+    whole = model.embedding * sizes.itemsize if config.policy.zero_stage == 3 else 0  # the largest parameter
+    parts = {
+        "policy's weights": weights,
+        "engine's weights": found["rollout"].parts["weights"],
+        "buckets": 2 * bucket,
+        "gathered": whole,
+    }
+    made[SYNC] = Footprint(parts | contexts)
+    if "reference" in sharing and config.reference.refresh_every:
+        copy = found["reference"].parts["weights"]
+        average = 4 * model.parameters if config.reference.refresh_mix < 1 and sizes.itemsize == 2 else 0
+        parts = {"policy's weights": weights, "reference's weights": copy, "average": average}
+        made[REFRESH] = Footprint(parts | contexts)
+    return made
+
+
+def _in_turns(role: str, own: Footprint, sharing: Collection[str]) -> Footprint:
+    if role not in sharing:
+        return own
+    kept = {"policy": ("weights", "gradients", "optimiser"), "rollout": ()}.get(role, ("weights",))
+    moved = sum(own.parts[part] for part in kept)
+    host = own.host | ({"between turns": moved} if moved else {})
+    parts = own.parts if role == "rollout" else own.parts | {"asleep": asleep(role, sharing)}
+    return replace(own, parts=parts, host=host)
+
+
+def host_bytes(memory: Mapping[str, Footprint], workers: Mapping[str, int], *, per_node: int) -> int:
+    """Return the most bytes of host memory that the workers of one node take, ``per_node`` of a role at most.
+    The few GiB of each process itself are left out.
+    """
+    return sum(
+        sum(own.host.values()) * min(workers[role], per_node) for role, own in memory.items() if own.host
+    )

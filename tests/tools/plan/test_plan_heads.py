@@ -1,0 +1,73 @@
+"""The heads of the shipped recipes say what the plan says of them now."""
+
+import re
+
+import pytest
+
+from grpo_dist.tools.plan.heads import CONFIGS, GPUS, Head, cluster_of, main, read, recipes, with_head
+
+NAMES = [path.relative_to(CONFIGS).as_posix() for path in recipes()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_states_memory_and_bounds_as_they_are_planned_now(name):
+    """Whoever changes a recipe, or what a plan knows, runs `python -m grpo_dist.tools.plan.heads`."""
+    head, lines = Head.of(CONFIGS / name), read(CONFIGS / name)
+    stated = list(head.digests(lines))
+    rows = [line for line in lines if re.search(r" \[\w{8}\]$", line)]
+    assert len(stated) == len(rows) >= 1
+    assert [then for then, _ in stated] == [now for _, now in stated]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_has_the_times_of_the_file_as_it_is(name):
+    assert read(CONFIGS / name)[1] == Head.of(CONFIGS / name).own_row()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_head_has_every_size_and_names_its_record(name):
+    first, own, *sizes, source = read(CONFIGS / name)
+    assert first.startswith("Expected by `python -m grpo_dist.tools.plan.heads`")
+    assert own.startswith("as it is, ")
+    if Head.of(CONFIGS / name).is_for_cpus:
+        assert not sizes and "configs/bench/measured/demo_2cores.json" in source
+    else:
+        assert [line.partition(":")[0] for line in sizes] == [cluster_of(gpus) for gpus in GPUS]
+        assert "no record of a GPU exists" in source
+
+
+def test_gpus_are_counted_in_nodes_of_eight():
+    assert [cluster_of(n) for n in (1, 4, 8, 16, 64, 128)] == [
+        "1x1xH100", "1x4xH100", "1x8xH100", "2x8xH100", "8x8xH100", "16x8xH100"
+    ]  # fmt: skip
+
+
+def test_a_head_replaces_the_one_before_and_nothing_else():
+    text = "# What it is.\n#| old\n#| old\nname: x  # a comment\n#| old\nsteps: 3\n"
+    once = with_head(text, ["#| new"])
+    assert once == "# What it is.\n#| new\nname: x  # a comment\nsteps: 3\n"
+    assert with_head(once, ["#| new"]) == once
+
+
+def test_the_command_finds_a_stale_head_and_mends_it(tmp_path, monkeypatch, capsys):
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(
+        "model: {path: Qwen/Qwen2.5-0.5B}\ndata: {train: [{path: 'demo:add3'}]}\n"
+        "batch: {prompts_per_step: 2, samples_per_prompt: 2}\nsampling: {max_new_tokens: 8}\n"
+        "bench: {lengths: {kind: fixed}}\ncluster: {placement: colocated}\n"
+    )
+    monkeypatch.setattr("grpo_dist.tools.plan.heads.recipes", lambda: [recipe])
+    monkeypatch.setattr("grpo_dist.tools.plan.heads.GPUS", (1,))
+    assert main(["--check"]) == 1 and not read(recipe)
+    assert main([]) == 0 and main(["--check"]) == 0
+    assert read(recipe)[1].startswith(
+        "as it is, 1x1xH100: 1 rank(s) of ZeRO-2, 1 engine(s) x TP 1, colocated; "
+    )
+    recipe.write_text(recipe.read_text().replace(" tokens/s", "0 tokens/s", 1))
+    assert main(["--check"]) == 1
+    assert "small.yaml: changed" in capsys.readouterr().out
+
+
+def test_recipes_are_there_for_every_size():
+    own = {re.search(r"as it is, (\S+):", "\n".join(read(path)))[1] for path in CONFIGS.glob("*.yaml")}
+    assert own == {"1x0xCPU", "1x1xH100", "1x4xH100", "1x8xH100", "2x8xH100", "8x8xH100", "16x8xH100"}
