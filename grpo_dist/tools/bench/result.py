@@ -98,10 +98,13 @@ class BenchResult:
 
 
 def _benchmark_of(record: dict[str, Any], path: Path) -> Any:
-    """Return the benchmark in the ``record`` of a check. Raises UserError where it has none."""
+    """Return the benchmark in the ``record`` of a check, with the figures that the check has of the device.
+    Raises UserError where it has none.
+    """
     if not record.get("bench"):
         raise UserError(
             f"{path}: this check has no benchmark, because its line `bench` was left out or failed; run "
             "`grpo-dist gpu-check --only bench`, or pass the bench.json of a run"
         )
-    return record["bench"]
+    device = {name: value for name, value in record.get("figures", {}).items() if name.startswith("device/")}
+    return record["bench"] | {"figures": device | record["bench"]["figures"]}

@@ -9,16 +9,18 @@ import psutil
 import torch
 
 from actors.placement.demands import Resources
-from grpo_dist.config import Config
+from grpo_dist.config import Config, SupervisedConfig
 from grpo_dist.errors import UserError
 from grpo_dist.runtime.hardware import GIB, device_type
 from grpo_dist.tools.check.context import CheckFailed, CheckSkipped, Context, fail
 from grpo_dist.tools.plan.accelerators import ClusterShape, card_called, parse_cluster
 from grpo_dist.tools.plan.cold_start import cold_start, cold_start_problem, is_trained_first
 from grpo_dist.tools.plan.memory import Footprint, Sizes
+from grpo_dist.tools.plan.models import model_of
 from grpo_dist.tools.plan.options import footprints, memory_problems, node_host_bytes
 from grpo_dist.tools.plan.reward_models import reward_models_of
 from grpo_dist.tools.plan.roles import Roles, made_roles, roles_of
+from grpo_dist.tools.plan.supervised import supervised_problem, supervised_rank
 from grpo_dist.tools.plan.workload import workload_of
 
 _PLENTY = 10**6  # of CPUs and GPUs
@@ -56,10 +58,26 @@ def check_memory(context: Context) -> str:
         first = cold_start(config, model, gpu=card is not None, longest=context.longest_demonstration)
         lines.append(f"cold start, before all others: {first.total / GIB:.1f} GiB ({_parts(first)})")
         wrong += [why] if (why := cold_start_problem(config, first, cluster)) else []
+    lines += _as_stage(config, cluster)
     fail(wrong)
     if context.cluster is None or card is None:
         lines += _of_this_machine(found, first, roles, cluster)
     return "\n    ".join([f"of one worker, on {cluster}", *lines])
+
+
+def _as_stage(config: Config, cluster: ClusterShape) -> list[str]:
+    """Describe a policy rank of the `sft` section as a pipeline's stage, which a run of this file has not."""
+    if config.sft is None:
+        return []
+    try:
+        settings = SupervisedConfig.of(config)
+        model = model_of(config.model_copy(update={"model": config.model.model_copy(update={"path": "sft"})}))
+    except UserError as error:  # of that stage alone
+        return [f"as an sft stage of a pipeline: {error}"]
+    memory = cluster.card.memory if cluster.card else 0
+    need = supervised_rank(settings, model, Sizes.of(settings, gpu=memory > 0, memory=memory))
+    problem = supervised_problem(settings, need, cluster)
+    return [problem or f"as an sft stage of a pipeline: {_of_role('policy', need)}"]
 
 
 def _of_role(role: str, need: Footprint) -> str:

@@ -8,7 +8,7 @@ sequences (`BenchResult.decode_steps`); what the loop's engine takes beyond thes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ _THREADS = 0.8  # a trainer with two threads was measured to be 1.71 times as fa
 # Of a thread, float32, and bytes a second for a process. The reached share of them is calibrated. They decide
 # how a decode step grows with its sequences only where single steps were not measured.
 _CPU_FLOPS, _CPU_MEMORY = 90e9, 10e9
+_COPIES = ("device/to_host_bytes_per_s", "device/from_host_bytes_per_s")  # of a record of `gpu-check`
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,17 @@ def calibrate(result: BenchResult, cluster: ClusterShape) -> Calibration:
         score_s=found["scoring/step_s"] * processes / samples,
         sample_s=min(Reached().sample_s, found["overhead/driver_cpu_s"] / samples),
         overhead_s=found["overhead/step_s"],
+        host=_host(found, peaks),
         source=f"benchmark {result.name} on {result.machine['gpu' if gpu else 'cpu']}",
     )
     prompt = round(result.workload["prompt_tokens_mean"])
     return Calibration(peaks, reached, prompt, tuple(result.lengths), roles, cpus)
+
+
+def _host(figures: Mapping[str, float], peaks: Peaks) -> float:
+    """Return the share of PCIe that copies to and from pinned memory reach, measured or assumed."""
+    copies = [figures[name] for name in _COPIES if figures.get(name)]
+    return min(copies) / peaks.host if copies else Reached().host
 
 
 def generation_s(

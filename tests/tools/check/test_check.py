@@ -253,6 +253,7 @@ def test_the_cold_start_is_read_and_counted(here, monkeypatch):
     found = results("model.path=sft", sft)
     assert not wrong(found) and "51 demonstrations of up to" in found["cold start"].detail
     assert "\n    cold start, before all others: " in found["memory"].detail
+    assert "\n    as an sft stage of a pipeline: policy: " in found["memory"].detail
 
 
 def test_an_interrupted_download_is_found_by_its_index(here):

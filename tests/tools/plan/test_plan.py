@@ -409,6 +409,26 @@ def test_a_benchmark_of_the_same_card_is_taken():
     assert calibration.peaks_of(fewer) == calibration.peaks
 
 
+def test_a_record_of_gpu_check_calibrates_the_copies_of_a_turn_too(tmp_path):
+    c = config(model={"path": "Qwen/Qwen2.5-1.5B"}, policy={"zero_stage": 2})
+    measured = result(c, machine={"gpu": "NVIDIA H100 80GB HBM3", "gpus": 2}, decode_steps=[])
+    measured.write(tmp_path / "bench.json")
+    figures = {
+        "device/to_host_bytes_per_s": 40e9,
+        "device/from_host_bytes_per_s": 32e9,
+        "zero2/update_s": 1.0,
+    }
+    record = {"kind": "gpu-check", "schema": 1, "figures": figures}
+    record["bench"] = json.loads((tmp_path / "bench.json").read_text())
+    (tmp_path / "gpu-check.json").write_text(json.dumps(record))
+    cluster = parse_cluster("1x8xH100")
+    plain, checked = (
+        calibrate(BenchResult.read(tmp_path / name), cluster) for name in ("bench.json", "gpu-check.json")
+    )
+    assert plain.reached.host == Reached().host and checked.reached.host == 32e9 / 64e9
+    assert replace(checked.reached, host=plain.reached.host) == plain.reached
+
+
 # The command
 
 
