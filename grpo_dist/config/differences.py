@@ -21,10 +21,9 @@ def flat(value: Any) -> dict[str, Any]:
     return dict(_entries(value))
 
 
-def listed(items: Sequence[str], most: int = 4) -> str:
-    """Join the first ``most`` items and the number of others: ``a, b, c, d, 2 more``"""
-    more = [f"{len(items) - most} more"] if len(items) > most else []
-    return ", ".join([*items[:most], *more])
+def listed(items: Sequence[str]) -> str:
+    """Join four items and the number of others: ``a, b, c, d, 2 more``"""
+    return ", ".join([*items[:4], *([f"{len(items) - 4} more"] if len(items) > 4 else [])])
 
 
 def _entries(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from grpo_dist.runtime.hardware import GIB
 from grpo_dist.runtime.metering import Span, Usage
-from grpo_dist.runtime.stage_log import clock_text, open_stages
+from grpo_dist.runtime.stage_log import clock_text, names_of, open_stages
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PARTS = " ▏▎▍▌▋▊▉"
@@ -29,7 +29,6 @@ _STEPS_AVERAGED = 10
 _REWARDS_SHOWN = 48
 _BAR_CELLS = 24
 _BUSY_CELLS = 10
-_NAMED = 3  # dead actors to name
 _COLOURS = {"sample": "cyan", "update": "green", "sync": "magenta", "evaluate": "blue", "save": "yellow"}
 
 
@@ -43,9 +42,8 @@ class LiveView:
         start: int,
         *,
         clock: Callable[[], float] = time.monotonic,
-        stages: Callable[[], list[str]] = open_stages,
     ) -> None:
-        """``clock`` gives seconds, from any origin; ``stages`` describes the running stages of start-up."""
+        """``clock`` gives seconds, from any origin."""
         self._name, self._steps, self._clock = name, steps, clock
         self._begin = self._since = clock()
         self._done, self._phase = start, "starting"
@@ -55,7 +53,6 @@ class LiveView:
         self._used: dict[str, tuple[float, int]] = {}  # by role: mean busy share of the step, peak bytes
         self._replaced: dict[str, int] = {}
         self._states: Callable[[], Mapping[str, bool]] = dict
-        self._stages = stages
         self._lock = Lock()  # held while rendering, so that the state does not change
 
     def phase(self, name: str) -> None:
@@ -108,7 +105,7 @@ class LiveView:
 
     def _lines(self) -> list[Text]:
         now = f"{self._phase}, {clock_text(self._clock() - self._since)}"
-        lines = [self._head(), _labelled("now", "; ".join(self._stages()) or now)]
+        lines = [self._head(), _labelled("now", "; ".join(open_stages()) or now)]
         if self._phases:
             lines.append(_labelled("step", self._stage_bars()))
         if self._rewards:
@@ -158,8 +155,7 @@ class LiveView:
             if count := self._replaced.get(role):
                 parts.append(f"{count} replaced")
             if lost:
-                more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
-                parts.append(f"being replaced: {', '.join(lost[:_NAMED])}{more}")
+                parts.append(f"being replaced: {names_of(lost)}")
             yield Text("● ", style="yellow" if lost else "green").append("  ".join(parts), style="default")
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from grpo_dist.secrets import masked
 
+_NAMED = 3  # items that `names_of` lists
 _EVERY_S = 15.0  # below the promised 20 s: a busy machine wakes threads late
 
 
@@ -229,10 +230,10 @@ def print_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def names_of(waiting: list[str], most: int = 3) -> str:
-    """rollout-0, rollout-1, rollout-2 and 5 more"""
-    more = f" and {len(waiting) - most} more" if len(waiting) > most else ""
-    return ", ".join(waiting[:most]) + more
+def names_of(items: Sequence[str]) -> str:
+    """Join three items and the number of others: rollout-0, rollout-1, rollout-2 and 5 more"""
+    more = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+    return ", ".join(items[:_NAMED]) + more
 
 
 def clock_text(seconds: float) -> str:

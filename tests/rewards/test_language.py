@@ -77,7 +77,6 @@ def test_a_lone_dollar_does_not_swallow_the_text():
     assert script_share("it costs $5\nи ещё два рубля", {"latin"}) == pytest.approx(2 / 6)
 
 
-SAID = "the answer is five"
 HIDDEN = [
     "$the answer is five$",
     "$$the answer is five$$",
