@@ -22,6 +22,7 @@ from .find import MARK, Family, is_of_ray
 NODES = 3  # an engine and two ranks
 OVERRIDES = (
     "cluster.placement=separate", "rollout.num_workers=1", "rollout.threads=1", "policy.threads=1",
+    "rewards.num_workers=2",  # so that one is seldom on the head alone
 )  # fmt: skip
 _STORE_BYTES = 128 * 2**20
 
