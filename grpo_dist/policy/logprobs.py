@@ -128,12 +128,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad is None else grad[part] / ctx.temperature,
                 None if entropy_grad is None else entropy_grad[part] / ctx.temperature,
             )
+            if grad_bias is not None:
+                grad_bias += d_logits.sum(dim=0)
+            d_logits = head.operand(d_logits)  # once for both products
             if grad_rows is not None:
                 grad_rows[part] = head.product(d_logits, head.weight)
             if grad_weight is not None:
                 head.add_product(grad_weight, d_logits.T, rows[part])
-            if grad_bias is not None:
-                grad_bias += d_logits.sum(dim=0)
         return (
             grad_rows,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -174,7 +175,7 @@ class _Head:
         self.dtype = torch.promote_types(rows.dtype, torch.float32)
         self._tensor_cores = rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16
         self._operand = weight.dtype if self._tensor_cores else self.dtype
-        self.weight = weight.to(self._operand)
+        self.weight = self.operand(weight)
         self._bias, self._temperature = bias, temperature
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -183,13 +184,17 @@ class _Head:
             out += self._bias
         return out.div_(self._temperature) if self._temperature != 1.0 else out
 
+    def operand(self, t: Tensor) -> Tensor:
+        """Return ``t`` in the type that products take."""
+        return t.to(self._operand)
+
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        a, b = a.to(self._operand), b.to(self._operand)
+        a, b = self.operand(a), self.operand(b)
         return torch.mm(a, b, out_dtype=self.dtype) if self._tensor_cores else torch.mm(a, b)
 
     def add_product(self, out: Tensor, a: Tensor, b: Tensor) -> None:
         """Add a b to ``out``, without a second tensor of its size."""
-        a, b = a.to(self._operand), b.to(self._operand)
+        a, b = self.operand(a), self.operand(b)
         if self._tensor_cores:
             torch.addmm(out, a, b, out_dtype=self.dtype, out=out)
         else:
